@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
+TRITON := 3.6.0
+
+.PHONY: venv demo test check format clean
+
+venv: $(VENV)/.installed
+
+# torch first and alone: DeepSpeed's build looks for it, and a later resolver must not exchange it.
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch setuptools wheel ninja
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) triton==$(TRITON)
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+demo: venv
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml
+
+test: venv
+	$(BIN)/python -m pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,53 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""What every Triton file here shares: which backend runs, and the transform of a raw logit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Backend = Literal["auto", "triton", "reference"]
+BACKENDS: tuple[str, ...] = ("auto", "triton", "reference")
+
+
+def runs_triton(tensor: Tensor, backend: Backend) -> bool:
+    """Whether an op on ``tensor`` runs its Triton kernels; otherwise its plain-torch reference runs.
+
+    ``"auto"`` means Triton on a GPU and the reference elsewhere. ``"triton"`` on a CPU tensor needs Triton's
+    interpreter (``TRITON_INTERPRET=1`` before the first import).
+
+    Raises:
+        ValueError: unknown backend, or Triton asked for on a CPU tensor without the interpreter.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}.")
+    if backend == "auto":
+        return tensor.is_cuda
+    if backend == "triton" and tensor.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "backend='triton' was asked for on a CPU tensor. Set TRITON_INTERPRET=1 before Python starts to run the "
+            "kernels in Triton's interpreter, or use backend='reference'."
+        )
+    return backend == "triton"
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax statistics are kept: fp64 for fp64 logits, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@triton.jit
+def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
+
+    tanh is written with a sigmoid, which the interpreter has as well.
+    """
+    scaled = raw * scale
+    if HAS_SOFTCAP:
+        tanh = 2.0 * tl.sigmoid(2.0 * scaled / softcap) - 1.0
+        return softcap * tanh, 1.0 - tanh * tanh
+    return scaled, scaled * 0.0 + 1.0

@@ -1,0 +1,351 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Cross entropy on a block of logits, in two sweeps: softmax statistics, then the gradient.
+
+Legend: T tokens, V vocabulary. ``z`` are transformed logits (see :class:`LossOptions`), ``y`` is a token's label.
+
+The two sweeps know nothing of reductions, weights or upstream gradients: per-token numbers go in and come out, and
+``token_loss.py`` turns them into losses and coefficients. Statistics of slices of the vocabulary can be merged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import Backend, capped, runs_triton, statistics_dtype
+from .options import LossOptions
+
+
+class SoftmaxStatistics(NamedTuple):
+    """What a token's loss and gradient need to know of its row of logits. All ``[T]``, fp32 (fp64 for fp64 logits)."""
+
+    max_T: Tensor
+    """``max_v z_v``"""
+    sum_other_T: Tensor
+    """``sum over v != y of exp(z_v - max)``. Without the target, so that ``1 - p_y`` is exact as p_y nears 1."""
+    target_T: Tensor
+    """``z_y``; 0 where the label is negative"""
+    dot_other_T: Tensor | None
+    """``sum over v != y of exp(z_v - max) * (z_v - max)``, for the entropy"""
+    weighted_sum_T: Tensor | None
+    """``sum_v w_v * z_v`` with class weights w (or ones), for label smoothing"""
+
+
+class GradientCoefficients(NamedTuple):
+    """Per-token coefficients, each ``[T]``, of the gradient by z:
+
+    ``nll * (p_v - [v = y]) + mass * p_v + entropy * p_v * z_v - smoothing * w_v``
+    """
+
+    lse_T: Tensor
+    """log-sum-exp of z, so that ``p_v = exp(z_v - lse)``"""
+    miss_T: Tensor
+    """``1 - p_y``, computed from the other classes"""
+    nll_T: Tensor
+    mass_T: Tensor | None
+    entropy_T: Tensor | None
+    smoothing_T: Tensor | None
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr,
+    stride_t,
+    labels_ptr,
+    class_weight_ptr,
+    max_ptr,
+    sum_other_ptr,
+    target_ptr,
+    dot_other_ptr,
+    weighted_sum_ptr,
+    V,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype = max_ptr.dtype.element_ty
+    label = tl.load(labels_ptr + row)
+    row_max = tl.full((), float("-inf"), dtype)
+    sum_other = tl.zeros((), dtype)
+    target = tl.zeros((), dtype)
+    dot_other = tl.zeros((), dtype)
+    weighted_sum = tl.zeros((), dtype)
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        raw = tl.load(logits_ptr + row * stride_t + offs_v, mask=mask_v, other=0.0).to(dtype)
+        capped_logit, _ = capped(raw, scale, softcap, HAS_SOFTCAP)
+        z = capped_logit * inverse_temperature
+        if WITH_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                class_weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+                weighted_sum += tl.sum(tl.where(mask_v, z * class_weight, 0.0))
+            else:
+                weighted_sum += tl.sum(tl.where(mask_v, z, 0.0))
+        is_target = offs_v == label
+        target += tl.sum(tl.where(is_target, z, 0.0))
+        # The tail of the last block lies outside the vocabulary: -inf, never 0.
+        z = tl.where(mask_v, z, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(z))
+        # A block whose logits are all -inf must not turn into inf - inf.
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.exp(row_max - anchor)
+        distance = z - anchor
+        e = tl.where(is_target, 0.0, tl.exp(distance))
+        if WITH_ENTROPY:
+            moved = tl.where(row_max == float("-inf"), 0.0, (row_max - anchor) * sum_other)
+            dot_other = shrink * (dot_other + moved) + tl.sum(tl.where(e > 0.0, e * distance, 0.0))
+        sum_other = shrink * sum_other + tl.sum(e)
+        row_max = new_max
+    tl.store(max_ptr + row, row_max)
+    tl.store(sum_other_ptr + row, sum_other)
+    tl.store(target_ptr + row, target)
+    if WITH_ENTROPY:
+        tl.store(dot_other_ptr + row, dot_other)
+    if WITH_SMOOTHING:
+        tl.store(weighted_sum_ptr + row, weighted_sum)
+
+
+@triton.jit
+def _gradient_kernel(
+    out_ptr,
+    stride_out_t,
+    logits_ptr,
+    stride_t,
+    labels_ptr,
+    class_weight_ptr,
+    lse_ptr,
+    miss_ptr,
+    nll_ptr,
+    mass_ptr,
+    entropy_ptr,
+    smoothing_ptr,
+    V,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype = lse_ptr.dtype.element_ty
+    label = tl.load(labels_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    miss = tl.load(miss_ptr + row)
+    nll = tl.load(nll_ptr + row)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    raw = tl.load(logits_ptr + row * stride_t + offs_v, mask=mask_v, other=0.0).to(dtype)
+    capped_logit, slope = capped(raw, scale, softcap, HAS_SOFTCAP)
+    z = capped_logit * inverse_temperature
+    p = tl.exp(z - lse)
+    gradient = tl.where(offs_v == label, -nll * miss, nll * p)
+    if HAS_MASS:
+        gradient += tl.load(mass_ptr + row) * p
+    if HAS_ENTROPY:
+        gradient += tl.where(p > 0.0, tl.load(entropy_ptr + row) * p * z, 0.0)
+    if HAS_SMOOTHING:
+        smoothing = tl.load(smoothing_ptr + row)
+        if HAS_CLASS_WEIGHT:
+            gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+        else:
+            gradient -= smoothing
+    gradient = gradient * slope * (scale * inverse_temperature)
+    # A token that counts nothing stays out even when its logits are not finite.
+    gradient = tl.where(label < 0, 0.0, gradient)
+    tl.store(out_ptr + row * stride_out_t + offs_v, gradient.to(out_ptr.dtype.element_ty), mask=mask_v)
+
+
+def _launch_shape(num_columns: int) -> tuple[int, int]:
+    block = min(triton.next_power_of_2(num_columns), 8192)
+    return block, 8 if block >= 4096 else 4
+
+
+def cross_entropy_fwd(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    with_entropy: bool = False,
+    backend: Backend = "auto",
+) -> SoftmaxStatistics:
+    """Softmax statistics of each row, in one sweep over the logits.
+
+    Args:
+        logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here.
+        labels_T: ``[T]`` int64. A negative label marks a token that takes no part.
+        class_weight_V: ``[V]`` floating, used for label smoothing.
+        with_entropy: also sum what the entropy needs.
+        backend: see :func:`runs_triton`.
+    """
+    if not runs_triton(logits_TV, backend):
+        return cross_entropy_fwd_reference(
+            logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
+        )
+    T, V = logits_TV.shape
+    dtype = statistics_dtype(logits_TV.dtype)
+    with_smoothing = options.label_smoothing > 0
+    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
+    if T > 0:
+        BLOCK_V, num_warps = _launch_shape(V)
+        _statistics_kernel[(T,)](
+            logits_TV,
+            logits_TV.stride(0),
+            labels_T,
+            class_weight_V if class_weight_V is not None else logits_TV,
+            max_T,
+            sum_other_T,
+            target_T,
+            dot_other_T,
+            weighted_sum_T,
+            V,
+            options.logit_scale,
+            options.softcap or 1.0,
+            1.0 / options.temperature,
+            HAS_SOFTCAP=options.softcap is not None,
+            WITH_ENTROPY=with_entropy,
+            WITH_SMOOTHING=with_smoothing,
+            HAS_CLASS_WEIGHT=class_weight_V is not None,
+            BLOCK_V=BLOCK_V,
+            num_warps=num_warps,
+        )
+    return SoftmaxStatistics(
+        max_T,
+        sum_other_T,
+        target_T,
+        dot_other_T if with_entropy else None,
+        weighted_sum_T if with_smoothing else None,
+    )
+
+
+def cross_entropy_bwd(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    coefficients: GradientCoefficients,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    out_TV: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Gradient by the raw logits, written to ``out_TV`` (``logits_TV`` itself for an in-place pass) and returned.
+
+    Args:
+        logits_TV: ``[T, V]``, as given to :func:`cross_entropy_fwd`.
+        labels_T: ``[T]`` int64; rows with a negative label get zeros.
+        coefficients: see :class:`GradientCoefficients`.
+        out_TV: ``[T, V]``, any floating dtype, unit stride along V.
+    """
+    if not runs_triton(logits_TV, backend):
+        return cross_entropy_bwd_reference(
+            logits_TV, labels_T, coefficients, options=options, class_weight_V=class_weight_V, out_TV=out_TV
+        )
+    T, V = logits_TV.shape
+    if T == 0:
+        return out_TV
+    BLOCK_V, num_warps = _launch_shape(V)
+    unused = coefficients.lse_T
+    mass_T, entropy_T, smoothing_T = coefficients.mass_T, coefficients.entropy_T, coefficients.smoothing_T
+    _gradient_kernel[(T, triton.cdiv(V, BLOCK_V))](
+        out_TV,
+        out_TV.stride(0),
+        logits_TV,
+        logits_TV.stride(0),
+        labels_T,
+        class_weight_V if class_weight_V is not None else logits_TV,
+        coefficients.lse_T,
+        coefficients.miss_T,
+        coefficients.nll_T,
+        mass_T if mass_T is not None else unused,
+        entropy_T if entropy_T is not None else unused,
+        smoothing_T if smoothing_T is not None else unused,
+        V,
+        options.logit_scale,
+        options.softcap or 1.0,
+        1.0 / options.temperature,
+        HAS_SOFTCAP=options.softcap is not None,
+        HAS_MASS=mass_T is not None,
+        HAS_ENTROPY=entropy_T is not None,
+        HAS_SMOOTHING=smoothing_T is not None,
+        HAS_CLASS_WEIGHT=class_weight_V is not None,
+        BLOCK_V=BLOCK_V,
+        num_warps=num_warps,
+    )
+    return out_TV
+
+
+def _transformed(logits_TV: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
+    """Transformed logits and the derivative of the soft-cap, in the dtype of the statistics."""
+    scaled = logits_TV.to(statistics_dtype(logits_TV.dtype)) * options.logit_scale
+    slope: Tensor | float = 1.0
+    if options.softcap is not None:
+        tanh = torch.tanh(scaled / options.softcap)
+        scaled, slope = options.softcap * tanh, 1.0 - tanh * tanh
+    return scaled / options.temperature, slope
+
+
+def _is_target(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    return labels_T[:, None] == torch.arange(logits_TV.shape[1], device=logits_TV.device)
+
+
+def cross_entropy_fwd_reference(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    with_entropy: bool = False,
+) -> SoftmaxStatistics:
+    """:func:`cross_entropy_fwd` in plain torch: the path on CPU."""
+    z_TV, _ = _transformed(logits_TV, options)
+    is_target = _is_target(logits_TV, labels_T)
+    max_T = z_TV.amax(-1)
+    distance_TV = z_TV - max_T[:, None]
+    e_TV = distance_TV.exp().masked_fill_(is_target, 0.0)
+    dot_other_T = weighted_sum_T = None
+    if with_entropy:
+        dot_other_T = (e_TV * distance_TV).masked_fill_(e_TV == 0, 0.0).sum(-1)
+    if options.label_smoothing > 0:
+        weighted_sum_T = z_TV.sum(-1) if class_weight_V is None else z_TV @ class_weight_V.to(z_TV.dtype)
+    target_T = z_TV.masked_fill(~is_target, 0.0).sum(-1)
+    return SoftmaxStatistics(max_T, e_TV.sum(-1), target_T, dot_other_T, weighted_sum_T)
+
+
+def cross_entropy_bwd_reference(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    coefficients: GradientCoefficients,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    out_TV: Tensor,
+) -> Tensor:
+    """:func:`cross_entropy_bwd` in plain torch: the path on CPU."""
+    z_TV, slope = _transformed(logits_TV, options)
+    p_TV = (z_TV - coefficients.lse_T[:, None]).exp_()
+    nll_T1 = coefficients.nll_T[:, None]
+    gradient_TV = torch.where(_is_target(logits_TV, labels_T), -nll_T1 * coefficients.miss_T[:, None], nll_T1 * p_TV)
+    if coefficients.mass_T is not None:
+        gradient_TV += coefficients.mass_T[:, None] * p_TV
+    if coefficients.entropy_T is not None:
+        gradient_TV += (coefficients.entropy_T[:, None] * p_TV * z_TV).masked_fill_(p_TV == 0, 0.0)
+    if coefficients.smoothing_T is not None:
+        weight = 1.0 if class_weight_V is None else class_weight_V.to(z_TV.dtype)
+        gradient_TV -= coefficients.smoothing_T[:, None] * weight
+    gradient_TV *= slope * (options.logit_scale / options.temperature)
+    return out_TV.copy_(gradient_TV.masked_fill_(labels_T[:, None] < 0, 0.0))

@@ -1,0 +1,43 @@
+"""The numbers that define a cross entropy, in one frozen record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """Options of the loss that are plain numbers. A logit is transformed as
+
+    ``z = softcap * tanh(logit_scale * raw / softcap) / temperature``   (without soft-cap: ``logit_scale * raw /
+    temperature``)
+
+    and a token with label y then costs, with ``lse`` the log-sum-exp of its z and ``w`` the class weights,
+
+    ``(1 - label_smoothing) * w_y * (lse - z_y) + label_smoothing / V * sum_v w_v * (lse - z_v) + z_loss * lse**2``.
+    """
+
+    ignore_index: int = -100
+    """Label of tokens that take no part."""
+    label_smoothing: float = 0.0
+    """Mass given to the uniform distribution, in [0, 1] (Szegedy et al. 2016; as ``F.cross_entropy``)."""
+    z_loss: float = 0.0
+    """Factor of the squared log-sum-exp (Chowdhery et al. 2022, PaLM, section 5)."""
+    softcap: float | None = None
+    """Bound of the logits' magnitude (Gemma Team 2024, Gemma 2, section 2)."""
+    logit_scale: float = 1.0
+    """Factor of the raw logits, before the soft-cap."""
+    temperature: float = 1.0
+    """Divisor of the logits, after the soft-cap."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; expected a number in [0, 1].")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}; expected None or a finite number above 0.")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature is {self.temperature}; expected a finite number above 0.")
+        for name in ("z_loss", "logit_scale"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number.")

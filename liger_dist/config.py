@@ -1,0 +1,63 @@
+"""What a user may choose, in one frozen record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from liger_dist_kernels import BACKENDS, Backend
+
+from .errors import LigerDistError
+
+Strategy = Literal["auto", "none", "ddp", "fsdp2"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+Head = Literal["auto", "gather"]
+TokenMean = Literal["local", "global"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapConfig:
+    """Options of :func:`liger_dist.wrap`. Everything has a default; nothing is read from the environment."""
+
+    fused_loss: bool = True
+    """Compute the loss inside the output embedding. False shards only, for comparison."""
+    head: Head = "auto"
+    """How a sharded head's weight is reached: "gather" collects it for the loss; "auto" lets the dispatcher choose."""
+    kernels: Backend = "auto"
+    """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
+    memory_budget: int | None = None
+    """Bytes of the buffer that holds one chunk of logits; None for 512 MiB."""
+    token_mean: TokenMean = "local"
+    """What a mean loss without ``num_items_in_batch`` divides by: "local" for the tokens of this process (as the
+    model does by itself), "global" for those of all data-parallel processes, so that the averaged gradient is that
+    of one mean over all tokens. "global" costs an all-reduce of one number."""
+    param_dtype: torch.dtype | None = None
+    """Compute dtype under "fsdp2" while masters keep theirs (``torch.bfloat16`` is usual); None for the masters'
+    own."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Dtype of gradient reduction under "fsdp2"; a lower one than fp32 loses small gradients as ranks grow."""
+    reshard_after_forward: bool = True
+    """Under "fsdp2": free a decoder layer's weights between its forward and its backward."""
+    cpu_offload: bool = False
+    """Under "fsdp2": keep shards, gradients and optimiser state in host memory."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in the backward instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        _check_choice("head", self.head, get_args(Head))
+        _check_choice("kernels", self.kernels, BACKENDS)
+        _check_choice("token_mean", self.token_mean, get_args(TokenMean))
+        if self.memory_budget is not None and self.memory_budget < 1:
+            raise LigerDistError(f"memory_budget is {self.memory_budget}; expected a number of bytes above 0, or None.")
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise LigerDistError(f"{name} is {dtype!r}; expected a floating torch.dtype such as torch.bfloat16.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise LigerDistError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")

@@ -1,0 +1,12 @@
+"""Every refusal of this library."""
+
+from __future__ import annotations
+
+
+class LigerDistError(ValueError):
+    """A request that cannot be carried out: the message states the value, what was expected and the way out."""
+
+
+class NoAdapterError(LigerDistError):
+    """No sharding adapter can compute the loss on this layout: the message lists the facts and every adapter's
+    reasons."""

@@ -1,0 +1,1 @@
+"""Losses: autograd functions and functionals on local tensors, possibly over a process group."""

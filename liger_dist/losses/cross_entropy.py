@@ -1,0 +1,178 @@
+"""Cross entropy on given logits, which are never overwritten.
+
+Legend: T tokens, V vocabulary. One sweep over the logits in the forward, one in the backward; between them only the
+statistics of each row are kept beside the caller's own logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_dist.errors import LigerDistError
+from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd
+from liger_dist_kernels import gradient_coefficients as coefficients_of
+from liger_dist_kernels import token_terms as terms_of
+
+from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .labels import check_labels, select_targets
+from .normalization import Reduction
+from .scales import Scales, token_scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    labels_T: Tensor
+    scales: Scales
+    loss: LossArguments
+    execution: Execution
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        loss = problem.loss
+        statistics = cross_entropy_fwd(
+            logits_TV,
+            problem.labels_T,
+            options=loss.options,
+            class_weight_V=loss.class_weight,
+            with_entropy="entropy" in loss.outputs,
+            backend=problem.execution.backend,
+        )
+        terms = terms_of(
+            statistics,
+            problem.labels_T,
+            options=loss.options,
+            vocab_size=logits_TV.shape[1],
+            class_weight_V=loss.class_weight,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.problem = problem
+        ctx.save_for_backward(logits_TV, *terms)
+        value, z_loss = problem.scales.reduce(terms, loss.reduction)
+        ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
+        return value, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
+    ) -> tuple[Tensor, None]:
+        problem: _Problem = ctx.problem
+        logits_TV, *terms = ctx.saved_tensors
+        upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
+        coefficients = coefficients_of(
+            TokenTerms(*terms),
+            upstream._replace(log_prob_T=d_log_prob_T, entropy_T=d_entropy_T),
+            problem.labels_T,
+            options=problem.loss.options,
+            vocab_size=logits_TV.shape[1],
+            class_weight_V=problem.loss.class_weight,
+        )
+        d_logits_TV = cross_entropy_bwd(
+            logits_TV,
+            problem.labels_T,
+            coefficients,
+            options=problem.loss.options,
+            class_weight_V=problem.loss.class_weight,
+            out_TV=torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device),
+            backend=problem.execution.backend,
+        )
+        return d_logits_TV, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items_in_batch: Tensor | float | None = None,
+    outputs: Sequence[str] = (),
+) -> Tensor | LossOutput:
+    """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
+
+    Args:
+        logits: ``[..., V]`` raw logits; read in the forward and again in the backward, never written.
+        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
+
+    The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
+    """
+    names = as_output_names(outputs)
+    result = fused_cross_entropy(
+        logits,
+        labels,
+        loss=LossArguments(
+            options=loss_options(
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                temperature=temperature,
+            ),
+            class_weight=class_weight,
+            token_weight=token_weight,
+            reduction=reduction,
+            num_items_in_batch=num_items_in_batch,
+            outputs=names,
+        ),
+        execution=Execution(),
+    )
+    return result if names else result.loss
+
+
+def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
+    """:func:`cross_entropy` on records."""
+    if hasattr(logits, "placements"):
+        raise LigerDistError(
+            f"logits are a DTensor with placements {logits.placements}; this function works on whole local tensors. "
+            "Pass logits.full_tensor(), or wrap the model with liger_dist.wrap."
+        )
+    if logits.dim() < 1 or not logits.is_floating_point():
+        raise LigerDistError(
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}; expected [..., V] of a floating dtype."
+        )
+    vocab_size = logits.shape[-1]
+    check_labels(labels, tokens_of="logits", shape=logits.shape, ignore_index=loss.options.ignore_index)
+    loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    targets = select_targets(
+        labels,
+        vocab_size=vocab_size,
+        ignore_index=loss.options.ignore_index,
+        device=logits.device,
+        summary=execution.label_summary,
+        may_drop=False,
+    )
+    token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
+    problem = _Problem(
+        labels_T=targets.labels_T,
+        scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
+        loss=loss,
+        execution=execution,
+    )
+    logits_TV = logits.reshape(-1, vocab_size)
+    if logits_TV.stride(-1) != 1:
+        logits_TV = logits_TV.contiguous()
+    value, log_prob, entropy, is_top1, z_loss = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
+    per_token = loss.reduction == "none"
+    return LossOutput(
+        loss=value.reshape(labels.shape) if per_token else value,
+        log_prob=log_prob.reshape(labels.shape) if "log_prob" in loss.outputs else None,
+        entropy=entropy.reshape(labels.shape) if "entropy" in loss.outputs else None,
+        is_top1=is_top1.reshape(labels.shape) if "is_top1" in loss.outputs else None,
+        z_loss=(z_loss.reshape(labels.shape) if per_token else z_loss) if "z_loss" in loss.outputs else None,
+    )

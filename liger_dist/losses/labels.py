@@ -1,0 +1,118 @@
+"""Labels: their check, and which tokens count.
+
+Legend: T tokens. Ignored tokens are dropped before the first GEMM wherever the number of valid ones is known on the
+host without waiting for the GPU: labels on the CPU, or a :class:`LabelSummary` started when the model was entered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_dist.errors import LigerDistError
+
+
+class LabelSummary:
+    """Number of valid labels with their smallest and largest value, fetched to the host beside the computation.
+
+    Started at the model's entry and read at its head, so the wait is over before it begins.
+    """
+
+    def __init__(self, labels: Tensor, ignore_index: int) -> None:
+        valid = labels != ignore_index
+        smallest = torch.where(valid, labels, torch.iinfo(labels.dtype).max).min()
+        largest = torch.where(valid, labels, torch.iinfo(labels.dtype).min).max()
+        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        self._host.copy_(torch.stack([valid.sum(), smallest, largest]), non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def read(self) -> tuple[int, int, int]:
+        """``(count, smallest, largest)``."""
+        self._done.synchronize()
+        count, smallest, largest = self._host.tolist()
+        return count, smallest, largest
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens a loss is computed for."""
+
+    labels_T: Tensor
+    """int64, on the device of the hidden states; -1 for a token that takes no part"""
+    index_T: Tensor | None
+    """positions of these tokens among all tokens; None when it is all of them"""
+
+
+def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:
+    """Refuses labels that do not belong to the hidden states (or logits) of ``shape``, before anything is computed.
+
+    Raises:
+        LigerDistError: labels are not integers, or not of ``shape`` without its last dimension.
+    """
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise LigerDistError(
+            f"labels have dtype {labels.dtype}; expected class indices of dtype torch.int64. Convert them with "
+            "labels.long(); class probabilities are not supported."
+        )
+    if labels.shape != shape[:-1]:
+        raise LigerDistError(
+            f"labels have shape {tuple(labels.shape)} but the {tokens_of} have shape {tuple(shape)}: expected one "
+            f"label for each token, shape {tuple(shape[:-1])}. Pad or cut the labels to the input's length and give "
+            f"tokens without a target the label {ignore_index}."
+        )
+
+
+def select_targets(
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    ignore_index: int,
+    device: torch.device,
+    summary: LabelSummary | None = None,
+    may_drop: bool = True,
+) -> Targets:
+    """Flattened labels of the tokens that count (with ``may_drop=False``: of all), checked to lie in ``[0,
+    vocab_size)``.
+
+    Labels on a GPU without a ``summary`` are neither counted (no token is dropped) nor read by the host: an assertion
+    on the device guards their range.
+    """
+    labels_T = labels.reshape(-1).long()
+    if labels_T.device.type == "cpu":
+        valid_T = labels_T != ignore_index
+        index_T = valid_T.nonzero()[:, 0]
+        kept_T = labels_T[index_T]
+        if kept_T.numel() > 0:
+            _check_range(int(kept_T.min()), int(kept_T.max()), vocab_size, ignore_index)
+        if not may_drop or kept_T.numel() == labels_T.numel():
+            return Targets(torch.where(valid_T, labels_T, -1).to(device, non_blocking=True), None)
+        return Targets(kept_T.to(device, non_blocking=True), index_T.to(device, non_blocking=True))
+    labels_T = labels_T.to(device)
+    valid_T = labels_T != ignore_index
+    if summary is None:
+        in_range_T = ~valid_T | ((labels_T >= 0) & (labels_T < vocab_size))
+        torch._assert_async(
+            in_range_T.all(), f"a label lies outside [0, {vocab_size}) and is not ignore_index {ignore_index}"
+        )
+        return Targets(torch.where(valid_T, labels_T, -1), None)
+    count, smallest, largest = summary.read()
+    if count > 0:
+        _check_range(smallest, largest, vocab_size, ignore_index)
+    if not may_drop or count == labels_T.numel():
+        return Targets(torch.where(valid_T, labels_T, -1), None)
+    index_T = torch.nonzero_static(valid_T, size=count)[:, 0]
+    return Targets(labels_T[index_T], index_T)
+
+
+def _check_range(smallest: int, largest: int, vocab_size: int, ignore_index: int) -> None:
+    if smallest < 0 or largest >= vocab_size:
+        value = smallest if smallest < 0 else largest
+        raise LigerDistError(
+            f"a label is {value} but the output embedding has {vocab_size} rows: expected labels in [0, "
+            f"{vocab_size}), or {ignore_index} for tokens without a target. Usually the tokenizer is larger than the "
+            "model: call model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the "
+            "model."
+        )

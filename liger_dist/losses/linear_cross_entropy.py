@@ -1,0 +1,282 @@
+"""Fused linear cross entropy on whole local tensors.
+
+Legend: T tokens that count, D hidden, V vocabulary.
+
+A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token results carry
+gradients (``reduction="none"``, log-probs, entropy) their coefficients are unknown in the forward, and the backward
+recomputes the logits chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_dist.errors import LigerDistError
+from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms
+from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
+
+from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .labels import check_labels, select_targets
+from .normalization import Reduction
+from .scales import Scales, token_scales
+
+DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """Everything the autograd function needs that carries no gradient."""
+
+    labels_T: Tensor
+    scales: Scales
+    loss: LossArguments
+    execution: Execution
+    needs: GradientNeeds
+
+    @property
+    def gradients_in_forward(self) -> bool:
+        per_token = self.loss.reduction == "none" or not DIFFERENTIABLE_OUTPUTS.isdisjoint(self.loss.outputs)
+        return bool(self.needs) and not per_token
+
+    def run(
+        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
+    ) -> tuple[TokenTerms, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        result = linear_cross_entropy_kernel(
+            hidden_TD,
+            weight_VD,
+            self.labels_T,
+            gradients=gradients,
+            bias_V=bias_V,
+            class_weight_V=self.loss.class_weight,
+            options=self.loss.options,
+            needs=self.needs if gradients is not None else GradientNeeds(),
+            with_entropy="entropy" in self.loss.outputs,
+            memory_budget=self.execution.memory_budget,
+            backend=self.execution.backend,
+        )
+        return result.terms, (result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: _Problem
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.problem = problem
+        ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+        in_forward = problem.gradients_in_forward
+        terms, gradients = problem.run(hidden_TD, weight_VD, bias_V, problem.scales.upstream() if in_forward else None)
+        if in_forward:
+            ctx.save_for_backward(*gradients)
+        elif problem.needs:
+            ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
+        loss, z_loss = problem.scales.reduce(terms, problem.loss.reduction)
+        ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
+        return loss, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        problem: _Problem = ctx.problem
+        if problem.gradients_in_forward:
+            if d_loss is None:
+                return None, None, None, None
+            gradients = [None if saved is None else _scaled(saved, d_loss, dtype) for saved, dtype in _saved(ctx)]
+        else:
+            upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
+            upstream = upstream._replace(log_prob_T=d_log_prob_T, entropy_T=d_entropy_T)
+            hidden_TD, weight_VD, bias_V = ctx.saved_tensors
+            unscaled = problem.run(hidden_TD, weight_VD, bias_V, upstream)[1]
+            gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
+        return gradients[0], gradients[1], gradients[2], None
+
+
+def _saved(ctx: Any) -> list[tuple[Tensor | None, torch.dtype]]:
+    return list(zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * scale`` in ``dtype``, in one pass, leaving ``gradient`` for a second backward."""
+    out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    return torch.mul(gradient, scale, out=out)
+
+
+def fused_linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    loss: LossArguments,
+    execution: Execution,
+) -> LossOutput:
+    """:func:`linear_cross_entropy` on records, for the adapters."""
+    _check_tensors(hidden_states, weight, bias)
+    vocab_size = weight.shape[0]
+    ignore_index = loss.options.ignore_index
+    check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape, ignore_index=ignore_index)
+    loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    device_type = hidden_states.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    _check_dtypes(hidden_states, weight, bias)
+    targets = select_targets(
+        labels,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        device=hidden_states.device,
+        summary=execution.label_summary,
+    )
+    hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(hidden_TD.device)
+    if targets.index_T is not None:
+        hidden_TD = hidden_TD[targets.index_T]
+        token_weight_T = None if token_weight_T is None else token_weight_T[targets.index_T]
+    grad = torch.is_grad_enabled()
+    problem = _Problem(
+        labels_T=targets.labels_T,
+        scales=token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_states.dtype),
+        loss=loss,
+        execution=execution,
+        needs=GradientNeeds(
+            hidden=grad and hidden_states.requires_grad,
+            weight=grad and weight.requires_grad,
+            bias=grad and bias is not None and bias.requires_grad,
+        ),
+    )
+    with torch.autocast(device_type, enabled=False):
+        value, log_prob, entropy, is_top1, z_loss = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+
+    def spread(values_T: Tensor) -> Tensor:
+        if targets.index_T is not None:
+            values_T = values_T.new_zeros(labels.numel()).index_copy(0, targets.index_T, values_T)
+        return values_T.reshape(labels.shape)
+
+    per_token = loss.reduction == "none"
+    return LossOutput(
+        loss=spread(value) if per_token else value,
+        log_prob=spread(log_prob) if "log_prob" in loss.outputs else None,
+        entropy=spread(entropy) if "entropy" in loss.outputs else None,
+        is_top1=spread(is_top1) if "is_top1" in loss.outputs else None,
+        z_loss=(spread(z_loss) if per_token else z_loss) if "z_loss" in loss.outputs else None,
+    )
+
+
+def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
+        if tensor is not None and hasattr(tensor, "placements"):
+            raise LigerDistError(
+                f"{name} is a DTensor with placements {tensor.placements}; this function works on whole local tensors. "
+                "Wrap the model with liger_dist.wrap, which computes the loss where the weight is gathered."
+            )
+    if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
+        raise LigerDistError(
+            f"hidden_states have shape {tuple(hidden_states.shape)} and weight has shape {tuple(weight.shape)}; "
+            "expected [..., D] and [V, D]. A weight of one dimension or size 0 is sharded: wrap the model with "
+            "liger_dist.wrap."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise LigerDistError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), one for each class.")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise LigerDistError(
+                f"{name} is on {tensor.device} but hidden_states are on {hidden_states.device}; move them to one "
+                "device."
+            )
+
+
+def _check_dtypes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    dtypes = {tensor.dtype for tensor in (hidden_states, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 or not hidden_states.is_floating_point():
+        raise LigerDistError(
+            f"hidden_states have dtype {hidden_states.dtype} and weight has dtype {weight.dtype}"
+            + ("" if bias is None else f" and bias has dtype {bias.dtype}")
+            + "; expected one floating dtype. Convert them, or run under torch.autocast."
+        )
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items_in_batch: Tensor | float | None = None,
+    outputs: Sequence[str] = (),
+) -> Tensor | LossOutput:
+    """Cross entropy of ``hidden_states @ weight.T + bias`` without the logits ever existing as a whole.
+
+    A logit is transformed as ``softcap * tanh(logit_scale * raw / softcap) / temperature`` first. Labels are not
+    shifted.
+
+    Args:
+        hidden_states: ``[..., D]``, fp64, fp32, bf16 or fp16, any strides.
+        weight: ``[V, D]``, the same dtype (under autocast both are cast).
+        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. Labels on the CPU cost nothing to check and let
+            ignored tokens be skipped; labels on the GPU are guarded by an assertion on the device.
+        bias: ``[V]``.
+        ignore_index: label of tokens that take no part.
+        label_smoothing: mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`.
+        z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
+        softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
+        logit_scale: factor of the raw logits.
+        temperature: divisor of the transformed logits.
+        class_weight: ``[V]``; weighs each token by its label, and the mean with it.
+        token_weight: ``[...]``, the labels' shape; multiplies each token's loss and leaves the divisor alone.
+        reduction: "mean" divides by ``num_items_in_batch`` or the number of valid tokens (the sum of their class
+        weights), a
+            mean of no tokens is 0; "sum"; "none" returns each token's loss.
+        num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
+        outputs: names among "log_prob", "entropy", "is_top1", "z_loss" to return beside the loss.
+
+    Returns:
+        The loss, fp32 (fp64 for fp64 inputs): 0-d, or the labels' shape for "none". With ``outputs``, a
+        :class:`LossOutput`.
+
+    Raises:
+        LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
+    """
+    names = as_output_names(outputs)
+    result = fused_linear_cross_entropy(
+        hidden_states,
+        weight,
+        bias,
+        labels,
+        loss=LossArguments(
+            options=loss_options(
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                temperature=temperature,
+            ),
+            class_weight=class_weight,
+            token_weight=token_weight,
+            reduction=reduction,
+            num_items_in_batch=num_items_in_batch,
+            outputs=names,
+        ),
+        execution=Execution(),
+    )
+    return result if names else result.loss

@@ -1,0 +1,208 @@
+"""The seam of one model instance: labels noted at its forward, the loss computed in its head, handed back by its loss
+function.
+
+The head's output must stay in the autograd graph, because wrappers hang their backward hooks on it. So the loss leaves
+the head as logits without width, which no transform in between can change; ``loss_function`` turns them back into the
+loss. The value travels beside the graph, and so does the upstream gradient on its way back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.config import WrapConfig
+from liger_dist.dispatch import Decision, choose, collect_facts
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.labels import LabelSummary, check_labels
+from liger_dist.sharding.base import DataParallel
+from liger_dist_kernels import LossOptions
+
+from .head import FusedLMHead, fuse_head, restore_head
+from .probe import LogitTransform
+from .structure import Structure
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class LossRequest:
+    """One call's labels on their way in, and its loss on the way out."""
+
+    seam: Seam
+    labels: Tensor
+    is_shifted: bool
+    num_items_in_batch: Tensor | float | None
+    ignore_index: int
+    summary: LabelSummary | None
+    value: Tensor | None = None
+    """the finished loss, outside the graph"""
+    upstream: Tensor | None = field(default=None, repr=False)
+    delivered: bool = False
+
+    def compute(self, head: FusedLMHead, hidden_states: Tensor) -> Tensor:
+        """Computes the loss; the logits without width that carry it are returned."""
+        check_labels(self.labels, tokens_of="hidden states", shape=hidden_states.shape, ignore_index=self.ignore_index)
+        output = self.seam.compute(self, head, hidden_states)
+        self.value = output.loss.detach()
+        carried: Tensor = _LossToLogits.apply(output.loss, self, hidden_states.shape[:-1], hidden_states.dtype)
+        return carried
+
+    def shifted_labels(self) -> Tensor:
+        """Each token's next label, the last one's ignored."""
+        if self.is_shifted:
+            return self.labels
+        return nn.functional.pad(self.labels[..., 1:], (0, 1), value=self.ignore_index)
+
+
+class _LossToLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, request: LossRequest, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        ctx.request = request
+        return loss.new_empty((*shape, 0), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return ctx.request.upstream, None, None, None
+
+
+class _LogitsToLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, request: LossRequest) -> Tensor:
+        assert request.value is not None
+        ctx.request = request
+        ctx.save_for_backward(logits)
+        return request.value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        ctx.request.upstream = upstream
+        return torch.zeros_like(logits), None
+
+
+class Seam:
+    """Joins one model instance to its head. Installed and removed as a whole."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, transform: LogitTransform, *, strategy: str, config: WrapConfig
+    ) -> None:
+        self.model = model
+        self.head = structure.head
+        self.tied = structure.tied
+        self.transform = transform
+        self.strategy = strategy
+        self.config = config
+        self._requests: list[LossRequest | None] = []
+        self._decision: Decision | None = None
+        self._parameters = inspect.signature(model.forward).parameters
+        self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
+        self._had_own_loss_function = "_loss_function" in vars(model)
+
+    def install(self) -> None:
+        """Changes the instance: head class, loss function, two hooks."""
+        fuse_head(self.head, self)
+        self.model.loss_function = self.loss_function  # type: ignore[assignment]
+        self._hooks = (
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Undoes :meth:`install`."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._had_own_loss_function:
+            self.model.loss_function = self._own_loss_function  # type: ignore[assignment]
+        else:
+            del self.model._loss_function
+        restore_head(self.head)
+
+    def decide(self) -> Decision:
+        """The dispatcher's choice for the head as it is stored now."""
+        return choose(collect_facts(self.model, self.head, strategy=self.strategy, tied=self.tied, config=self.config))
+
+    def take(self) -> LossRequest | None:
+        """The request of the running forward, once."""
+        request = self._requests[-1] if self._requests else None
+        return request if request is not None and request.value is None else None
+
+    def compute(self, request: LossRequest, head: FusedLMHead, hidden_states: Tensor) -> LossOutput:
+        """The loss of one request, by the adapter that the weight's storage asks for."""
+        if self._decision is None:
+            # Storage does not change once a model runs.
+            self._decision = self.decide()
+        adapter = self._decision.adapter
+        mean_over = DataParallel(groups=(), divide_factor=1.0)
+        if self.config.token_mean == "global":
+            mean_over = adapter.data_parallel(self.head, self.model)
+        return adapter.linear_cross_entropy(
+            hidden_states,
+            head,
+            request.shifted_labels(),
+            loss=LossArguments(
+                options=LossOptions(
+                    ignore_index=request.ignore_index, softcap=self.transform.softcap, logit_scale=self.transform.scale
+                ),
+                num_items_in_batch=request.num_items_in_batch,
+            ),
+            execution=Execution(
+                backend=self.config.kernels,
+                memory_budget=self.config.memory_budget,
+                label_summary=request.summary,
+                mean_groups=mean_over.groups,
+                divide_factor=mean_over.divide_factor,
+            ),
+        )
+
+    def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In the place of the model's loss function: the finished loss, or the model's own for real logits."""
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        request = self._requests[-1] if self._requests else None
+        if request is None or request.value is None or logits.shape[-1] != 0:
+            return self._own_loss_function(*args, **kwargs)
+        request.delivered = True
+        loss: Tensor = _LogitsToLoss.apply(logits, request)
+        return loss
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(zip(self._parameters, args, strict=False)) | kwargs
+        labels, shift_labels = named.get("labels"), named.get("shift_labels")
+        if labels is None:
+            # Without labels the models of transformers compute no loss, whatever else they are given.
+            self._requests.append(None)
+            return
+        effective = labels if shift_labels is None else shift_labels
+        ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
+        self._requests.append(
+            LossRequest(
+                seam=self,
+                labels=effective,
+                is_shifted=shift_labels is not None,
+                num_items_in_batch=kwargs.get("num_items_in_batch"),
+                ignore_index=ignore_index,
+                summary=_start_summary(effective, shift_labels is not None, ignore_index),
+            )
+        )
+
+    def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        request = self._requests.pop()
+        if request is not None and request.value is not None and not request.delivered:
+            raise LigerDistError(
+                f"{type(model).__name__} called its output embedding but not its loss_function, so the fused loss went "
+                "nowhere. Unwrap the model, or wrap it with WrapConfig(fused_loss=False)."
+            )
+
+
+def _start_summary(labels: Tensor, is_shifted: bool, ignore_index: int) -> LabelSummary | None:
+    if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    if not is_shifted:
+        labels = labels[..., 1:]
+    return LabelSummary(labels, ignore_index) if labels.numel() > 0 and not labels.is_floating_point() else None

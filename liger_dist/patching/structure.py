@@ -1,0 +1,122 @@
+"""Where a model keeps its layers, its final norm, its embeddings, and how it initialises a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from liger_dist.errors import LigerDistError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """The modules of a causal language model that sharding and patching need to tell apart."""
+
+    head_name: str
+    head: nn.Linear
+    tied: bool
+    """whether the input embedding is the head's own parameter"""
+    layers: tuple[nn.Module, ...]
+    """the decoder layers, in order"""
+    final_norm: nn.Module | None
+    """the norm between the last layer and the head, when it could be told by its place and name"""
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """Reads the structure off a Hugging Face model.
+
+    Raises:
+        LigerDistError: no output embedding, or one that is not an ``nn.Linear``.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if head is None:
+        raise LigerDistError(
+            f"{type(model).__name__} has no output embedding (get_output_embeddings() gives "
+            f"{'None' if callable(get_head) else 'no such method'}); expected a language model with a head, such as "
+            "AutoModelForCausalLM builds. A base model or a classifier has no token loss to fuse."
+        )
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise LigerDistError(
+            f"the output embedding of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
+            "expected an unmodified torch.nn.Linear. A quantised or adapted head cannot be fused: exclude the head "
+            "from quantisation (llm_int8_skip_modules, modules_to_not_convert) or from the adapter's target_modules."
+        )
+    head_name = next(name for name, module in model.named_modules() if module is head)
+    get_embedding = getattr(model, "get_input_embeddings", None)
+    embedding = get_embedding() if callable(get_embedding) else None
+    layers, parent = _find_layers(model)
+    return Structure(
+        head_name=head_name,
+        head=head,
+        tied=embedding is not None and getattr(embedding, "weight", None) is head.weight,
+        layers=layers,
+        final_norm=_find_final_norm(parent, layers),
+    )
+
+
+def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
+    """The longest list of modules of a class that the model declares unsplittable, or of one class, with its owner."""
+    declared = frozenset(getattr(model, "_no_split_modules", None) or ())
+    best: tuple[tuple[nn.Module, ...], nn.Module] = ((), model)
+    for owner in model.modules():
+        for child in owner.children():
+            if not isinstance(child, nn.ModuleList) or len(child) == 0:
+                continue
+            classes = {type(layer).__name__ for layer in child}
+            is_stack = classes <= declared if declared else len(classes) == 1
+            if is_stack and len(child) > len(best[0]):
+                best = tuple(child), owner
+    if not best[0]:
+        raise LigerDistError(
+            f"{type(model).__name__} keeps no list of decoder layers (an nn.ModuleList of "
+            f"{', '.join(sorted(declared)) or 'one class'}); shard it yourself and wrap with strategy='auto'."
+        )
+    return best
+
+
+def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module | None:
+    children = list(parent.children())
+    place = next(i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and child[0] is layers[0])
+    after = [child for child in children[place + 1 :] if "norm" in type(child).__name__.lower()]
+    return after[-1] if after else None
+
+
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that gives one module its initial values: the rule of the nearest enclosing pretrained model, or the
+    module's own ``reset_parameters`` where no such rule exists.
+
+    Raises:
+        LigerDistError: a module has parameters and neither rule; nothing has been changed then.
+    """
+    rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
+
+    def collect(module: nn.Module, rule: Callable[[nn.Module], None] | None) -> None:
+        rule = getattr(module, "_init_weights", rule)
+        own = rule if rule is not None else _reset_parameters(module)
+        if own is not None:
+            rules[module] = own
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise LigerDistError(
+                f"{type(module).__name__} has parameters on the meta device and no rule to initialise them "
+                "(_init_weights of its model, or reset_parameters of its own); define one, or build the model on a "
+                "real device."
+            )
+        for child in module.children():
+            collect(child, rule)
+
+    collect(model, None)
+
+    def initialize(module: nn.Module) -> None:
+        if module in rules:
+            rules[module](module)
+
+    return initialize
+
+
+def _reset_parameters(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    if not callable(getattr(module, "reset_parameters", None)):
+        return None
+    return lambda owner: owner.reset_parameters()  # type: ignore[operator]

@@ -1,0 +1,71 @@
+"""What an adapter is, and the facts it decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+
+Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "dtensor", "zero3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What every rank knows alike of the output embedding. Nothing here may differ between ranks."""
+
+    strategy: str
+    engine: Engine
+    """who stores the weight: "plain" for a whole tensor, "dtensor" for a DTensor that no engine gathers"""
+    world_size: int
+    weight_shape: tuple[int, ...]
+    """of the full weight, ``(V, D)``"""
+    weight_dtype: str
+    placements: tuple[str, ...] | None
+    """of the weight at rest, one for each mesh axis"""
+    mesh_shape: tuple[int, ...] | None
+    mesh_axes: tuple[str, ...] | None
+    has_bias: bool
+    tied: bool
+    """whether the input embedding is the same parameter"""
+    head_choice: str
+    """``WrapConfig.head``"""
+    token_mean: str
+    """``WrapConfig.token_mean``"""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Name and value of each fact, for tables and messages."""
+        return [(field.name, str(getattr(self, field.name))) for field in fields(self)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """How an engine averages gradients over processes with different tokens."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    """one for each mesh axis; a sum over all of them in turn is a sum over all processes"""
+    divide_factor: float
+    """what the engine divides summed gradients by"""
+
+
+class ShardingAdapter(Protocol):
+    """One way to compute the loss of a head whose weight is stored in one layout."""
+
+    name: ClassVar[str]
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        """Why this adapter cannot serve a head with these facts; empty when it can. No collectives."""
+        ...
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        """Who shares a global token mean. No collectives."""
+        ...
+
+    def linear_cross_entropy(
+        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+    ) -> LossOutput:
+        """The loss, called inside the head's own forward."""
+        ...

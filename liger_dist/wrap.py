@@ -1,0 +1,246 @@
+"""The verbs: wrap, unwrap, explain."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import STRATEGIES, Strategy, WrapConfig
+from .dispatch import choose, collect_facts
+from .errors import LigerDistError
+from .patching.probe import LogitTransform, NotFusableError, probe_transform
+from .patching.seam import Seam
+from .patching.structure import Structure, find_structure, initializer_of
+from .sharding.base import Facts
+from .sharding.fsdp2 import ShardingUnits, shard
+from .sharding.materialize import is_meta, materialize
+from .sharding.replicated import replicate
+
+M = TypeVar("M", bound=nn.Module)
+Mesh = DeviceMesh | tuple[int, ...]
+
+_RECORD = "_liger_dist"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wrapped:
+    """What :func:`wrap` did to a model; kept on the instance."""
+
+    structure: Structure
+    strategy: Strategy
+    config: WrapConfig
+    seam: Seam | None
+    transform: LogitTransform | None
+    unfused_reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What :func:`wrap` found and chose. ``print(explanation)`` shows it as a table."""
+
+    facts: Facts
+    fused: str
+    """the fused loss with the transform of its logits, or why it is not fused"""
+    adapter: str | None
+    """the chosen adapter; None when the loss is not fused"""
+    declined: tuple[tuple[str, tuple[str, ...]], ...]
+    """every other adapter with its reasons"""
+
+    def __str__(self) -> str:
+        rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
+        rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def wrap(
+    model: nn.Module, strategy: Strategy = "auto", *, mesh: Mesh | None = None, config: WrapConfig | None = None
+) -> Any:
+    """Makes ``model`` compute its loss fused, and shards it when the strategy says so.
+
+    The model is changed in place, once, and keeps its parameter names. A model on the meta device is sharded first
+    and then given storage and initial values by its own rule, layer by layer; rank 0's random numbers count.
+
+    Args:
+        model: a Hugging Face causal language model.
+        strategy: "none" for one process; "ddp"; "fsdp2"; or "auto": fuse now, and leave sharding to whoever does it
+            (before the first forward).
+        mesh: "fsdp2": a DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)`` for HSDP; all processes by
+            default. Other strategies take none.
+        config: see :class:`WrapConfig`.
+
+    Returns:
+        ``model`` itself, or for "ddp" the ``DistributedDataParallel`` around it.
+
+    Raises:
+        LigerDistError: unknown strategy, wrapped already, no output embedding, a mesh that does not fit, options
+            that the strategy does not have. Nothing has been changed and no collective has started then.
+    """
+    config = config or WrapConfig()
+    _check_strategy(strategy, config)
+    if isinstance(model, DistributedDataParallel) or hasattr(model, _RECORD):
+        raise LigerDistError(
+            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first, and wrap the "
+            "model inside rather than DistributedDataParallel."
+        )
+    mesh_shape = _check_mesh(mesh, strategy)
+    structure = find_structure(model)
+    initialize = initializer_of(model) if is_meta(model) else None
+    if initialize is not None and strategy == "auto":
+        raise LigerDistError(
+            "the model is on the meta device and strategy='auto' does not give it storage; use 'none', 'ddp' or "
+            "'fsdp2', or materialise it first."
+        )
+    transform, reason = _probe(model, structure, config)
+    seam = None
+    if transform is not None:
+        seam = Seam(model, structure, transform, strategy=strategy, config=config)
+        seam.install()
+    record = _Wrapped(
+        structure=structure, strategy=strategy, config=config, seam=seam, transform=transform, unfused_reason=reason
+    )
+    setattr(model, _RECORD, record)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    device = _device()
+    if strategy == "fsdp2":
+        tail = [module for module in (structure.final_norm, structure.head) if module is not None]
+        shard(
+            model,
+            ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail),
+            mesh=mesh if isinstance(mesh, DeviceMesh) else _make_mesh(mesh_shape, device),
+            config=config,
+        )
+    if initialize is not None:
+        at = torch.device("cpu") if config.cpu_offload else device
+        materialize(model, initialize, layers=structure.layers, device=at)
+    if strategy == "ddp":
+        return replicate(model.to(device))
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is taken off; FSDP2's
+    sharding and activation checkpointing stay.
+
+    Raises:
+        LigerDistError: the model is not wrapped.
+    """
+    inner = _inner(model)
+    record = _record(inner)
+    if record.seam is not None:
+        record.seam.remove()
+    delattr(inner, _RECORD)
+    return inner
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What the dispatcher sees and chooses for a wrapped model, at any time after :func:`wrap`. No collectives.
+
+    Raises:
+        LigerDistError: the model is not wrapped.
+    """
+    inner = _inner(model)
+    record = _record(inner)
+    facts = collect_facts(
+        inner,
+        record.structure.head,
+        strategy=record.strategy,
+        tied=record.structure.tied,
+        config=record.config,
+    )
+    if record.transform is None:
+        return Explanation(facts=facts, fused=f"not fused: {record.unfused_reason}", adapter=None, declined=())
+    decision = choose(facts)
+    transform = record.transform
+    return Explanation(
+        facts=facts,
+        fused=f"fused linear cross entropy, softcap {transform.softcap}, logit scale {transform.scale:g}",
+        adapter=decision.adapter.name,
+        declined=decision.declined,
+    )
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _record(inner: nn.Module) -> _Wrapped:
+    record = getattr(inner, _RECORD, None)
+    if not isinstance(record, _Wrapped):
+        raise LigerDistError(f"this {type(inner).__name__} is not wrapped; call liger_dist.wrap(model) first.")
+    return record
+
+
+def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[LogitTransform | None, str | None]:
+    if not config.fused_loss:
+        return None, "WrapConfig(fused_loss=False)"
+    try:
+        return probe_transform(model, structure), None
+    except NotFusableError as error:
+        warnings.warn(
+            f"liger_dist leaves the loss of {type(model).__name__} unfused: {error}. The model trains as it did "
+            "before; liger_dist.explain(model) says so as well.",
+            stacklevel=3,
+        )
+        return None, str(error)
+
+
+def _check_strategy(strategy: str, config: WrapConfig) -> None:
+    if strategy not in STRATEGIES:
+        raise LigerDistError(f"strategy is {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}.")
+    if strategy in ("ddp", "fsdp2") and not dist.is_initialized():
+        raise LigerDistError(
+            f"strategy={strategy!r} needs a process group and none is initialised; start the program with torchrun "
+            "and call torch.distributed.init_process_group(), or use strategy='none'."
+        )
+    if strategy == "none" and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LigerDistError(
+            f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients nobody "
+            "would average; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
+        )
+    if strategy != "fsdp2":
+        for name, is_set in (("param_dtype", config.param_dtype is not None), ("cpu_offload", config.cpu_offload)):
+            if is_set:
+                raise LigerDistError(
+                    f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; use "
+                    "strategy='fsdp2'" + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
+                )
+
+
+def _check_mesh(mesh: Mesh | None, strategy: str) -> tuple[int, ...]:
+    """Shape of the mesh, after it was found to fit the strategy and the world."""
+    if mesh is not None and strategy != "fsdp2":
+        raise LigerDistError(f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp2'.")
+    if strategy != "fsdp2":
+        return ()
+    world_size = dist.get_world_size()
+    shape = (world_size,) if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
+    if len(shape) not in (1, 2) or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise LigerDistError(f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0.")
+    if math.prod(shape) != world_size:
+        raise LigerDistError(
+            f"a mesh of shape {shape} needs {math.prod(shape)} processes but {world_size} are running; choose sizes "
+            f"whose product is {world_size}, or start {math.prod(shape)} processes."
+        )
+    return shape
+
+
+def _device() -> torch.device:
+    if dist.is_initialized() and "nccl" not in dist.get_backend():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
+    return init_device_mesh(
+        device.type, shape, mesh_dim_names=("shard",) if len(shape) == 1 else ("replicate", "shard")
+    )
