@@ -51,6 +51,9 @@ class GradientCoefficients(NamedTuple):
     smoothing_T: Tensor | None
 
 
+# V is a constexpr: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
+
+
 @triton.jit
 def _statistics_kernel(
     logits_ptr,
@@ -62,7 +65,7 @@ def _statistics_kernel(
     target_ptr,
     dot_other_ptr,
     weighted_sum_ptr,
-    V,
+    V: tl.constexpr,
     scale,
     softcap,
     inverse_temperature,
@@ -130,7 +133,7 @@ def _gradient_kernel(
     mass_ptr,
     entropy_ptr,
     smoothing_ptr,
-    V,
+    V: tl.constexpr,
     scale,
     softcap,
     inverse_temperature,

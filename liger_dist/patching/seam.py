@@ -51,7 +51,7 @@ class LossRequest:
         check_labels(self.labels, tokens_of="hidden states", shape=hidden_states.shape, ignore_index=self.ignore_index)
         output = self.seam.compute(self, head, hidden_states)
         self.value = output.loss.detach()
-        carried: Tensor = _LossToLogits.apply(output.loss, self, hidden_states.shape[:-1], hidden_states.dtype)
+        carried: Tensor = _LossToLogits.apply(output.loss, self, hidden_states.shape[:-1], hidden_states.dtype)  # type: ignore[no-untyped-call]
         return carried
 
     def shifted_labels(self) -> Tensor:
@@ -168,7 +168,7 @@ class Seam:
         if request is None or request.value is None or logits.shape[-1] != 0:
             return self._own_loss_function(*args, **kwargs)
         request.delivered = True
-        loss: Tensor = _LogitsToLoss.apply(logits, request)
+        loss: Tensor = _LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
         return loss
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,40 @@
+"""Fixtures: devices, process pools, and a skip with a reason for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before the first import of Triton: without a GPU the kernels run in its interpreter.
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from harness import Workers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        needed = marker.kwargs.get("n", 1)
+        found = torch.cuda.device_count()
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {found}"))
+
+
+@pytest.fixture(scope="session")
+def workers_2() -> Iterator[Workers]:
+    """Two processes in one process group, started once."""
+    with Workers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def workers_4() -> Iterator[Workers]:
+    """Four processes in one process group, started once."""
+    with Workers(4) as workers:
+        yield workers

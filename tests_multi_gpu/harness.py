@@ -1,0 +1,124 @@
+"""Processes that outlive a test: one process group for a session, functions sent to it by name.
+
+Every call has a time limit. A rank that fails or hangs ends the pool, so that no test can wait for it, and the next
+call starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIME_LIMIT = 90.0
+"""seconds for one call"""
+START_LIMIT = 120.0
+"""seconds for the processes to import and meet"""
+
+
+def device_of_rank() -> torch.device:
+    """The device a worker computes on: its own GPU, or the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Workers:
+    """``world_size`` processes that run the same function, over NCCL where there are enough GPUs and gloo elsewhere."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, function: Callable[..., Any], *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
+        """Calls ``function(*args)`` on every rank and returns the results in the order of ranks."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(time_limit, function.__name__)
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "liger_dist"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
+        self._collect(START_LIMIT, "the start of the process group")
+
+    def _collect(self, time_limit: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + time_limit
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._stop()
+                raise TimeoutError(f"{what}: ranks {sorted(pending.values())} gave no result within {time_limit:.0f} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending[pipe]
+                try:
+                    succeeded, result = pipe.recv()
+                except EOFError:
+                    succeeded, result = False, "the process died"
+                if not succeeded:
+                    self._stop()
+                    raise RuntimeError(f"{what}: rank {rank} failed:\n{result}")
+                results[rank] = result
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    on_gpu = torch.cuda.device_count() >= world_size
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world_size)
+    pipe.send((True, None))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

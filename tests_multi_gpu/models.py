@@ -1,0 +1,100 @@
+"""Tiny random models, data that differs between ranks, and the truth a sharded model is held to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import device_of_rank
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+VOCAB_SIZE = 101
+"""prime: no world size divides it"""
+HIDDEN_SIZE = 16
+SEQUENCE_LENGTH = 12
+BATCH_SIZE = 3
+
+
+FAMILIES = ("llama", "qwen2", "gemma2")
+
+
+def make_config(family: str, *, tied: bool = False) -> Any:
+    from transformers import Gemma2Config, LlamaConfig, Qwen2Config
+
+    classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
+    extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
+    return classes[family](
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        # Larger than usual, so that gradients are not all alike.
+        initializer_range=0.3,
+        attn_implementation="eager",
+        pad_token_id=0,
+        **extra,
+    )
+
+
+def make_model(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """The same weights on every rank."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied)).to(dtype)
+    assert isinstance(model, nn.Module)
+    return model.to(device_of_rank()) if torch.distributed.is_initialized() else model
+
+
+def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0) -> dict[str, Tensor]:
+    """Tokens of one rank. Ranks have different numbers of valid labels; ``num_ignored`` sets it for one sequence."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    ids = torch.randint(1, VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[:, : (2 + 3 * rank) if num_ignored is None else num_ignored] = -100
+    device = device_of_rank() if torch.distributed.is_initialized() else torch.device("cpu")
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Sum of token losses of the unwrapped ``model`` in its own dtype, and the number of valid tokens.
+
+    From its logits: the model's own loss goes through fp32 and would not be the truth.
+    """
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+    return total, int((labels != -100).sum())
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A whole tensor from a possibly sharded one (a collective when it is)."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(device_of_rank()) if torch.distributed.is_initialized() else whole.detach()
+
+
+def gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
+    """Largest difference of each parameter's gradient, relative to its largest true entry.
+
+    Some gradients are zero in exact arithmetic (a key bias shifts all scores alike); they are held to 1e-4 of the
+    largest entry of all.
+    """
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    inner = model.module if hasattr(model, "module") else model
+    wrapped = dict(inner.named_parameters())
+    errors = {}
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            assert wrapped[name].grad is None, name
+            continue
+        gradient = wrapped[name].grad
+        assert gradient is not None, name
+        scale = max(float(parameter.grad.abs().max()), 1e-4 * largest)
+        errors[name] = float((full(gradient) - parameter.grad).abs().max()) / scale
+    return errors

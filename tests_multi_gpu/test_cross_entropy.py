@@ -1,0 +1,86 @@
+"""Cross entropy on given logits against fp64; the caller's logits stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_linear_cross_entropy import BACKENDS, DEVICE, NUMBERS, OPTIONS, fill_weights
+from torch import Tensor
+from truth import cross_entropy_truth, relative_error
+
+import liger_dist
+from liger_dist.losses.arguments import Execution, LossArguments, loss_options
+from liger_dist.losses.cross_entropy import fused_cross_entropy
+
+T, V = 19, 83
+
+
+def make_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = (2 * torch.randn(T, V, generator=generator)).to(DEVICE, dtype).requires_grad_()
+    labels = torch.randint(0, V, (T,), generator=generator)
+    labels[::4] = -100
+    return logits, labels.to(DEVICE)
+
+
+def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, ...] = (), **options: Any) -> Any:
+    numbers = {name: options.pop(name) for name in list(options) if name in NUMBERS}
+    loss = LossArguments(options=loss_options(**(NUMBERS | numbers)), outputs=outputs, **options)
+    return fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_matches_fp64_and_leaves_the_logits_alone(name: str, backend: str) -> None:
+    logits, labels = make_logits()
+    before = logits.detach().clone()
+    options = fill_weights(OPTIONS[name], T, V)
+    names = ("log_prob", "entropy", "is_top1", "z_loss")
+    result = fused(logits, labels, backend=backend, outputs=names, **options)
+    leaf = logits.detach().double().requires_grad_()
+    truth = cross_entropy_truth(leaf, labels, **options)
+    for output in ("loss", "log_prob", "entropy", "z_loss"):
+        assert relative_error(getattr(result, output), getattr(truth, output)) < 2e-6, output
+    assert torch.equal(result.is_top1, truth.is_top1)
+    u, v = torch.randn(2, T, device=DEVICE)
+    upstream = torch.linspace(-1, 2, result.loss.numel(), device=DEVICE).reshape(result.loss.shape)
+
+    def total(x: Any) -> Tensor:
+        return (x.loss * upstream).sum() + (u * x.entropy).sum() + (v * x.log_prob).sum()
+
+    (first,) = torch.autograd.grad(total(result), logits, retain_graph=True)
+    (second,) = torch.autograd.grad(total(result), logits)
+    (want,) = torch.autograd.grad(total(truth), leaf)
+    assert relative_error(first, want) < 3e-6
+    assert torch.equal(first, second)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_logits_without_unit_stride(backend: str) -> None:
+    logits, labels = make_logits(torch.bfloat16)
+    strided = logits.detach().T.contiguous().T.requires_grad_()
+    loss = fused(strided, labels, backend=backend).loss
+    leaf = logits.detach().double().requires_grad_()
+    truth = cross_entropy_truth(leaf, labels).loss
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < 2e-6
+    (got,), (want,) = torch.autograd.grad(loss, strided), torch.autograd.grad(truth, leaf)
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, want) < 8e-3
+
+
+def test_batched_shapes_and_refusals() -> None:
+    logits = torch.randn(2, 3, V)
+    labels = torch.randint(0, V, (2, 3))
+    losses = liger_dist.cross_entropy(logits, labels, reduction="none")
+    assert isinstance(losses, Tensor)
+    assert losses.shape == (2, 3)
+    with pytest.raises(liger_dist.LigerDistError, match=r"\(2, 3, 83\)"):
+        liger_dist.cross_entropy(logits, labels[:, :2])
+    with pytest.raises(liger_dist.LigerDistError, match="a label is 83"):
+        liger_dist.cross_entropy(logits, torch.full((2, 3), V))
+    with pytest.raises(liger_dist.LigerDistError, match="int64"):
+        liger_dist.cross_entropy(labels, labels)

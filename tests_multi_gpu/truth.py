@@ -1,0 +1,86 @@
+"""The truth that the loss ops are held to: whole logits in fp64, and torch's own functions wherever it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Results in fp64, with graph."""
+
+    loss: Tensor
+    log_prob: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    z_loss: Tensor
+
+
+def transformed(logits: Tensor, *, softcap: float | None, logit_scale: float, temperature: float) -> Tensor:
+    scaled = logits * logit_scale
+    if softcap is not None:
+        scaled = softcap * torch.tanh(scaled / softcap)
+    return scaled / temperature
+
+
+def cross_entropy_truth(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    num_items_in_batch: Any = None,
+) -> Truth:
+    """``logits`` is ``[T, V]`` in fp64; the other arguments are those of ``liger_dist.linear_cross_entropy``."""
+    z = transformed(logits, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    valid = labels != ignore_index
+    safe = labels.where(valid, 0)
+    weight = None if class_weight is None else class_weight.double()
+    losses = F.cross_entropy(
+        z, labels, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    log_probs = F.log_softmax(z, -1)
+    z_losses = torch.where(valid, z_loss * torch.logsumexp(z, -1) ** 2, 0.0)
+    if token_weight is not None:
+        losses, z_losses = losses * token_weight.double(), z_losses * token_weight.double()
+    count = valid.sum().double()
+    weighted_count = count if weight is None else weight[safe][valid].sum()
+    if num_items_in_batch is not None:
+        count = weighted_count = torch.as_tensor(num_items_in_batch, device=logits.device).double()
+    if reduction == "mean":
+        loss = losses.sum() / (weighted_count if weighted_count != 0 else 1)
+        z_term = z_losses.sum() / (count if count != 0 else 1)
+        loss = loss + z_term
+    elif reduction == "sum":
+        z_term = z_losses.sum()
+        loss = losses.sum() + z_term
+    else:
+        z_term = z_losses
+        loss = losses + z_losses
+    return Truth(
+        loss=loss,
+        log_prob=log_probs.gather(1, safe[:, None])[:, 0].where(valid, 0.0),
+        entropy=(-(log_probs.exp() * log_probs).sum(-1)).where(valid, 0.0),
+        is_top1=valid & (z.gather(1, safe[:, None])[:, 0] >= z.amax(-1)),
+        z_loss=z_term,
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative L2 error in fp64; the absolute one where the truth is zero."""
+    expected = expected.detach().double()
+    error = (actual.detach().double() - expected).norm()
+    norm = expected.norm()
+    return float(error / norm) if norm > 0 else float(error)
