@@ -20,6 +20,7 @@ from .patching.probe import LogitTransform, NotFusableError, probe_transform
 from .patching.seam import Seam
 from .patching.structure import Structure, find_structure, initializer_of
 from .sharding.base import Facts
+from .sharding.devices import compute_device
 from .sharding.fsdp2 import ShardingUnits, shard
 from .sharding.materialize import is_meta, materialize
 from .sharding.replicated import replicate
@@ -103,14 +104,14 @@ def wrap(
     seam = None
     if transform is not None:
         seam = Seam(model, structure, transform, strategy=strategy, config=config)
-        seam.install()
+        seam.fuse()
     record = _Wrapped(
         structure=structure, strategy=strategy, config=config, seam=seam, transform=transform, unfused_reason=reason
     )
     setattr(model, _RECORD, record)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    device = _device()
+    device = compute_device()
     if strategy == "fsdp2":
         tail = [module for module in (structure.final_norm, structure.head) if module is not None]
         shard(
@@ -119,6 +120,9 @@ def wrap(
             mesh=mesh if isinstance(mesh, DeviceMesh) else _make_mesh(mesh_shape, device),
             config=config,
         )
+    if seam is not None:
+        # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
+        seam.listen()
     if initialize is not None:
         at = torch.device("cpu") if config.cpu_offload else device
         materialize(model, initialize, layers=structure.layers, device=at)
@@ -232,12 +236,6 @@ def _check_mesh(mesh: Mesh | None, strategy: str) -> tuple[int, ...]:
             f"whose product is {world_size}, or start {math.prod(shape)} processes."
         )
     return shape
-
-
-def _device() -> torch.device:
-    if dist.is_initialized() and "nccl" not in dist.get_backend():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:

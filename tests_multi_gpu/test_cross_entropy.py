@@ -78,7 +78,7 @@ def test_batched_shapes_and_refusals() -> None:
     losses = liger_dist.cross_entropy(logits, labels, reduction="none")
     assert isinstance(losses, Tensor)
     assert losses.shape == (2, 3)
-    with pytest.raises(liger_dist.LigerDistError, match=r"\(2, 3, 83\)"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"\(2, 3\)"):
         liger_dist.cross_entropy(logits, labels[:, :2])
     with pytest.raises(liger_dist.LigerDistError, match="a label is 83"):
         liger_dist.cross_entropy(logits, torch.full((2, 3), V))

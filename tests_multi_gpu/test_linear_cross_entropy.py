@@ -329,7 +329,7 @@ def test_no_gradient_means_no_gradient_work() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"labels": torch.zeros(22, dtype=torch.long)}, ("(22,)", "(23, 10)", "Pad or cut")),
+        ({"labels": torch.zeros(22, dtype=torch.long)}, ("(22,)", "(23,)", "Pad or cut")),
         ({"labels": torch.zeros(23)}, ("float32", "labels.long()")),
         ({"labels": torch.full((23,), 37)}, ("a label is 37", "37 rows", "resize_token_embeddings")),
         ({"labels": torch.full((23,), -5)}, ("a label is -5",)),

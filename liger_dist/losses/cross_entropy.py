@@ -147,7 +147,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}; expected [..., V] of a floating dtype."
         )
     vocab_size = logits.shape[-1]
-    check_labels(labels, tokens_of="logits", shape=logits.shape, ignore_index=loss.options.ignore_index)
+    check_labels(labels, tokens_of="logits", shape=logits.shape[:-1], ignore_index=loss.options.ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
     targets = select_targets(
         labels,

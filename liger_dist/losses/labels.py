@@ -47,21 +47,21 @@ class Targets:
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:
-    """Refuses labels that do not belong to the hidden states (or logits) of ``shape``, before anything is computed.
+    """Refuses labels that are not one integer for each of ``shape`` tokens, before anything is computed.
 
     Raises:
-        LigerDistError: labels are not integers, or not of ``shape`` without its last dimension.
+        LigerDistError: labels are not integers, or not of ``shape``.
     """
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise LigerDistError(
             f"labels have dtype {labels.dtype}; expected class indices of dtype torch.int64. Convert them with "
             "labels.long(); class probabilities are not supported."
         )
-    if labels.shape != shape[:-1]:
+    if labels.shape != shape:
         raise LigerDistError(
-            f"labels have shape {tuple(labels.shape)} but the {tokens_of} have shape {tuple(shape)}: expected one "
-            f"label for each token, shape {tuple(shape[:-1])}. Pad or cut the labels to the input's length and give "
-            f"tokens without a target the label {ignore_index}."
+            f"labels have shape {tuple(labels.shape)}; expected one label for each token of the {tokens_of}, shape "
+            f"{tuple(shape)}. Pad or cut the labels to the input's length and give tokens without a target the label "
+            f"{ignore_index}."
         )
 
 
@@ -85,8 +85,7 @@ def select_targets(
         valid_T = labels_T != ignore_index
         index_T = valid_T.nonzero()[:, 0]
         kept_T = labels_T[index_T]
-        if kept_T.numel() > 0:
-            _check_range(int(kept_T.min()), int(kept_T.max()), vocab_size, ignore_index)
+        check_range(kept_T, vocab_size=vocab_size, ignore_index=ignore_index)
         if not may_drop or kept_T.numel() == labels_T.numel():
             return Targets(torch.where(valid_T, labels_T, -1).to(device, non_blocking=True), None)
         return Targets(kept_T.to(device, non_blocking=True), index_T.to(device, non_blocking=True))
@@ -105,6 +104,13 @@ def select_targets(
         return Targets(torch.where(valid_T, labels_T, -1), None)
     index_T = torch.nonzero_static(valid_T, size=count)[:, 0]
     return Targets(labels_T[index_T], index_T)
+
+
+def check_range(labels: Tensor, *, vocab_size: int, ignore_index: int) -> None:
+    """Refuses labels, on the CPU, that are neither in ``[0, vocab_size)`` nor ``ignore_index``."""
+    valid = labels[labels != ignore_index]
+    if valid.numel() > 0:
+        _check_range(int(valid.min()), int(valid.max()), vocab_size, ignore_index)
 
 
 def _check_range(smallest: int, largest: int, vocab_size: int, ignore_index: int) -> None:

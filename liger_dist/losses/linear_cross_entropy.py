@@ -123,7 +123,7 @@ def fused_linear_cross_entropy(
     _check_tensors(hidden_states, weight, bias)
     vocab_size = weight.shape[0]
     ignore_index = loss.options.ignore_index
-    check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape, ignore_index=ignore_index)
+    check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type):

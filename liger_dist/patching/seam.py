@@ -20,7 +20,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.dispatch import Decision, choose, collect_facts
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.labels import LabelSummary, check_labels
+from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.sharding.base import DataParallel
 from liger_dist_kernels import LossOptions
 
@@ -48,10 +48,16 @@ class LossRequest:
 
     def compute(self, head: FusedLMHead, hidden_states: Tensor) -> Tensor:
         """Computes the loss; the logits without width that carry it are returned."""
-        check_labels(self.labels, tokens_of="hidden states", shape=hidden_states.shape, ignore_index=self.ignore_index)
+        check_labels(
+            self.labels,
+            tokens_of="hidden states",
+            shape=hidden_states.shape[:-1],
+            ignore_index=self.ignore_index,
+        )
         output = self.seam.compute(self, head, hidden_states)
         self.value = output.loss.detach()
-        carried: Tensor = _LossToLogits.apply(output.loss, self, hidden_states.shape[:-1], hidden_states.dtype)  # type: ignore[no-untyped-call]
+        shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
+        carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
         return carried
 
     def shifted_labels(self) -> Tensor:
@@ -105,17 +111,20 @@ class Seam:
         self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self._had_own_loss_function = "_loss_function" in vars(model)
 
-    def install(self) -> None:
-        """Changes the instance: head class, loss function, two hooks."""
+    def fuse(self) -> None:
+        """Changes the instance's head class and loss function; before it is sharded."""
         fuse_head(self.head, self)
         self.model.loss_function = self.loss_function  # type: ignore[assignment]
+
+    def listen(self) -> None:
+        """Hooks the model's forward, ahead of the hooks that are there already."""
         self._hooks = (
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         )
 
     def remove(self) -> None:
-        """Undoes :meth:`install`."""
+        """Undoes :meth:`fuse` and :meth:`listen`."""
         for hook in self._hooks:
             hook.remove()
         if self._had_own_loss_function:
@@ -171,27 +180,46 @@ class Seam:
         loss: Tensor = _LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
         return loss
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._requests.append(None)
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         labels, shift_labels = named.get("labels"), named.get("shift_labels")
         if labels is None:
             # Without labels the models of transformers compute no loss, whatever else they are given.
-            self._requests.append(None)
-            return
+            return None
         effective = labels if shift_labels is None else shift_labels
         ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
-        self._requests.append(
-            LossRequest(
-                seam=self,
-                labels=effective,
-                is_shifted=shift_labels is not None,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-                ignore_index=ignore_index,
-                summary=_start_summary(effective, shift_labels is not None, ignore_index),
-            )
+        self._check_at_entry(named, effective, ignore_index)
+        self._requests[-1] = LossRequest(
+            seam=self,
+            labels=effective,
+            is_shifted=shift_labels is not None,
+            num_items_in_batch=kwargs.get("num_items_in_batch"),
+            ignore_index=ignore_index,
+            summary=_start_summary(effective, shift_labels is not None, ignore_index),
         )
 
+        if "use_cache" in self._parameters and named.get("use_cache") is None:
+            # A training forward never reads a cache, and some attention masks change when one is built.
+            kwargs["use_cache"] = False
+        return args, kwargs
+
+    def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> None:
+        """Refuses what can be seen to be wrong before the model runs its first collective."""
+        inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+        config = getattr(self.model, "config", None)
+        keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or bool(named.get("logits_to_keep"))
+        same_tokens = inputs is not None and not keeps_some and not getattr(config, "is_encoder_decoder", False)
+        tokens = inputs.shape[:2] if inputs is not None and same_tokens else labels.shape
+        check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=ignore_index)
+        if labels.device.type == "cpu":
+            check_range(labels, vocab_size=self.head.out_features, ignore_index=ignore_index)
+
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._requests:
+            return  # An earlier hook raised before this seam's turn.
         request = self._requests.pop()
         if request is not None and request.value is not None and not request.delivered:
             raise LigerDistError(

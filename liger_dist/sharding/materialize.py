@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from liger_dist.sharding.devices import collective_device
+
 Initializer = Callable[[nn.Module], None]
 """sets the parameters and buffers that a module itself owns"""
 
@@ -45,7 +47,7 @@ def materialize(
             module._parameters[name] = first._parameters[first_name]
     seed = torch.randint(2**62, ())
     if dist.is_initialized():
-        seed = seed.to(device if dist.get_backend() == "nccl" else "cpu")
+        seed = seed.to(collective_device())
         dist.broadcast(seed, src=0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))

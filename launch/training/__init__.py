@@ -1,0 +1,1 @@
+"""The parts of ``launch/train.py``; copy the folder and start from it."""

@@ -1,0 +1,279 @@
+"""The run itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+from liger_dist import LigerDistError
+
+from .arguments import TrainArguments
+from .checkpoint import Checkpoints, describe_run, is_writer
+from .corpus import Columns, find_corpus
+from .meter import LargestTensor, measured
+from .metrics import Metrics, peak_memory_bytes
+from .model import autocast, build, find_config, inner_model, strategy_of
+from .packing import Blocks, Order, load, prepare
+from .process import Interruption, device, on_rank_zero, rank, total, total_on_device, world_size
+from .tokens import fingerprint, load_tokenizer, train_tokenizer
+
+
+@dataclass
+class Run:
+    """Everything that a step needs."""
+
+    arguments: TrainArguments
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: Any
+    train: Blocks
+    held_out: Blocks
+    order: Order
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """This rank's micro-batches of an optimiser step."""
+        a = self.arguments
+        batches = []
+        for micro in range(a.accumulation_steps):
+            first = ((step * a.accumulation_steps + micro) * world_size() + rank()) * a.batch_size
+            batches.append(self.train.batch([self.order[first + i] for i in range(a.batch_size)]))
+        return batches
+
+    def loss(self, batch: dict[str, Tensor], num_items: Tensor) -> Tensor:
+        """Mean over ``num_items`` tokens, this rank's part; labels stay on the CPU, where counting them is free."""
+        on_device = {name: tensor.to(device(), non_blocking=True) for name, tensor in batch.items()}
+        if self.arguments.fused_loss:
+            on_device["labels"] = batch["labels"]
+        with autocast(self.arguments):
+            output = self.model(**on_device, num_items_in_batch=num_items, use_cache=False)
+        loss: Tensor = output.loss
+        return loss
+
+    def step(self, step: int) -> tuple[Tensor, Tensor | None, int]:
+        """One optimiser step: loss over all ranks' tokens, gradient norm, number of tokens."""
+        batches = self.batches(step)
+        learnt, read = total(count_learnt(batches), sum(batch["input_ids"].numel() for batch in batches))
+        # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
+        num_items = torch.tensor(max(learnt, 1.0) / world_size(), device=device())
+        losses = []
+        for index, batch in enumerate(batches):
+            with reduction_at(self.model, is_last=index == len(batches) - 1):
+                loss = self.loss(batch, num_items)
+                loss.backward()
+            losses.append(loss.detach())
+        norm = clip(self.model, self.arguments.max_grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return total_on_device(torch.stack(losses).sum()) / world_size(), norm, int(read)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on held-out text, with the same loss as training; alike on every rank."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=device())
+        for index in range(self.arguments.eval_batches):
+            first = (index * world_size() + rank()) * self.arguments.batch_size
+            places = [(first + i) % len(self.held_out) for i in range(self.arguments.batch_size)]
+            batch = self.held_out.batch(places)
+            count = count_learnt([batch])
+            sums[0] += self.loss(batch, torch.tensor(1.0, device=device()))
+            sums[1] += count
+        self.model.train()
+        total_on_device(sums)
+        return float(sums[0] / sums[1].clamp_min(1))
+
+    @torch.no_grad()
+    def sample(self, tokenizer: Any) -> str:
+        """Text continued from the prompt, greedily; every rank takes part when the model is sharded."""
+        self.model.eval()
+        model = inner_model(self.model)
+        prompt = tokenizer(self.arguments.sample_prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        room = self.arguments.sequence_length - prompt.shape[1]
+        with autocast(self.arguments):
+            ids = model.generate(
+                prompt.to(device()),
+                attention_mask=torch.ones_like(prompt, device=device()),
+                max_new_tokens=max(1, min(self.arguments.sample_tokens, room)),
+                do_sample=False,
+                repetition_penalty=1.2,
+                pad_token_id=tokenizer.eos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        self.model.train()
+        text: str = tokenizer.decode(ids[0], skip_special_tokens=True)
+        return text
+
+
+class reduction_at:
+    """Lets gradients be reduced over ranks in the last micro-batch of a step only."""
+
+    def __init__(self, model: nn.Module, *, is_last: bool) -> None:
+        self._model = model
+        self._is_last = is_last
+        self._no_sync: Any = None
+
+    def __enter__(self) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(self._is_last)
+        elif isinstance(self._model, DistributedDataParallel) and not self._is_last:
+            self._no_sync = self._model.no_sync()
+            self._no_sync.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(*error)
+
+
+def count_learnt(batches: list[dict[str, Tensor]]) -> int:
+    """Labels that count; the first of a sequence is never predicted."""
+    return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
+
+
+def clip(model: nn.Module, max_norm: float) -> Tensor | None:
+    """Clips the gradient of the whole model; returns its norm before."""
+    if max_norm <= 0:
+        return None
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make_optimizer(model: nn.Module, arguments: TrainArguments) -> tuple[Optimizer, Any]:
+    """AdamW with decay of matrices only, and its schedule."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": arguments.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=arguments.learning_rate, betas=(0.9, arguments.adam_beta2))
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, arguments.warmup_steps, arguments.steps, min_lr_rate=arguments.min_learning_rate_ratio
+    )
+    return optimizer, schedule
+
+
+def train(arguments: TrainArguments) -> None:
+    """Trains as the arguments say and leaves everything in ``output_dir``."""
+    folder = Path(arguments.output_dir)
+    columns = Columns(arguments.text_column, arguments.messages_column)
+    cache = Path(arguments.cache_dir)
+
+    def prepare_tokenizer() -> Path:
+        if arguments.tokenizer is not None:
+            load_tokenizer(Path(arguments.tokenizer))
+            return Path(arguments.tokenizer)
+        corpus = find_corpus(arguments.data, columns)
+        trained = cache / f"tokenizer-{corpus.fingerprint()}-{arguments.vocab_size}"
+        if not trained.is_dir():
+            print(f"training a tokenizer of {arguments.vocab_size} entries", flush=True)
+            train_tokenizer(corpus.texts(), arguments.vocab_size, trained)
+        return trained
+
+    tokenizer = load_tokenizer(on_rank_zero(prepare_tokenizer))
+    config = find_config(arguments, len(tokenizer))
+    mark = fingerprint(tokenizer)
+    vocab_size = config.get_text_config().vocab_size
+    tokens = on_rank_zero(
+        lambda: prepare(find_corpus(arguments.data, columns), tokenizer, mark, columns, vocab_size, cache)
+    )
+    blocks = {split: Blocks(load(tokens, split), arguments.sequence_length) for split in ("train", "held_out")}
+    for split, cut in blocks.items():
+        if len(cut) == 0:
+            raise LigerDistError(
+                f"the {split.replace('_', '-')} part of the data is shorter than one sequence of "
+                f"{arguments.sequence_length} "
+                "tokens; lower --sequence_length or give more data."
+            )
+    model = build(arguments, config)
+    optimizer, schedule = make_optimizer(model, arguments)
+    run = Run(
+        arguments,
+        model.train(),
+        optimizer,
+        schedule,
+        blocks["train"],
+        blocks["held_out"],
+        Order(len(blocks["train"]), arguments.seed),
+    )
+    checkpoints = Checkpoints(folder / "checkpoints", describe_run(config, mark, arguments.seed))
+    on_rank_zero(lambda: (folder / "checkpoints").mkdir(parents=True, exist_ok=True))
+    first_step = (checkpoints.latest() if arguments.resume else None) or 0
+    if first_step > 0:
+        checkpoints.load(first_step, model, optimizer)
+        for _ in range(first_step):
+            schedule.step()
+    metrics = Metrics(folder, total_steps=arguments.steps, first_step=first_step, is_writer=is_writer())
+    largest, last_step, was_stopped = _steps(run, checkpoints, metrics, first_step)
+    metrics.close()
+    text = None if was_stopped else run.sample(tokenizer)
+    if is_writer():
+        _report(run, folder, metrics, largest, last_step, text)
+
+
+def _steps(
+    run: Run, checkpoints: Checkpoints, metrics: Metrics, first_step: int
+) -> tuple[LargestTensor | None, int, bool]:
+    """All steps; the head's largest tensor in the first one, the last step, and whether the run was stopped before
+    its end."""
+    a = run.arguments
+    largest: LargestTensor | None = None
+    step = saved = first_step
+    stopped = False
+    with Interruption().watched() as interruption:
+        while step < a.steps and not stopped:
+            began = time.perf_counter()
+            if largest is None:
+                with measured(inner_model(run.model).get_output_embeddings()) as largest:
+                    loss, norm, num_tokens = run.step(step)
+            else:
+                loss, norm, num_tokens = run.step(step)
+            step += 1
+            # Reading the loss waits for the step; the same exchange tells everyone of an interruption.
+            (asked,) = total(float(interruption.requested))
+            row: dict[str, Any] = {"step": step, "loss": float(loss)}
+            if norm is not None:
+                row["grad_norm"] = float(norm)
+            seconds = time.perf_counter() - began
+            stopped = asked > 0 or step == a.stop_at_step
+            if step == 1 or step % a.eval_every == 0 or step == a.steps:
+                row["eval_loss"] = run.evaluate()
+            row |= {"tokens_per_second": num_tokens / seconds, "peak_memory_bytes": peak_memory_bytes()}
+            row["learning_rate"] = run.schedule.get_last_lr()[0]
+            metrics.add(row)
+            if stopped or step % a.checkpoint_every == 0 or step == a.steps:
+                checkpoints.save(step, run.model, run.optimizer)
+                saved = step
+    assert saved == step
+    return largest, step, stopped and step < a.steps
+
+
+def _report(
+    run: Run, folder: Path, metrics: Metrics, largest: LargestTensor | None, last_step: int, text: str | None
+) -> None:
+    if text is None:
+        print(f"stopped after step {last_step}; continue with --resume true --output_dir {folder}")
+        return
+    (folder / "sample.txt").write_text(text + "\n")
+    print(f"written to {folder}: metrics.jsonl, loss.png, sample.txt, checkpoints/step-{last_step:08d}")
+    a = run.arguments
+    vocab_size = inner_model(run.model).get_output_embeddings().out_features
+    logits = a.batch_size * a.sequence_length * vocab_size * (2 if a.dtype == "bfloat16" else 4)
+    losses = [row["eval_loss"] for row in metrics.rows if "eval_loss" in row]
+    line = f"strategy {strategy_of(a)}, world size {world_size()}, held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    if largest is not None:
+        claim = "no logits were materialised" if largest.num_bytes < logits else "logits were materialised"
+        line += (
+            f", {claim}: the head's largest tensor was {largest.num_bytes / 2**20:.2f} MiB {list(largest.shape)}, "
+            f"whole logits are {logits / 2**20:.2f} MiB"
+        )
+    print(line)
