@@ -24,13 +24,6 @@ START_LIMIT = 120.0
 """seconds for the processes to import and meet"""
 
 
-def device_of_rank() -> torch.device:
-    """The device a worker computes on: its own GPU, or the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 class Workers:
     """``world_size`` processes that run the same function, over NCCL where there are enough GPUs and gloo elsewhere."""
 
@@ -111,7 +104,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     on_gpu = torch.cuda.device_count() >= world_size
     if on_gpu:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=rank, world_size=world_size)
     pipe.send((True, None))
     while True:
         try:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import device_of_rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from liger_dist.sharding.devices import compute_device
 
 VOCAB_SIZE = 101
 """prime: no world size divides it"""
@@ -49,7 +50,7 @@ def make_model(family: str, *, tied: bool = False, dtype: torch.dtype = torch.fl
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(make_config(family, tied=tied)).to(dtype)
     assert isinstance(model, nn.Module)
-    return model.to(device_of_rank()) if torch.distributed.is_initialized() else model
+    return model.to(compute_device())
 
 
 def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0) -> d
     ids = torch.randint(1, VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, : (2 + 3 * rank) if num_ignored is None else num_ignored] = -100
-    device = device_of_rank() if torch.distributed.is_initialized() else torch.device("cpu")
+    device = compute_device()
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
@@ -76,7 +77,7 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
 def full(tensor: Tensor) -> Tensor:
     """A whole tensor from a possibly sharded one (a collective when it is)."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(device_of_rank()) if torch.distributed.is_initialized() else whole.detach()
+    return whole.detach().to(compute_device())
 
 
 def gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:

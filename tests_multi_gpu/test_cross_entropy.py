@@ -42,7 +42,7 @@ def test_every_option_matches_fp64_and_leaves_the_logits_alone(name: str, backen
     leaf = logits.detach().double().requires_grad_()
     truth = cross_entropy_truth(leaf, labels, **options)
     for output in ("loss", "log_prob", "entropy", "z_loss"):
-        assert relative_error(getattr(result, output), getattr(truth, output)) < 2e-6, output
+        assert relative_error(getattr(result, output), getattr(truth, output)) < 5e-6, output
     assert torch.equal(result.is_top1, truth.is_top1)
     u, v = torch.randn(2, T, device=DEVICE)
     upstream = torch.linspace(-1, 2, result.loss.numel(), device=DEVICE).reshape(result.loss.shape)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -46,7 +46,7 @@ class Checkpoints:
         partial = path.with_name(f"{path.name}.partial")
         on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(partial))
+        state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=str(partial))
         if dist.is_initialized():
             dist.barrier()
         on_rank_zero(lambda: self._publish(step, partial))
@@ -55,8 +55,8 @@ class Checkpoints:
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Restores the state after ``step`` steps, whatever number of ranks wrote it."""
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
-        dcp.load(state, checkpoint_id=str(self._path(step)))
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
+        state_dict_loader.load(state, checkpoint_id=str(self._path(step)))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def _path(self, step: int) -> Path:

@@ -95,8 +95,9 @@ class Run:
 
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:
-        """Text continued from the prompt, greedily; every rank takes part when the model is sharded."""
+        """Text continued from the prompt; every rank draws the same, because all take part when the model is sharded."""
         self.model.eval()
+        torch.manual_seed(self.arguments.seed)
         model = inner_model(self.model)
         prompt = tokenizer(self.arguments.sample_prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         room = self.arguments.sequence_length - prompt.shape[1]
@@ -105,8 +106,9 @@ class Run:
                 prompt.to(device()),
                 attention_mask=torch.ones_like(prompt, device=device()),
                 max_new_tokens=max(1, min(self.arguments.sample_tokens, room)),
-                do_sample=False,
-                repetition_penalty=1.2,
+                do_sample=True,
+                temperature=0.8,
+                top_k=50,
                 pad_token_id=tokenizer.eos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
             )

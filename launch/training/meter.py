@@ -29,7 +29,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
