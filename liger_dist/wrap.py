@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import STRATEGIES, Strategy, WrapConfig
@@ -23,11 +21,10 @@ from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.fsdp2 import ShardingUnits, shard
 from .sharding.materialize import is_meta, materialize
+from .sharding.mesh import Mesh, make_mesh, mesh_shape
 from .sharding.replicated import replicate
 
 M = TypeVar("M", bound=nn.Module)
-Mesh = DeviceMesh | tuple[int, ...]
-
 _RECORD = "_liger_dist"
 
 
@@ -86,13 +83,12 @@ def wrap(
             that the strategy does not have. Nothing has been changed and no collective has started then.
     """
     config = config or WrapConfig()
-    _check_strategy(strategy, config)
+    _check_strategy(strategy, mesh, config)
     if isinstance(model, DistributedDataParallel) or hasattr(model, _RECORD):
         raise LigerDistError(
             f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first, and wrap the "
             "model inside rather than DistributedDataParallel."
         )
-    mesh_shape = _check_mesh(mesh, strategy)
     structure = find_structure(model)
     initialize = initializer_of(model) if is_meta(model) else None
     if initialize is not None and strategy == "auto":
@@ -117,7 +113,7 @@ def wrap(
         shard(
             model,
             ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail),
-            mesh=mesh if isinstance(mesh, DeviceMesh) else _make_mesh(mesh_shape, device),
+            mesh=make_mesh(mesh, dist.get_world_size(), device.type),
             config=config,
         )
     if seam is not None:
@@ -198,7 +194,7 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
         return None, str(error)
 
 
-def _check_strategy(strategy: str, config: WrapConfig) -> None:
+def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:
     if strategy not in STRATEGIES:
         raise LigerDistError(f"strategy is {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}.")
     if strategy in ("ddp", "fsdp2") and not dist.is_initialized():
@@ -211,34 +207,14 @@ def _check_strategy(strategy: str, config: WrapConfig) -> None:
             f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients nobody "
             "would average; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
         )
-    if strategy != "fsdp2":
+    if strategy == "fsdp2":
+        mesh_shape(mesh, dist.get_world_size())
+    else:
+        if mesh is not None:
+            raise LigerDistError(f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp2'.")
         for name, is_set in (("param_dtype", config.param_dtype is not None), ("cpu_offload", config.cpu_offload)):
             if is_set:
                 raise LigerDistError(
                     f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; use "
                     "strategy='fsdp2'" + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
                 )
-
-
-def _check_mesh(mesh: Mesh | None, strategy: str) -> tuple[int, ...]:
-    """Shape of the mesh, after it was found to fit the strategy and the world."""
-    if mesh is not None and strategy != "fsdp2":
-        raise LigerDistError(f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp2'.")
-    if strategy != "fsdp2":
-        return ()
-    world_size = dist.get_world_size()
-    shape = (world_size,) if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
-    if len(shape) not in (1, 2) or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise LigerDistError(f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0.")
-    if math.prod(shape) != world_size:
-        raise LigerDistError(
-            f"a mesh of shape {shape} needs {math.prod(shape)} processes but {world_size} are running; choose sizes "
-            f"whose product is {world_size}, or start {math.prod(shape)} processes."
-        )
-    return shape
-
-
-def _make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
-    return init_device_mesh(
-        device.type, shape, mesh_dim_names=("shard",) if len(shape) == 1 else ("replicate", "shard")
-    )

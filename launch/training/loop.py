@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from liger_dist import LigerDistError
+from liger_dist.sharding.mesh import mesh_shape
 
 from .arguments import TrainArguments
 from .checkpoint import Checkpoints, describe_run, is_writer
@@ -95,7 +96,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:
-        """Text continued from the prompt; every rank draws the same, because all take part when the model is sharded."""
+        """Text continued from the prompt; every rank draws the same, for all take part when the model is sharded."""
         self.model.eval()
         torch.manual_seed(self.arguments.seed)
         model = inner_model(self.model)
@@ -166,6 +167,8 @@ def make_optimizer(model: nn.Module, arguments: TrainArguments) -> tuple[Optimiz
 
 def train(arguments: TrainArguments) -> None:
     """Trains as the arguments say and leaves everything in ``output_dir``."""
+    if arguments.mesh:
+        mesh_shape(tuple(arguments.mesh), world_size())
     folder = Path(arguments.output_dir)
     columns = Columns(arguments.text_column, arguments.messages_column)
     cache = Path(arguments.cache_dir)

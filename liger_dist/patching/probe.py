@@ -106,6 +106,12 @@ def _run(model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor)
         raise NotFusableError(f"it keeps no decoder under its base_model_prefix {prefix!r}")
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise NotFusableError("it has no loss_function to hand the loss to")
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    own_loss = model.loss_function
+    if own_loss is not ForCausalLMLoss:
+        name = getattr(own_loss, "__qualname__", repr(own_loss))
+        raise NotFusableError(f"its loss_function is {name}, not the causal cross entropy of transformers")
     arrived: dict[str, Any] = {}
 
     def look(*args: Any, **kwargs: Any) -> Tensor:

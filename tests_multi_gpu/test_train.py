@@ -1,0 +1,365 @@
+"""The training program: what it writes, fused and unfused, stopped and resumed, and its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Workers
+
+import liger_dist
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+sys.path.insert(0, str(LAUNCH))
+
+from training.arguments import TrainArguments, parse  # noqa: E402
+from training.corpus import Columns, find_corpus, tokenize  # noqa: E402
+from training.loop import train  # noqa: E402
+from training.meter import measured  # noqa: E402
+from training.packing import Blocks, Order, Stream  # noqa: E402
+from training.process import run  # noqa: E402
+from training.tokens import load_tokenizer, train_tokenizer  # noqa: E402
+
+SOURCES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "codecs",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "dis",
+    "doctest",
+    "enum",
+    "inspect",
+)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real corpus: some modules of the standard library, twice over for two splits."""
+    folder = tmp_path_factory.mktemp("data")
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for copy in range(2):
+        for name in SOURCES:
+            (folder / f"{name}{copy}.txt").write_text((stdlib / f"{name}.py").read_text())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def arguments_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainArguments:
+    settings: dict[str, Any] = {
+        "data": [str(data)],
+        "cache_dir": str(cache),
+        "output_dir": str(output),
+        "vocab_size": 601,
+        "steps": 12,
+        "sequence_length": 64,
+        "batch_size": 2,
+        "accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "eval_every": 5,
+        "eval_batches": 2,
+        "checkpoint_every": 6,
+        "memory_budget": 2**16,
+        "sample_tokens": 8,
+    }
+    return TrainArguments(**(settings | changes))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [row["loss"] for row in metrics_of(folder)]
+
+
+@pytest.fixture(scope="session")
+def trained(workers_2: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run on two ranks under FSDP2."""
+    output = tmp_path_factory.mktemp("trained")
+    workers_2.run(train, arguments_for(data, cache, output))
+    return output
+
+
+def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    rows = metrics_of(trained)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    for row in rows:
+        assert {"step", "loss", "tokens_per_second", "peak_memory_bytes"} <= row.keys()
+    assert [row["step"] for row in rows if "eval_loss" in row] == [1, 5, 10, 12]
+    assert rows[-1]["eval_loss"] < rows[0]["eval_loss"] - 0.5
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained / "sample.txt").read_text().startswith("def ")
+    assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["latest", "step-00000006", "step-00000012"]
+    assert (trained / "checkpoints" / "latest").read_text() == "step-00000012"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_fused_and_unfused_losses_agree_at_every_step(
+    strategy: str, dtype: str, tolerance: float, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for fused in (True, False):
+        output = tmp_path / str(fused)
+        changes = {"fused_loss": fused, "dtype": dtype, "strategy": strategy, "learning_rate": 3e-3}
+        workers_2.run(train, arguments_for(data, cache, output, **changes))
+        losses.append(losses_of(output))
+    assert len(losses[0]) == 12
+    assert np.abs(np.subtract(*losses)).max() < tolerance
+
+
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
+    trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    workers_2.run(train, arguments_for(data, cache, tmp_path, stop_at_step=7))
+    assert len(metrics_of(tmp_path)) == 7
+    assert not (tmp_path / "sample.txt").exists()
+    workers_2.run(train, arguments_for(data, cache, tmp_path, resume=True))
+    assert losses_of(tmp_path) == losses_of(trained)
+    assert (tmp_path / "sample.txt").read_text() == (trained / "sample.txt").read_text()
+
+
+def test_one_process_sees_the_loss_of_two(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    """Same weights for one seed under every strategy; the same tokens in a step, arranged otherwise."""
+    alone = arguments_for(data, cache, tmp_path, accumulation_steps=1, batch_size=4, strategy="none", steps=1)
+    train(alone)
+    two_ranks = losses_of(trained)[0]
+    assert abs(losses_of(tmp_path)[0] - two_ranks) < 0.05
+
+
+def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(trained, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-00000012").rename(folder / "step-00000012.partial")
+    (folder / "latest").write_text("step-00000006")
+    train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none", accumulation_steps=4))
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
+
+
+def test_a_checkpoint_of_another_model_is_refused(data: Path, cache: Path, trained: Path) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=r"another model: hidden_size 128 instead of 384"):
+        train(arguments_for(data, cache, trained, resume=True, model="small", strategy="none"))
+
+
+def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    cases = [
+        ({"data": [str(empty)]}, "is empty"),
+        ({"data": [str(tmp_path / "absent.txt")]}, "does not exist"),
+        ({"data": [str(tmp_path)]}, "holds no data"),
+        ({"tokenizer": str(tmp_path / "absent")}, "tokenizer folder"),
+        ({"tokenizer": str(tmp_path)}, "no tokenizer can be loaded"),
+        ({"model": "7b"}, "neither a preset"),
+        ({"sequence_length": 10**7}, "shorter than one sequence"),
+        ({"mesh": [1]}, "takes none"),
+        ({"mesh": [2, 2]}, "needs 4 processes but 1"),
+        ({"strategy": "fsdp2"}, "torchrun"),
+    ]
+    for changes, words in cases:
+        settings = {"data": [str(data)], "strategy": "none"} | changes
+        arguments = dataclasses.replace(arguments_for(data, cache, tmp_path / "out"), **settings)
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            train(arguments)
+
+
+def torchrun(*options: str, processes: int = 2, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, str(LAUNCH / "train.py"), *options], **(pipes | kwargs))
+
+
+def as_options(arguments: TrainArguments, names: tuple[str, ...]) -> list[str]:
+    options: list[str] = []
+    for name in names:
+        value = getattr(arguments, name)
+        options += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    return options
+
+
+def test_a_mesh_of_four_on_three_processes_is_one_sentence_and_no_hang(data: Path, cache: Path, tmp_path: Path) -> None:
+    options = as_options(arguments_for(data, cache, tmp_path), ("data", "cache_dir", "output_dir", "vocab_size"))
+    began = time.monotonic()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    process = torchrun(
+        *options, "--strategy", "fsdp2", "--mesh", "4", "--sequence_length", "64", processes=3, env=environment
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    said = [line for line in errors.splitlines() if "error: " in line]
+    assert len(said) == 1, errors
+    assert said[0].startswith("[rank 0] error: a mesh of shape (4,) needs 4 processes but 3 are running")
+    # What follows is torchrun's own report of its children.
+    assert "liger_dist" not in errors
+    assert time.monotonic() - began < 50
+
+
+def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Rank 1 fails in its data while rank 0 waits in a collective."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(LAUNCH)!r})\n"
+        "from training.process import rank, run, start, total\n"
+        "from liger_dist import LigerDistError\n"
+        "def main():\n"
+        "    start()\n"
+        "    if rank() == 1:\n"
+        "        raise LigerDistError('row 7 of this rank is broken')\n"
+        "    total(1.0)\n"
+        "run(main)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert finished.returncode != 0
+    assert finished.stderr.count("[rank 1] error: row 7 of this rank is broken") == 1
+
+
+def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp_path: Path) -> None:
+    names = ("data", "cache_dir", "output_dir", "vocab_size", "sequence_length", "batch_size")
+    options = as_options(arguments_for(data, cache, tmp_path, steps=100_000), (*names, "steps"))
+    process = subprocess.Popen(
+        [sys.executable, str(LAUNCH / "train.py"), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").is_file() or not metrics_of(tmp_path):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    step = len(metrics_of(tmp_path))
+    assert f"stopped after step {step}" in output
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
+
+
+def test_only_the_assistant_is_learnt(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(["hello there, how are you? I am fine."], 300, folder)
+    tokenizer = load_tokenizer(folder)
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "I am fine."},
+        {"role": "user", "content": "how?"},
+        {"role": "assistant", "content": "you are"},
+    ]
+    ids, labels = tokenize("here", {"messages": turns}, tokenizer, Columns("text", "messages"), 300)
+    learnt = [i for i, label in zip(ids, labels, strict=True) if label != -100]
+    assert tokenizer.decode(learnt) == "I am fine.<|end|>you are<|end|>"
+    text = "<|user|>hello<|end|><|assistant|>I am fine.<|end|><|user|>how?<|end|><|assistant|>you are<|end|>"
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 input_ids"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 300]}, "300 in labels"),
+        ({"input_ids": [1, 2, 3], "labels": [1.0, 2.0, 3.0]}, "labels of type float"),
+        ({"input_ids": [1, -1], "labels": [1, 1]}, "-1 in input_ids"),
+        ({"body": "text"}, "its columns: body"),
+    ],
+    ids=["short", "too large", "float", "negative", "columns"],
+)
+def test_wrong_rows_are_named(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        tokenize("row 0", row, None, Columns("text", "messages"), 300)
+
+
+def test_all_kinds_of_data_are_read(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    columns = Columns("text", "messages")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text('{"text": "line"}\n{"text": "other"}\n')
+    Dataset.from_dict({"text": ["parquet"]}).to_parquet(str(tmp_path / "c.parquet"))
+    assert list(find_corpus([str(tmp_path)], columns).texts()) == ["text", "line", "other", "parquet"]
+    Dataset.from_dict({"text": ["saved"]}).save_to_disk(str(tmp_path / "saved"))
+    assert list(find_corpus([str(tmp_path / "saved")], columns).texts()) == ["saved"]
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    assert list(find_corpus([str(tmp_path / "chat.jsonl")], columns).texts()) == ["hi"]
+    (tmp_path / "broken.jsonl").write_text("{not json\n")
+    with pytest.raises(liger_dist.LigerDistError, match="cannot be read as json"):
+        list(find_corpus([str(tmp_path / "broken.jsonl")], columns).texts())
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """Logits of a document do not change with the document packed before it."""
+    from models import make_model
+
+    ids = np.arange(1, 25, dtype=np.int32)
+    blocks = Blocks(Stream(ids, ids, np.array([0, 5, 9])), 12)
+    batch = blocks.batch([0, 1])
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert batch["position_ids"][1].tolist() == list(range(12))
+    assert [i for i, label in enumerate(batch["labels"][0].tolist()) if label == -100] == [0, 5, 9]
+    model = make_model("llama").cpu()
+    model.config._attn_implementation = "sdpa"
+    packed = model(input_ids=batch["input_ids"][:1], position_ids=batch["position_ids"][:1], use_cache=False).logits[
+        0, 5:9
+    ]
+    alone = model(input_ids=batch["input_ids"][:1, 5:9], use_cache=False).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_the_order_of_data_is_a_function_of_seed_and_step() -> None:
+    first, second = Order(10, seed=3), Order(10, seed=3)
+    assert [first[i] for i in range(25)] == [second[i] for i in range(25)]
+    assert sorted(first[i] for i in range(10, 20)) == list(range(10))
+    assert second[24] == first[24]
+    assert [Order(10, seed=4)[i] for i in range(10)] != [first[i] for i in range(10)]
+
+
+def test_the_meter_sees_whole_logits_and_their_absence() -> None:
+    head = torch.nn.Linear(4, 50, bias=False)
+    with measured(head) as largest:
+        head(torch.zeros(3, 4))
+    assert largest.shape == (3, 50)
+    assert largest.num_bytes == 3 * 50 * 4
+
+
+def test_command_line_and_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 5\nmesh: [2, 2]\nfused_loss: false\nlearning_rate: 0.5\n")
+    arguments = parse([str(file), "--steps", "7", "--strategy", "fsdp2"])
+    assert (arguments.steps, arguments.mesh, arguments.fused_loss) == (7, [2, 2], False)
+    assert (arguments.learning_rate, arguments.strategy) == (0.5, "fsdp2")
+    file.write_text("step: 5\n")
+    with pytest.raises(liger_dist.LigerDistError, match="sets 'step'"):
+        parse([str(file)])
+    with pytest.raises(liger_dist.LigerDistError, match=r"absent\.yaml does not exist"):
+        parse(["absent.yaml"])
+    with pytest.raises(liger_dist.LigerDistError, match="--steps is 0"):
+        parse(["--steps", "0"])
+
+
+def test_run_is_the_programs_entry() -> None:
+    seen: list[int] = []
+    run(lambda: seen.append(1))
+    assert seen == [1]

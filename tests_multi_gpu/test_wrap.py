@@ -1,0 +1,381 @@
+"""wrap, unwrap and explain on one process: what they change, what they leave alone, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Workers
+from models import make_batch, make_config, make_model, true_loss_sum
+from torch import nn
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+
+def test_names_state_dict_and_globals_stay() -> None:
+    import transformers
+    from transformers.models.llama import modeling_llama
+
+    watched = [
+        *((torch.nn.functional, name) for name in dir(torch.nn.functional)),
+        *((modeling_llama, name) for name in dir(modeling_llama)),
+        *((modeling_llama.LlamaForCausalLM, name) for name in ("forward", "loss_function", "__call__", "__init__")),
+        (nn.Linear, "forward"),
+        (transformers.loss.loss_utils, "ForCausalLMLoss"),
+    ]
+    before = [getattr(owner, name) for owner, name in watched]
+    model = make_model("llama", tied=True)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    same = liger_dist.wrap(model, "none")
+    model(**make_batch(0)).loss.backward()
+    assert same is model
+    assert isinstance(model.get_output_embeddings(), nn.Linear)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    after = [getattr(owner, name) for owner, name in watched]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_unwrap_restores_the_instance() -> None:
+    model = make_model("llama")
+    attributes, hooks = set(vars(model)), (dict(model._forward_pre_hooks), dict(model._forward_hooks))
+    head = set(vars(model.lm_head))
+    liger_dist.wrap(model)
+    assert liger_dist.unwrap(model) is model
+    assert type(model.lm_head) is nn.Linear
+    assert set(vars(model)) == attributes
+    assert set(vars(model.lm_head)) == head
+    assert (dict(model._forward_pre_hooks), dict(model._forward_hooks)) == hooks
+    assert model(**make_batch(0)).logits.shape[-1] == 101
+    liger_dist.wrap(model)
+    assert model(**make_batch(0)).logits.shape[-1] == 0
+
+
+def test_without_labels_ordinary_logits_and_a_cache() -> None:
+    model = make_model("qwen2")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    ids = make_batch(0)["input_ids"]
+    assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+    assert model(input_ids=ids, use_cache=True).past_key_values is not None
+    assert model(**make_batch(0)).past_key_values is None
+
+
+def test_positional_labels_tuples_and_hidden_states() -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    expected = model(**batch).loss
+    hidden = model(**batch, output_hidden_states=True).hidden_states
+    liger_dist.wrap(model)
+    assert relative_error(model(batch["input_ids"], None, None, None, None, batch["labels"]).loss, expected) < 1e-6
+    assert relative_error(model(**batch, return_dict=False)[0], expected) < 1e-6
+    for ours, theirs in zip(model(**batch, output_hidden_states=True).hidden_states, hidden, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_labels_on_the_cpu_and_another_ignore_index() -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    total, count = true_loss_sum(model, batch)
+    liger_dist.wrap(model)
+    labels = batch["labels"].cpu()
+    assert relative_error(model(input_ids=batch["input_ids"], labels=labels).loss, total / count) < 1e-7
+    other = labels.masked_fill(labels == -100, 0)
+    assert relative_error(model(input_ids=batch["input_ids"], labels=other, ignore_index=0).loss, total / count) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.zeros(3, 11, dtype=torch.long), ("(3, 11)", "(3, 12)", "Pad or cut")),
+        (torch.full((3, 12), 101), ("a label is 101", "101 rows", "resize_token_embeddings")),
+        (torch.zeros(3, 12), ("torch.float32", "labels.long()")),
+    ],
+    ids=["short", "too large", "float"],
+)
+def test_wrong_labels_are_refused_before_the_model_runs_and_nothing_is_lost(
+    labels: torch.Tensor, words: tuple[str, ...]
+) -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    liger_dist.wrap(model)
+    expected = model(**batch).loss
+    ran: list[int] = []
+    model.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        model(input_ids=batch["input_ids"], labels=labels)
+    assert all(word in str(caught.value) for word in words)
+    assert not ran
+    assert torch.equal(model(**batch).loss, expected)
+
+
+def test_an_exception_inside_the_model_leaves_no_request_behind() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    with pytest.raises(AttributeError):
+        model(**make_batch(0), attention_mask="wrong")
+    ids = make_batch(0)["input_ids"]
+    assert model(input_ids=ids).logits.shape[-1] == 101
+
+
+def test_a_transform_that_nothing_explains_stays_unfused_with_a_reason() -> None:
+    from transformers import LlamaForCausalLM
+
+    class Odd(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state) * 3
+            loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=101)
+            return type("Output", (), {"loss": loss, "logits": logits})()
+
+    torch.manual_seed(0)
+    model = Odd(make_config("llama")).double().to(compute_device())
+    expected = model(**make_batch(0)).loss
+    with pytest.warns(UserWarning, match="unfused: its forward changes the logits"):
+        liger_dist.wrap(model)
+    assert torch.equal(model(**make_batch(0)).loss, expected)
+    assert "does not explain" in str(liger_dist.explain(model))
+
+
+def test_a_loss_function_of_the_users_own_is_kept() -> None:
+    model = make_model("llama")
+    model.loss_function = lambda logits, labels, **_: logits.float().square().mean()  # type: ignore[assignment]
+    expected = model(**make_batch(0)).loss
+    with pytest.warns(UserWarning, match="loss_function is .*lambda"):
+        liger_dist.wrap(model)
+    assert torch.equal(model(**make_batch(0)).loss, expected)
+
+
+@pytest.mark.parametrize(("family", "scale"), [("granite", 1 / 4.0), ("cohere", 0.0625)])
+def test_a_logit_scale_is_found_in_the_config_and_confirmed(family: str, scale: float) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = make_config("llama").to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    extra = {"logits_scaling": 4.0} if family == "granite" else {"logit_scale": 0.0625}
+    config = AutoConfig.for_model(
+        family, **{name: settings[name] for name in names}, num_key_value_heads=1, pad_token_id=0, **extra
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().to(compute_device())
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    assert f"logit scale {scale:g}" in str(liger_dist.explain(model))
+    batch = make_batch(0)
+    loss = model(**batch).loss
+    total, count = true_loss_sum(reference, batch)
+    assert relative_error(loss, total / count) < 1e-7
+    loss.backward()
+    (total / count).backward()
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative_error(parameter.grad, other.grad) < 1e-5, name
+
+
+def test_a_head_with_bias() -> None:
+    model = make_model("llama")
+    model.lm_head = nn.Linear(16, 101).double().to(compute_device())
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    batch = make_batch(0)
+    total, count = true_loss_sum(reference, batch)
+    (total / count).backward()
+    model(**batch).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative_error(parameter.grad, other.grad) < 1e-6, name
+
+
+class Quantised(nn.Linear):
+    """Stands for a head whose weight is not what its forward uses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.round())
+
+
+def with_quantised_head() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head = Quantised(16, 101)
+    return model
+
+
+def without_head() -> nn.Module:
+    model = make_model("llama").model
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def wrapped_already() -> nn.Module:
+    model: nn.Module = liger_dist.wrap(make_model("llama"))
+    return model
+
+
+def on_meta() -> nn.Module:
+    return make_model("llama").to("meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "words"),
+    [
+        (lambda: make_model("llama"), {"strategy": "fsdp3"}, ("'fsdp3'", "'fsdp2'")),
+        (wrapped_already, {}, ("wrapped already", "unwrap")),
+        (without_head, {}, ("LlamaModel", "no output embedding", "AutoModelForCausalLM")),
+        (lambda: nn.Linear(2, 2), {}, ("no such method",)),
+        (with_quantised_head, {}, ("Quantised", "modules_to_not_convert")),
+        (lambda: make_model("llama"), {"strategy": "fsdp2"}, ("torchrun", "init_process_group")),
+        (lambda: make_model("llama"), {"strategy": "ddp"}, ("torchrun",)),
+        (lambda: make_model("llama"), {"strategy": "none", "mesh": (1,)}, ("takes none",)),
+        (on_meta, {}, ("meta device", "materialise")),
+        (
+            lambda: make_model("llama"),
+            {"strategy": "none", "config": liger_dist.WrapConfig(param_dtype=torch.bfloat16)},
+            ("param_dtype", "torch.autocast"),
+        ),
+        (
+            lambda: make_model("llama"),
+            {"strategy": "none", "config": liger_dist.WrapConfig(cpu_offload=True)},
+            ("cpu_offload", "fsdp2"),
+        ),
+    ],
+    ids=[
+        "strategy",
+        "twice",
+        "base",
+        "linear",
+        "quantised",
+        "no group",
+        "no group ddp",
+        "mesh",
+        "meta",
+        "dtype",
+        "offload",
+    ],
+)
+def test_refusals_change_nothing(make: Any, call: dict[str, Any], words: tuple[str, ...]) -> None:
+    model = make()
+    attributes, classes = set(vars(model)), [type(module) for module in model.modules()]
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, **call)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert set(vars(model)) == attributes
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head": "split"}, "'split'"),
+        ({"kernels": "cuda"}, "'cuda'"),
+        ({"token_mean": "mean"}, "'mean'"),
+        ({"memory_budget": 0}, "memory_budget is 0"),
+        ({"param_dtype": "bf16"}, "param_dtype is 'bf16'"),
+        ({"reduce_dtype": torch.int32}, "torch.int32"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_config_refuses(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        liger_dist.WrapConfig(**options)
+
+
+def test_unwrap_and_explain_refuse_a_model_that_is_not_wrapped() -> None:
+    for verb in (liger_dist.unwrap, liger_dist.explain):
+        with pytest.raises(liger_dist.LigerDistError, match=r"is not wrapped; call liger_dist\.wrap"):
+            verb(make_model("llama"))
+
+
+def test_explain_is_a_table() -> None:
+    text = str(liger_dist.explain(liger_dist.wrap(make_model("gemma2"), "none")))
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines() if not line.startswith("not "))
+    assert lines["engine"] == "plain"
+    assert lines["weight_shape"] == "(101, 16)"
+    assert lines["adapter"] == "replicated"
+    assert "softcap 30.0" in lines["loss"]
+    assert "not fsdp2-gathered  the weight is stored by plain, not by FSDP2" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"), [((4,), "needs 4 processes but 2"), ((1, 1, 2), "expected \\(shard,\\)"), ((0, 2), "above 0")]
+)
+def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(
+    mesh: tuple[int, ...], words: str, workers_2: Workers
+) -> None:
+    import re
+
+    for message in workers_2.run(refusal_of_mesh, mesh):
+        assert re.search(words, message)
+
+
+def refusal_of_mesh(mesh: tuple[int, ...]) -> str:
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "fsdp2", mesh=mesh)
+    return str(caught.value)
+
+
+def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
+    for messages in workers_2.run(refusals_of_two):
+        assert "gradients nobody would average" in messages["none"]
+        assert "no adapter can compute the loss" in messages["tensor parallel"]
+        assert "fsdp2-gathered: the weight is stored by dtensor" in messages["tensor parallel"]
+        assert "replicated: the weight is stored by dtensor" in messages["tensor parallel"]
+        assert "strategy='ddp'" in messages["global mean"]
+
+
+def refusals_of_two() -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    messages = {}
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "none")
+    messages["none"] = str(caught.value)
+    model = liger_dist.wrap(make_model("llama"))
+    parallelize_module(model.lm_head, init_device_mesh(compute_device().type, (2,)), ColwiseParallel())
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        model(**make_batch(0))
+    messages["tensor parallel"] = str(caught.value)
+    model = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(token_mean="global"))
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        model(**make_batch(0))
+    messages["global mean"] = str(caught.value)
+    return messages
+
+
+def test_unwrap_under_ddp_and_fsdp2(workers_2: Workers) -> None:
+    for results in workers_2.run(unwrapped):
+        assert results == {"ddp": ("LlamaForCausalLM", 101), "fsdp2": ("FSDPLlamaForCausalLM", 101)}
+
+
+def unwrapped() -> dict[str, tuple[str, int]]:
+    results = {}
+    for strategy in ("ddp", "fsdp2"):
+        wrapped: nn.Module = liger_dist.wrap(make_model("llama"), strategy)  # type: ignore[arg-type]
+        wrapped(**make_batch(0)).loss.backward()
+        inner: Any = liger_dist.unwrap(wrapped)
+        results[strategy] = (type(inner).__name__, inner(**make_batch(0)).logits.shape[-1])
+    return results
+
+
+def test_collectives_of_a_step_are_those_of_fsdp2_alone(workers_2: Workers) -> None:
+    """The fused loss adds none; a global mean adds one."""
+    for counts in workers_2.run(collectives):
+        assert counts["fused"] == counts["unfused"]
+        assert sum(counts["global mean"].values()) == sum(counts["unfused"].values()) + 1
+
+
+def collectives() -> dict[str, dict[str, int]]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    counts = {}
+    for name, options in (("fused", {}), ("unfused", {"fused_loss": False}), ("global mean", {"token_mean": "global"})):
+        model = liger_dist.wrap(make_model("llama"), "fsdp2", config=liger_dist.WrapConfig(**options))  # type: ignore[arg-type]
+        model(**make_batch(0), use_cache=False).loss.backward()
+        mode = CommDebugMode()
+        with mode:
+            model(**make_batch(0), use_cache=False).loss.backward()
+        counts[name] = {str(op): count for op, count in mode.get_comm_counts().items()}
+    return counts
