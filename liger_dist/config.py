@@ -14,6 +14,9 @@ from .errors import LigerDistError
 Strategy = Literal["auto", "none", "ddp", "fsdp2"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
+FSDP2_OPTIONS = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
+"""what only the strategy "fsdp2" can do"""
+
 Head = Literal["auto", "gather"]
 TokenMean = Literal["local", "global"]
 

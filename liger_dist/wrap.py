@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import STRATEGIES, Strategy, WrapConfig
+from .config import FSDP2_OPTIONS, STRATEGIES, Strategy, WrapConfig
 from .dispatch import choose, collect_facts
 from .errors import LigerDistError
 from .patching.probe import LogitTransform, NotFusableError, probe_transform
@@ -90,6 +90,11 @@ def wrap(
             "model inside rather than DistributedDataParallel."
         )
     structure = find_structure(model)
+    if config.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        raise LigerDistError(
+            f"activation_checkpointing is True but {type(model).__name__} does not support it "
+            "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
+        )
     initialize = initializer_of(model) if is_meta(model) else None
     if initialize is not None and strategy == "auto":
         raise LigerDistError(
@@ -212,8 +217,8 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
     else:
         if mesh is not None:
             raise LigerDistError(f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp2'.")
-        for name, is_set in (("param_dtype", config.param_dtype is not None), ("cpu_offload", config.cpu_offload)):
-            if is_set:
+        for name in FSDP2_OPTIONS:
+            if getattr(config, name) != getattr(WrapConfig(), name):
                 raise LigerDistError(
                     f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; use "
                     "strategy='fsdp2'" + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")

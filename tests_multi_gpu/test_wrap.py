@@ -214,6 +214,12 @@ def wrapped_already() -> nn.Module:
     return model
 
 
+def without_checkpointing() -> nn.Module:
+    model = make_model("llama")
+    model.supports_gradient_checkpointing = False  # type: ignore[assignment]
+    return model
+
+
 def on_meta() -> nn.Module:
     return make_model("llama").to("meta")
 
@@ -240,6 +246,16 @@ def on_meta() -> nn.Module:
             {"strategy": "none", "config": liger_dist.WrapConfig(cpu_offload=True)},
             ("cpu_offload", "fsdp2"),
         ),
+        (
+            lambda: make_model("llama"),
+            {"config": liger_dist.WrapConfig(reshard_after_forward=False)},
+            ("reshard_after_forward", "fsdp2"),
+        ),
+        (
+            without_checkpointing,
+            {"config": liger_dist.WrapConfig(activation_checkpointing=True)},
+            ("activation_checkpointing", "does not support it"),
+        ),
     ],
     ids=[
         "strategy",
@@ -253,6 +269,8 @@ def on_meta() -> nn.Module:
         "meta",
         "dtype",
         "offload",
+        "reshard",
+        "checkpointing",
     ],
 )
 def test_refusals_change_nothing(make: Any, call: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -221,7 +221,8 @@ class Seam:
         if not self._requests:
             return  # An earlier hook raised before this seam's turn.
         request = self._requests.pop()
-        if request is not None and request.value is not None and not request.delivered:
+        went_through = output is not None
+        if went_through and request is not None and request.value is not None and not request.delivered:
             raise LigerDistError(
                 f"{type(model).__name__} called its output embedding but not its loss_function, so the fused loss went "
                 "nowhere. Unwrap the model, or wrap it with WrapConfig(fused_loss=False)."
