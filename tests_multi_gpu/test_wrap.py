@@ -397,3 +397,30 @@ def collectives() -> dict[str, dict[str, int]]:
             model(**make_batch(0), use_cache=False).loss.backward()
         counts[name] = {str(op): count for op, count in mode.get_comm_counts().items()}
     return counts
+
+
+def test_a_mixture_of_experts_keeps_its_router_loss() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    settings = make_config("llama").to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = MixtralConfig(
+        **{name: settings[name] for name in names},
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).to(compute_device())
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    output, expected = model(**make_batch(0)), reference(**make_batch(0))
+    assert output.logits.shape[-1] == 0
+    assert expected.aux_loss > 0.1
+    assert relative_error(output.loss, expected.loss) < 1e-6
+    output.loss.backward()
+    expected.loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if other.grad is not None:
+            assert relative_error(parameter.grad, other.grad) < 1e-4, name

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -47,7 +48,12 @@ class _Decoder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden_states)
+        class Output(BaseModelOutputWithPast):
+            def __getattr__(self, name: str) -> None:
+                # Families have fields of their own (router logits, say); nobody reads them here.
+                return None
+
+        return Output(last_hidden_state=self.hidden_states)
 
 
 class _Head(nn.Module):
@@ -120,6 +126,8 @@ def _run(model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor)
         return torch.zeros(())
 
     hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
+    # There are no router logits to compute an auxiliary loss from.
+    quiet = {"output_router_logits": False} if "output_router_logits" in signature(model.forward).parameters else {}
     parent_name, _, head_attribute = structure.head_name.rpartition(".")
     head_parent = model.get_submodule(parent_name)
     with (
@@ -129,7 +137,7 @@ def _run(model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor)
         _swapped(vars(model), "_loss_function", look),
     ):
         try:
-            model.forward(input_ids=torch.zeros_like(labels), labels=labels)
+            model.forward(input_ids=torch.zeros_like(labels), labels=labels, **quiet)
         except Exception as error:
             raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
     return arrived
