@@ -48,7 +48,7 @@ class _Decoder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        class Output(BaseModelOutputWithPast):
+        class Output(BaseModelOutputWithPast):  # type: ignore[misc]
             def __getattr__(self, name: str) -> None:
                 # Families have fields of their own (router logits, say); nobody reads them here.
                 return None
