@@ -117,13 +117,14 @@ def run(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        if dist.is_initialized():
+            # Together: a rank that leaves early closes connections that the others may still be using.
+            dist.barrier()
+            dist.destroy_process_group()
     except LigerDistError as error:
         _report(f"error: {error}")
     except Exception:
         _report(traceback.format_exc())
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
 
 
 def _report(message: str) -> None:
