@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -11,20 +9,16 @@ from torch.distributed.tensor import DTensor
 from .config import WrapConfig
 from .errors import NoAdapterError
 from .sharding.base import Engine, Facts, ShardingAdapter
+from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
 from .sharding.fsdp2 import FSDP2Gathered, fsdp_param_of
 from .sharding.replicated import Replicated
+from .sharding.zero3 import Zero3, is_stored_by_zero3
 
-ADAPTERS: tuple[ShardingAdapter, ...] = (FSDP2Gathered(), Replicated())
+ADAPTERS: tuple[ShardingAdapter, ...] = (FSDP2Gathered(), FSDP1(), Zero3(), Replicated())
 """In order of preference."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The chosen adapter, and why each other one was not."""
-
-    adapter: ShardingAdapter
-    declined: tuple[tuple[str, tuple[str, ...]], ...]
-    """name and reasons; an adapter that could have served as well says so"""
+SERVES_TOO = "would serve too; comes later in the order"
 
 
 def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: bool, config: WrapConfig) -> Facts:
@@ -38,6 +32,10 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         weight = fsdp_param.sharded_param
     elif isinstance(weight, DTensor):
         engine = "dtensor"
+    elif is_stored_by_zero3(weight):
+        engine = "zero3"
+    elif is_stored_by_fsdp1(weight):
+        engine = "fsdp1"
     if isinstance(weight, DTensor):
         placements = tuple(str(placement) for placement in weight.placements)
         mesh_shape = tuple(weight.device_mesh.shape)
@@ -46,33 +44,34 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         strategy=strategy,
         engine=engine,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
-        weight_shape=tuple(weight.shape),
+        weight_shape=(head.out_features, head.in_features),
         weight_dtype=str(weight.dtype),
         placements=placements,
         mesh_shape=mesh_shape,
         mesh_axes=mesh_axes,
         has_bias=head.bias is not None,
         tied=tied,
+        own_unit=engine == "fsdp1" and has_own_unit(head, model),
         head_choice=config.head,
         token_mean=config.token_mean,
     )
 
 
-def choose(facts: Facts) -> Decision:
-    """The first adapter of :data:`ADAPTERS` that serves these facts.
+def reasons_against(facts: Facts) -> dict[str, list[str]]:
+    """Every adapter's reasons, by name, in the order of :data:`ADAPTERS`."""
+    return {adapter.name: adapter.not_supported_reasons(facts) for adapter in ADAPTERS}
+
+
+def choose(facts: Facts) -> ShardingAdapter:
+    """The first adapter of :data:`ADAPTERS` that has no reason against these facts.
 
     Raises:
         NoAdapterError: none does; the message lists the facts and every reason.
     """
-    reasons = {adapter.name: adapter.not_supported_reasons(facts) for adapter in ADAPTERS}
+    reasons = reasons_against(facts)
     for adapter in ADAPTERS:
         if not reasons[adapter.name]:
-            others = tuple(
-                (name, tuple(why) or ("would serve too; comes later in the order",))
-                for name, why in reasons.items()
-                if name != adapter.name
-            )
-            return Decision(adapter=adapter, declined=others)
+            return adapter
     table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
     known = ", ".join(f"{name}={value}" for name, value in facts.lines())
     raise NoAdapterError(f"no adapter can compute the loss of this output embedding ({known}):\n{table}")

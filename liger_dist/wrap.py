@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import FSDP2_OPTIONS, STRATEGIES, Strategy, WrapConfig
-from .dispatch import choose, collect_facts
+from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
 from .patching.probe import LogitTransform, NotFusableError, probe_transform
 from .patching.seam import Seam
@@ -20,7 +21,7 @@ from .patching.structure import Structure, find_structure, initializer_of
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.fsdp2 import ShardingUnits, shard
-from .sharding.materialize import is_meta, materialize
+from .sharding.materialize import Initializer, is_meta, materialize
 from .sharding.mesh import Mesh, make_mesh, mesh_shape
 from .sharding.replicated import replicate
 
@@ -48,7 +49,7 @@ class Explanation:
     fused: str
     """the fused loss with the transform of its logits, or why it is not fused"""
     adapter: str | None
-    """the chosen adapter; None when the loss is not fused"""
+    """the chosen adapter; None when the loss is not fused, or when every adapter has a reason against it"""
     declined: tuple[tuple[str, tuple[str, ...]], ...]
     """every other adapter with its reasons"""
 
@@ -90,30 +91,33 @@ def wrap(
             "model inside rather than DistributedDataParallel."
         )
     structure = find_structure(model)
-    if config.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-        raise LigerDistError(
-            f"activation_checkpointing is True but {type(model).__name__} does not support it "
-            "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
-        )
-    initialize = initializer_of(model) if is_meta(model) else None
-    if initialize is not None and strategy == "auto":
-        raise LigerDistError(
-            "the model is on the meta device and strategy='auto' does not give it storage; use 'none', 'ddp' or "
-            "'fsdp2', or materialise it first."
-        )
+    without_storage = is_meta(model)
+    _check_model(model, structure, strategy, config, without_storage=without_storage)
+    initialize = initializer_of(model) if without_storage else None
     transform, reason = _probe(model, structure, config)
-    seam = None
-    if transform is not None:
-        seam = Seam(model, structure, transform, strategy=strategy, config=config)
-        seam.fuse()
+    seam = None if transform is None else Seam(model, structure, transform, strategy=strategy, config=config)
     record = _Wrapped(
         structure=structure, strategy=strategy, config=config, seam=seam, transform=transform, unfused_reason=reason
     )
     setattr(model, _RECORD, record)
+    try:
+        if seam is not None:
+            seam.fuse()
+        wrapped = _shard(model, record, mesh, initialize)
+    except BaseException:
+        if seam is not None:
+            seam.remove()
+        delattr(model, _RECORD)
+        raise
+    return wrapped
+
+
+def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: Initializer | None) -> nn.Module:
+    """Everything that :func:`wrap` does after the head has its new class."""
+    structure, config, device = record.structure, record.config, compute_device()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    device = compute_device()
-    if strategy == "fsdp2":
+    if record.strategy == "fsdp2":
         tail = [module for module in (structure.final_norm, structure.head) if module is not None]
         shard(
             model,
@@ -121,15 +125,13 @@ def wrap(
             mesh=make_mesh(mesh, dist.get_world_size(), device.type),
             config=config,
         )
-    if seam is not None:
+    if record.seam is not None:
         # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
-        seam.listen()
+        record.seam.listen()
     if initialize is not None:
         at = torch.device("cpu") if config.cpu_offload else device
         materialize(model, initialize, layers=structure.layers, device=at)
-    if strategy == "ddp":
-        return replicate(model.to(device))
-    return model
+    return replicate(model.to(device)) if record.strategy == "ddp" else model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -164,18 +166,21 @@ def explain(model: nn.Module) -> Explanation:
     )
     if record.transform is None:
         return Explanation(facts=facts, fused=f"not fused: {record.unfused_reason}", adapter=None, declined=())
-    decision = choose(facts)
     transform = record.transform
+    reasons = reasons_against(facts)
+    chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
         facts=facts,
         fused=f"fused linear cross entropy, softcap {transform.softcap}, logit scale {transform.scale:g}",
-        adapter=decision.adapter.name,
-        declined=decision.declined,
+        adapter=chosen,
+        declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
     )
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``."""
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) and not hasattr(model, _RECORD) else model
 
 
 def _record(inner: nn.Module) -> _Wrapped:
@@ -197,6 +202,36 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
             stacklevel=3,
         )
         return None, str(error)
+
+
+def _check_model(
+    model: nn.Module, structure: Structure, strategy: str, config: WrapConfig, *, without_storage: bool
+) -> None:
+    if config.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        raise LigerDistError(
+            f"activation_checkpointing is True but {type(model).__name__} does not support it "
+            "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
+        )
+    if without_storage and strategy not in ("none", "ddp", "fsdp2"):
+        raise LigerDistError(
+            f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp' or "
+            "'fsdp2', or materialise it first."
+        )
+    if strategy == "fsdp2" and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise LigerDistError(
+            f"this {type(model).__name__} is sharded by FSDP2 already; wrap it with strategy='auto', or wrap a model "
+            "that is not sharded yet."
+        )
+    if strategy == "fsdp2" and not structure.layers:
+        raise LigerDistError(
+            f"{type(model).__name__} keeps no list of decoder layers that could be sharded one by one; shard it "
+            "yourself and wrap with strategy='auto'."
+        )
+    if strategy == "ddp" and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise LigerDistError(
+            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing for DDP to "
+            "average; use strategy='auto' for evaluation."
+        )
 
 
 def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:

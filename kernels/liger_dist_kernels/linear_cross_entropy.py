@@ -70,10 +70,12 @@ class GradientNeeds:
 
 class _WeightGradient:
     """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for one or two chunks, otherwise in
-    the dtype of the statistics, because a sum of many 16-bit roundings drifts."""
+    the dtype of the statistics, because a sum of many 16-bit roundings drifts.
+    Always so for fp16, which could overflow."""
 
     def __init__(self, weight_VD: Tensor, num_chunks: int) -> None:
-        dtype = weight_VD.dtype if num_chunks <= 2 else statistics_dtype(weight_VD.dtype)
+        is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
+        dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
         self.sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
         if num_chunks == 0:
             self.sum_VD.zero_()

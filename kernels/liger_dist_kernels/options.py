@@ -32,6 +32,8 @@ class LossOptions:
     """Divisor of the logits, after the soft-cap."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index is {self.ignore_index!r}; expected an integer.")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; expected a number in [0, 1].")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):

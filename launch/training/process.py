@@ -121,6 +121,9 @@ def run(main: Callable[[], None]) -> None:
             # Together: a rank that leaves early closes connections that the others may still be using.
             dist.barrier()
             dist.destroy_process_group()
+            sys.stdout.flush()
+            # Meshes and models still hold their groups; gloo can abort while the interpreter takes them down.
+            os._exit(0)
     except LigerDistError as error:
         _report(f"error: {error}")
     except Exception:

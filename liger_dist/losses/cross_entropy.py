@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
-from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options, refuse_second_order
 from .labels import check_labels, select_targets
 from .normalization import Reduction
 from .scales import Scales, token_scales
@@ -60,11 +59,13 @@ class _CrossEntropy(torch.autograd.Function):
         return value, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
     ) -> tuple[Tensor, None]:
+        refuse_second_order()
         problem: _Problem = ctx.problem
+        if d_loss is not None and problem.scales.factor is not None:
+            d_loss = d_loss * problem.scales.factor
         logits_TV, *terms = ctx.saved_tensors
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
         coefficients = coefficients_of(
@@ -167,7 +168,9 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     logits_TV = logits.reshape(-1, vocab_size)
     if logits_TV.stride(-1) != 1:
         logits_TV = logits_TV.contiguous()
-    value, log_prob, entropy, is_top1, z_loss = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
+    with torch.autocast(logits.device.type, enabled=False):
+        results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
+    value, log_prob, entropy, is_top1, z_loss = results
     per_token = loss.reduction == "none"
     return LossOutput(
         loss=value.reshape(labels.shape) if per_token else value,

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
-from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options, refuse_second_order
 from .labels import check_labels, select_targets
 from .normalization import Reduction
 from .scales import Scales, token_scales
@@ -82,11 +81,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_second_order()
         problem: _Problem = ctx.problem
+        if d_loss is not None and problem.scales.factor is not None:
+            d_loss = d_loss * problem.scales.factor
         if problem.gradients_in_forward:
             if d_loss is None:
                 return None, None, None, None
@@ -126,7 +127,7 @@ def fused_linear_cross_entropy(
     check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
     device_type = hidden_states.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

@@ -34,8 +34,8 @@ def check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) -
                 f"num_items_in_batch has shape {tuple(num_items_in_batch.shape)}; expected one number. Sum it over "
                 "processes or micro-batches first."
             )
-    elif num_items_in_batch < 0:
-        raise LigerDistError(f"num_items_in_batch is {num_items_in_batch}; expected a count, 0 or more.")
+    elif not isinstance(num_items_in_batch, int | float) or num_items_in_batch < 0:
+        raise LigerDistError(f"num_items_in_batch is {num_items_in_batch!r}; expected a count, 0 or more.")
 
 
 def denominator(
@@ -61,13 +61,12 @@ def denominator(
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=device)
     if isinstance(num_items_in_batch, Tensor):
-        count = num_items_in_batch.to(device=device, dtype=dtype, non_blocking=True).reshape(())
-    elif num_items_in_batch is not None:
-        count = torch.full((), float(num_items_in_batch), dtype=dtype, device=device)
-    else:
-        valid_T = labels_T >= 0
-        count = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
-        for group in groups:
-            dist.all_reduce(count, group=group)
-        count = count / divide_factor
+        return num_items_in_batch.to(device=device, dtype=dtype, non_blocking=True).reshape(())
+    if num_items_in_batch is not None:
+        return torch.full((), float(num_items_in_batch), dtype=dtype, device=device)
+    valid_T = labels_T >= 0
+    count = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
+    for group in groups:
+        dist.all_reduce(count, group=group)
+    count = count / divide_factor
     return torch.where(count == 0, 1.0, count)

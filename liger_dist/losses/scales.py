@@ -22,6 +22,8 @@ class Scales:
 
     cross_entropy_T: Tensor
     z_loss_T: Tensor
+    factor: Tensor | None = None
+    """0-d factor of both that is left out of gradients until the backward; None for 1"""
 
     def upstream(self, gradient: Tensor | None = None) -> TokenGradients:
         """Gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
@@ -33,20 +35,29 @@ class Scales:
         """The loss and the z-loss part of it: 0-d, or ``[T]`` for "none"."""
         z_loss = self.z_loss_T * terms.z_loss_T
         loss = self.cross_entropy_T * terms.cross_entropy_T + z_loss
-        return (loss, z_loss) if reduction == "none" else (loss.sum(), z_loss.sum())
+        if reduction == "none":
+            return loss, z_loss
+        if self.factor is None:
+            return loss.sum(), z_loss.sum()
+        return loss.sum() * self.factor, z_loss.sum() * self.factor
 
 
 def token_scales(
     labels_T: Tensor, token_weight_T: Tensor | None, loss: LossArguments, execution: Execution, dtype: torch.dtype
 ) -> Scales:
-    """Scales of tokens with ``labels_T`` (negative: counts nothing), in fp32, or fp64 for an fp64 ``dtype``."""
+    """Scales of tokens with ``labels_T`` (negative: counts nothing), in fp32, or fp64 for an fp64 ``dtype``.
+
+    For an fp16 ``dtype`` the divisor is kept apart as ``factor``: a gradient divided by the number of tokens would
+    underflow in fp16 before a loss scale could lift it.
+    """
+    keeps_apart = dtype == torch.float16 and loss.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     counts_T = (labels_T >= 0).to(dtype)
     if token_weight_T is not None:
         counts_T = counts_T * token_weight_T.to(dtype)
 
-    def divided(weights_T: Tensor | None) -> Tensor:
-        return counts_T / denominator(
+    def divisor(weights_T: Tensor | None) -> Tensor:
+        return denominator(
             weights_T,
             labels_T,
             reduction=loss.reduction,
@@ -56,8 +67,10 @@ def token_scales(
             divide_factor=execution.divide_factor,
         )
 
-    cross_entropy_T = z_loss_T = divided(None)
+    by_class = z_divisor = divisor(None)
     if loss.class_weight is not None:
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
-        cross_entropy_T = divided(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
-    return Scales(cross_entropy_T=cross_entropy_T, z_loss_T=z_loss_T)
+        by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
+    if keeps_apart:
+        return Scales(cross_entropy_T=counts_T, z_loss_T=counts_T * (by_class / z_divisor), factor=1.0 / by_class)
+    return Scales(cross_entropy_T=counts_T / by_class, z_loss_T=counts_T / z_divisor)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from .untraced import untraced
+
 if TYPE_CHECKING:
     from .seam import Seam
 
@@ -20,6 +22,7 @@ class FusedLMHead(nn.Linear):
 
     _liger_dist_seam: Seam
 
+    @untraced
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., V]`` logits, or to ``[..., 0]`` carrying the loss."""
         request = self._liger_dist_seam.take()

@@ -8,18 +8,21 @@ probe decides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .structure import Structure
 
 PROBE_TOKENS = 6
+PROBE_ITEMS = 7
+"""a number of items that no model would come up with by itself"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +71,41 @@ class _Head(nn.Module):
 
 
 def probe_transform(model: nn.Module, structure: Structure) -> LogitTransform:
-    """The transform that the model applies to logits before its loss.
+    """The transform that the model applies to logits before its loss, alike in training and evaluation.
 
     Raises:
-        NotFusableError: the model does not call ``self.loss_function`` with its labels, or changes the logits in a
-        way that
-            its config does not explain.
+        NotFusableError: the model does not call ``self.loss_function`` as transformers' own models do, or changes the
+            logits in a way that its config does not explain.
     """
-    logits = torch.linspace(-70.0, 70.0, PROBE_TOKENS * 8, dtype=torch.float64).reshape(1, PROBE_TOKENS, 8)
-    labels = torch.arange(PROBE_TOKENS)[None]
-    arrived = _run(model, structure, logits, labels)
-    arrived_logits = arrived.get("logits")
-    if not isinstance(arrived_logits, Tensor):
+    if not isinstance(structure.head, FSDPModule) and (
+        structure.head._forward_hooks or structure.head._forward_pre_hooks
+    ):
+        raise NotFusableError("its output embedding has forward hooks, which could change the logits")
+    training, evaluation = (_probe_once(model, structure, training=mode) for mode in (True, False))
+    if training != evaluation:
+        raise NotFusableError("its forward treats logits differently in training and in evaluation")
+    return training
+
+
+def _probe_once(model: nn.Module, structure: Structure, *, training: bool) -> LogitTransform:
+    vocab_size = structure.head.out_features
+    size = (1, PROBE_TOKENS, vocab_size)
+    logits = torch.linspace(-70.0, 70.0, PROBE_TOKENS * vocab_size, dtype=torch.float64).reshape(size)
+    labels = torch.arange(PROBE_TOKENS)[None] % vocab_size
+    arrived = _run(model, structure, logits, labels, training=training)
+    if arrived is None:
         raise NotFusableError("its forward does not hand logits and labels to self.loss_function")
-    if not isinstance(arrived.get("labels"), Tensor) or not torch.equal(arrived["labels"], labels):
+    if not isinstance(arrived["labels"], Tensor) or not torch.equal(arrived["labels"], labels):
         raise NotFusableError("its forward changes the labels before the loss")
+    expected = {
+        "vocab_size": vocab_size,
+        "num_items_in_batch": _further_inputs(model, labels).get("num_items_in_batch"),
+    }
+    for name in ("vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"):
+        given = arrived.get(name)
+        if isinstance(given, Tensor) or given != expected.get(name):
+            raise NotFusableError(f"its forward gives its loss function a {name} of its own")
+    arrived_logits = arrived["logits"]
     if arrived_logits.shape != logits.shape:
         raise NotFusableError(
             f"its forward changes the logits' shape from {tuple(logits.shape)} to {tuple(arrived_logits.shape)}"
@@ -99,14 +122,16 @@ def _candidates(model: nn.Module) -> Iterator[LogitTransform]:
     named = vars(get_text_config() if callable(get_text_config) else config) if config is not None else {}
     numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float) and value}
     caps = [value for name, value in numbers.items() if "softcap" in name or "logit_cap" in name]
-    factors = [value for name, value in numbers.items() if "logit" in name or "head" in name]
+    factors = [value for name, value in numbers.items() if "logit" in name or "lm_head" in name]
     scales = [1.0, *factors, *(1.0 / factor for factor in factors)]
     for softcap, scale in itertools.product([None, *caps], scales):
         yield LogitTransform(softcap=softcap, scale=scale)
 
 
-def _run(model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor) -> dict[str, Any]:
-    """What arrives at the model's loss function, by the names of its arguments."""
+def _run(
+    model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor, *, training: bool
+) -> dict[str, Any] | None:
+    """What arrives at the model's loss function, by the names of its arguments; None when nothing does."""
     prefix = getattr(model, "base_model_prefix", "")
     if prefix not in model._modules:
         raise NotFusableError(f"it keeps no decoder under its base_model_prefix {prefix!r}")
@@ -114,33 +139,48 @@ def _run(model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor)
         raise NotFusableError("it has no loss_function to hand the loss to")
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    own_loss = model.loss_function
+    own_loss: Any = model.loss_function
     if own_loss is not ForCausalLMLoss:
         name = getattr(own_loss, "__qualname__", repr(own_loss))
         raise NotFusableError(f"its loss_function is {name}, not the causal cross entropy of transformers")
-    arrived: dict[str, Any] = {}
+    seen: list[dict[str, Any]] = []
 
     def look(*args: Any, **kwargs: Any) -> Tensor:
-        arrived.update(zip(("logits", "labels"), args, strict=False))
-        arrived.update(kwargs)
+        seen.append(dict(signature(ForCausalLMLoss).bind(*args, **kwargs).arguments))
         return torch.zeros(())
 
-    hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
-    # There are no router logits to compute an auxiliary loss from.
-    quiet = {"output_router_logits": False} if "output_router_logits" in signature(model.forward).parameters else {}
     parent_name, _, head_attribute = structure.head_name.rpartition(".")
     head_parent = model.get_submodule(parent_name)
+    hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
     with (
         torch.no_grad(),
         _swapped(model._modules, prefix, _Decoder(hidden_states)),
         _swapped(head_parent._modules, head_attribute, _Head(logits)),
         _swapped(vars(model), "_loss_function", look),
+        _swapped(vars(model), "training", training),
     ):
         try:
-            model.forward(input_ids=torch.zeros_like(labels), labels=labels, **quiet)
+            model.forward(input_ids=torch.zeros_like(labels), labels=labels, **_further_inputs(model, labels))
         except Exception as error:
             raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
-    return arrived
+    if len(seen) > 1:
+        raise NotFusableError(f"its forward computes {len(seen)} losses")
+    return seen[0] if seen else None
+
+
+def _further_inputs(model: nn.Module, labels: Tensor) -> dict[str, Any]:
+    """Inputs that a forward might use to change the loss."""
+    forward: Callable[..., Any] = model.forward
+    parameters = signature(forward).parameters
+    inputs: dict[str, Any] = {}
+    if "num_items_in_batch" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        inputs["num_items_in_batch"] = PROBE_ITEMS
+    if "attention_mask" in parameters:
+        inputs["attention_mask"] = (labels > 1).long()
+    if "output_router_logits" in parameters:
+        # There are no router logits here to compute an auxiliary loss from.
+        inputs["output_router_logits"] = False
+    return inputs
 
 
 @contextmanager

@@ -8,25 +8,29 @@ loss. The value travels beside the graph, and so does the upstream gradient on i
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.config import WrapConfig
-from liger_dist.dispatch import Decision, choose, collect_facts
+from liger_dist.dispatch import choose, collect_facts
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
-from liger_dist.sharding.base import DataParallel
+from liger_dist.sharding.base import DataParallel, ShardingAdapter
 from liger_dist_kernels import LossOptions
 
 from .head import FusedLMHead, fuse_head, restore_head
 from .probe import LogitTransform
 from .structure import Structure
+from .untraced import untraced
 
 IGNORE_INDEX = -100
 
@@ -64,7 +68,16 @@ class LossRequest:
         """Each token's next label, the last one's ignored."""
         if self.is_shifted:
             return self.labels
-        return nn.functional.pad(self.labels[..., 1:], (0, 1), value=self.ignore_index)
+        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.ignore_index)
+
+    def differences(self, given: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+        """Whether the model hands its loss function other arguments than this loss was computed with. Tensors may have
+        been moved on the way, so only their presence is compared."""
+        return (
+            ("num_items_in_batch", (given.get("num_items_in_batch") is None) != (self.num_items_in_batch is None)),
+            ("shift_labels", (given.get("shift_labels") is None) == self.is_shifted),
+            ("ignore_index", given.get("ignore_index", IGNORE_INDEX) != self.ignore_index),
+        )
 
 
 class _LossToLogits(torch.autograd.Function):
@@ -75,7 +88,8 @@ class _LossToLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return ctx.request.upstream, None, None, None
+        upstream, ctx.request.upstream = ctx.request.upstream, None
+        return upstream, None, None, None
 
 
 class _LogitsToLoss(torch.autograd.Function):
@@ -105,11 +119,24 @@ class Seam:
         self.transform = transform
         self.strategy = strategy
         self.config = config
-        self._requests: list[LossRequest | None] = []
-        self._decision: Decision | None = None
-        self._parameters = inspect.signature(model.forward).parameters
+        self._requests: dict[int, list[LossRequest | None]] = {}
+        self._chosen: ShardingAdapter | None = None
+        self._stored: tuple[object, ...] = ()
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._head_name = structure.head_name
+        self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self._had_own_loss_function = "_loss_function" in vars(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Seam:
+        """Goes with a copy of the model; a copy of the head alone (an adapter's) stays with this model."""
+        if id(self.model) not in memo:
+            return self
+        twin = Seam.__new__(Seam)
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, {} if name == "_requests" else copy.deepcopy(value, memo))
+        return twin
 
     def fuse(self) -> None:
         """Changes the instance's head class and loss function; before it is sharded."""
@@ -133,21 +160,33 @@ class Seam:
             del self.model._loss_function
         restore_head(self.head)
 
-    def decide(self) -> Decision:
-        """The dispatcher's choice for the head as it is stored now."""
-        return choose(collect_facts(self.model, self.head, strategy=self.strategy, tied=self.tied, config=self.config))
+    def _adapter(self) -> ShardingAdapter:
+        """The dispatcher's choice; facts are collected anew only when the weight is stored in another way."""
+        weight = self.head.weight
+        stored = (
+            type(self.model),
+            type(self.head),
+            type(weight),
+            hasattr(weight, "ds_id"),
+            hasattr(weight, "_fsdp_flattened"),
+        )
+        if self._chosen is None or self._stored != stored:
+            facts = collect_facts(self.model, self.head, strategy=self.strategy, tied=self.tied, config=self.config)
+            self._chosen, self._stored = choose(facts), stored
+        return self._chosen
 
     def take(self) -> LossRequest | None:
         """The request of the running forward, once."""
-        request = self._requests[-1] if self._requests else None
+        request = self._current()
         return request if request is not None and request.value is None else None
+
+    def _current(self) -> LossRequest | None:
+        running = self._requests.get(threading.get_ident())
+        return running[-1] if running else None
 
     def compute(self, request: LossRequest, head: FusedLMHead, hidden_states: Tensor) -> LossOutput:
         """The loss of one request, by the adapter that the weight's storage asks for."""
-        if self._decision is None:
-            # Storage does not change once a model runs.
-            self._decision = self.decide()
-        adapter = self._decision.adapter
+        adapter = self._adapter()
         mean_over = DataParallel(groups=(), divide_factor=1.0)
         if self.config.token_mean == "global":
             mean_over = adapter.data_parallel(self.head, self.model)
@@ -170,20 +209,29 @@ class Seam:
             ),
         )
 
+    @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
         """In the place of the model's loss function: the finished loss, or the model's own for real logits."""
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
-        request = self._requests[-1] if self._requests else None
+        request = self._current()
         if request is None or request.value is None or logits.shape[-1] != 0:
             return self._own_loss_function(*args, **kwargs)
+        for name, differs in request.differences(kwargs):
+            if differs:
+                raise LigerDistError(
+                    f"the loss was computed with the {name} that {type(self.model).__name__} was called with, but the "
+                    "model hands another one to its loss function; wrap it with WrapConfig(fused_loss=False)."
+                )
         request.delivered = True
         loss: Tensor = _LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
         return loss
 
+    @untraced
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._requests.append(None)
+        running = self._requests.setdefault(threading.get_ident(), [])
+        running.append(None)
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         labels, shift_labels = named.get("labels"), named.get("shift_labels")
         if labels is None:
@@ -192,7 +240,8 @@ class Seam:
         effective = labels if shift_labels is None else shift_labels
         ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
         self._check_at_entry(named, effective, ignore_index)
-        self._requests[-1] = LossRequest(
+        self._adapter()
+        running[-1] = LossRequest(
             seam=self,
             labels=effective,
             is_shifted=shift_labels is not None,
@@ -200,14 +249,23 @@ class Seam:
             ignore_index=ignore_index,
             summary=_start_summary(effective, shift_labels is not None, ignore_index),
         )
-
-        if "use_cache" in self._parameters and named.get("use_cache") is None:
+        if "use_cache" in self._parameters[len(args) :] and kwargs.get("use_cache") is None:
             # A training forward never reads a cache, and some attention masks change when one is built.
             kwargs["use_cache"] = False
         return args, kwargs
 
     def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> None:
         """Refuses what can be seen to be wrong before the model runs its first collective."""
+        place = self.model.get_submodule(self._head_name)
+        if hasattr(place, "base_layer") or not any(module is self.head for module in place.modules()):
+            raise LigerDistError(
+                f"the output embedding of {type(self.model).__name__} is a {type(place).__name__} now, not the one "
+                "that was "
+                "wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) and wrap it "
+                "again; LoRA on the head is not supported (train it whole with modules_to_save)."
+            )
+        if not isinstance(labels, Tensor):
+            raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
         inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
         config = getattr(self.model, "config", None)
         keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or bool(named.get("logits_to_keep"))
@@ -217,10 +275,14 @@ class Seam:
         if labels.device.type == "cpu":
             check_range(labels, vocab_size=self.head.out_features, ignore_index=ignore_index)
 
+    @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._requests:
+        running = self._requests.get(threading.get_ident())
+        if not running:
             return  # An earlier hook raised before this seam's turn.
-        request = self._requests.pop()
+        request = running.pop()
+        if not running:
+            del self._requests[threading.get_ident()]
         went_through = output is not None
         if went_through and request is not None and request.value is not None and not request.delivered:
             raise LigerDistError(

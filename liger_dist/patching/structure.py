@@ -19,7 +19,7 @@ class Structure:
     tied: bool
     """whether the input embedding is the head's own parameter"""
     layers: tuple[nn.Module, ...]
-    """the decoder layers, in order"""
+    """the decoder layers, in order; empty when the model keeps no list of them"""
     final_norm: nn.Module | None
     """the norm between the last layer and the head, when it could be told by its place and name"""
 
@@ -65,19 +65,22 @@ def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
         for child in owner.children():
             if not isinstance(child, nn.ModuleList) or len(child) == 0:
                 continue
-            classes = {type(layer).__name__ for layer in child}
-            is_stack = classes <= declared if declared else len(classes) == 1
+            is_stack = (
+                all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1
+            )
             if is_stack and len(child) > len(best[0]):
                 best = tuple(child), owner
-    if not best[0]:
-        raise LigerDistError(
-            f"{type(model).__name__} keeps no list of decoder layers (an nn.ModuleList of "
-            f"{', '.join(sorted(declared)) or 'one class'}); shard it yourself and wrap with strategy='auto'."
-        )
     return best
 
 
+def _is_one_of(layer: nn.Module, declared: frozenset[str]) -> bool:
+    """By the names of all its classes: a wrapper may have put a class of its own on top."""
+    return any(cls.__name__ in declared for cls in type(layer).__mro__)
+
+
 def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module | None:
+    if not layers:
+        return None
     children = list(parent.children())
     place = next(i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and child[0] is layers[0])
     after = [child for child in children[place + 1 :] if "norm" in type(child).__name__.lower()]

@@ -31,6 +31,8 @@ class Facts:
     has_bias: bool
     tied: bool
     """whether the input embedding is the same parameter"""
+    own_unit: bool
+    """FSDP1: whether the head is in another unit than the root"""
     head_choice: str
     """``WrapConfig.head``"""
     token_mean: str

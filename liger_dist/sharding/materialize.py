@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from liger_dist.errors import LigerDistError
 from liger_dist.sharding.devices import collective_device
 
 Initializer = Callable[[nn.Module], None]
@@ -23,8 +23,20 @@ Initializer = Callable[[nn.Module], None]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether any parameter of ``model`` has no storage yet."""
-    return any(parameter.is_meta for parameter in model.parameters())
+    """Whether ``model`` has no storage yet.
+
+    Raises:
+        LigerDistError: some of its parameters have and some have not.
+    """
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        names[parameter.is_meta].append(name)
+    if names[True] and names[False]:
+        raise LigerDistError(
+            f"{names[True][0]} is on the meta device and {names[False][0]} is not; put all of the model there "
+            '(with torch.device("meta"): ...) or none of it.'
+        )
+    return bool(names[True])
 
 
 @torch.no_grad()
@@ -34,6 +46,10 @@ def materialize(
     """Gives ``model`` storage on ``device`` and calls ``initialize`` on every module, children first.
 
     The random numbers come from rank 0's generator (one broadcast of one number), whatever the other ranks' seeds are.
+    A shared parameter gets its values as part of the module that comes first.
+
+    Raises:
+        LigerDistError: the model's rule leaves a parameter or buffer without values.
     """
     names_by_parameter: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -45,44 +61,77 @@ def materialize(
         first, first_name = owners[0]
         for module, name in owners[1:]:
             module._parameters[name] = first._parameters[first_name]
+    for tensor in (*model.parameters(), *model.buffers()):
+        _poison(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     seed = torch.randint(2**62, ())
     if dist.is_initialized():
         seed = seed.to(collective_device())
         dist.broadcast(seed, src=0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
-        _initialize(model, initialize, frozenset(layers))
+        _initialize(model, initialize, frozenset(layers), set())
+    for name, buffer in model.named_buffers():
+        _check_written(name, buffer)
 
 
-def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module]) -> None:
+def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module], done: set[int]) -> None:
+    """``done`` holds the parameters, by identity, that have their values already."""
     if module in layers:
-        with _whole(module, recurse=True):
+        with _whole(tuple(module.modules()), done):
             module.apply(lambda child: initialize(child))
         return
     for child in module.children():
-        _initialize(child, initialize, layers)
-    with _whole(module, recurse=False):
+        _initialize(child, initialize, layers, done)
+    with _whole((module,), done):
         initialize(module)
 
 
 @contextmanager
-def _whole(module: nn.Module, *, recurse: bool) -> Iterator[None]:
-    """Puts whole tensors in the place of sharded parameters, and cuts them to the shards at the end."""
-    sharded: list[tuple[nn.Module, str, DTensor]] = []
-    for owner in module.modules() if recurse else (module,):
+def _whole(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
+    """Puts whole tensors in the place of the owners' parameters, and cuts them to the shards at the end."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in owners:
         for name, parameter in owner._parameters.items():
-            if isinstance(parameter, DTensor):
-                sharded.append((owner, name, parameter))
-    for owner, name, shard in sharded:
-        full = torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
-        owner._parameters[name] = nn.Parameter(full, requires_grad=False)
+            if parameter is not None:
+                replaced.append((owner, name, parameter))
+    for owner, name, parameter in replaced:
+        device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        _poison(whole)
+        owner._parameters[name] = nn.Parameter(whole, requires_grad=False)
     try:
         yield
-        for owner, name, shard in sharded:
-            whole = owner._parameters[name]
-            assert whole is not None
-            cut = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
-            shard.to_local().copy_(cut.to_local())
+        for owner, name, parameter in replaced:
+            values = owner._parameters[name]
+            if id(parameter) in done or values is None:
+                continue
+            done.add(id(parameter))
+            _check_written(f"{name} of {type(owner).__name__}", values)
+            if isinstance(parameter, DTensor):
+                cut = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(cut.to_local())
+            else:
+                parameter.copy_(values)
     finally:
-        for owner, name, shard in sharded:
-            owner._parameters[name] = cast(nn.Parameter, shard)
+        for owner, name, parameter in replaced:
+            owner._parameters[name] = parameter
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fills fresh storage with values that no rule would choose, so that what nobody writes can be told."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _check_written(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        is_untouched = bool(tensor.isnan().any())
+    else:
+        is_untouched = tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())
+    if is_untouched and tensor.numel() > 0:
+        raise LigerDistError(
+            f"the model's rule to initialise itself leaves {name} without values; build the model on a real device "
+            "instead of the meta device, or define the rule (_init_weights)."
+        )

@@ -17,6 +17,8 @@ def mesh_shape(mesh: Mesh | None, world_size: int) -> tuple[int, ...]:
     Raises:
         LigerDistError: another number of axes, or sizes that do not multiply to ``world_size``.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh | tuple | list):
+        raise LigerDistError(f"the mesh is {mesh!r}; expected a DeviceMesh or its shape, such as ({world_size},).")
     shape = (world_size,) if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
     if len(shape) not in (1, 2) or any(not isinstance(size, int) or size < 1 for size in shape):
         raise LigerDistError(f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0.")

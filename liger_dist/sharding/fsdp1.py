@@ -1,0 +1,71 @@
+"""A weight that FSDP1 keeps in the flat parameter of a unit.
+
+The unit's own hooks gather it for the head's forward and again for its backward, and reduce its gradient. Collectives a
+step, for the unit that holds the head: those of FSDP1 (one or two all-gathers, one reduce-scatter). The loss adds none,
+or one all-reduce of one number for each process group with ``token_mean="global"``.
+
+``summon_full_params`` is not used: around a loss that trains it raises, or loses the head's gradient without a word.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+
+from .base import DataParallel, Facts
+
+
+class FSDP1:
+    """FSDP1's hooks summon the full weight for the head's forward; the loss runs inside it on a plain view."""
+
+    name: ClassVar[str] = "fsdp1"
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        if facts.engine != "fsdp1":
+            return [f"the weight is stored by {facts.engine}, not by FSDP1"]
+        if facts.tied and facts.own_unit:
+            return [
+                "the head is tied to the embedding but wrapped in an FSDP1 unit of its own, where FSDP1 loses one of "
+                "the two gradients; leave the head out of the wrapping policy, so that both stay in one unit"
+            ]
+        return []
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        unit = next((m for m in model.modules() if isinstance(m, FullyShardedDataParallel)), None)
+        if unit is None:
+            raise LigerDistError(
+                "token_mean='global' needs FSDP1's process group, and no module inside the model is an FSDP1 unit; "
+                "wrap the decoder layers as units, or pass num_items_in_batch to the model."
+            )
+        between_nodes = getattr(unit, "_inter_node_pg", None)
+        groups = tuple(group for group in (unit.process_group, between_nodes) if group is not None)
+        factor = unit._gradient_predivide_factor * unit._gradient_postdivide_factor
+        return DataParallel(groups=groups, divide_factor=float(factor))
+
+    def linear_cross_entropy(
+        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+    ) -> LossOutput:
+        if head.weight.dim() != 2:
+            raise LigerDistError(
+                f"the output embedding's weight has shape {tuple(head.weight.shape)} in its own forward: FSDP1 has not "
+                "gathered it, because the model was called without its FSDP1 wrapper. Call the wrapper that "
+                "FullyShardedDataParallel (or liger_dist.wrap) returned."
+            )
+        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+
+
+def is_stored_by_fsdp1(weight: object) -> bool:
+    """Whether a module's ``weight`` is FSDP1's: a flattened parameter at rest, a plain view inside a forward."""
+    return bool(getattr(weight, "_fsdp_flattened", False)) or not isinstance(weight, nn.Parameter)
+
+
+def has_own_unit(head: nn.Module, model: nn.Module) -> bool:
+    """Whether an FSDP1 unit inside ``model`` holds ``head`` and nothing of the embedding."""
+    units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+    return any(head in unit.modules() for unit in units)

@@ -1,0 +1,55 @@
+"""A weight that DeepSpeed ZeRO-3 partitions over all processes.
+
+ZeRO-3's own module hooks gather it for the head's forward and again for its backward, and reduce its gradient. The
+loss adds no collective. ``GatheredParameters`` is not used: inside a forward it takes the weight from the backward.
+ZeRO-0, 1 and 2 keep the weight whole: :mod:`liger_dist.sharding.replicated` serves them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+
+from .base import DataParallel, Facts
+
+
+class Zero3:
+    """ZeRO-3's hooks gather the weight for the head's forward; the loss runs inside it on the whole weight."""
+
+    name: ClassVar[str] = "zero3"
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        reasons = []
+        if facts.engine != "zero3":
+            reasons.append(f"the weight is stored by {facts.engine}, not by ZeRO-3")
+        if facts.token_mean == "global":
+            reasons.append(
+                "token_mean='global' is not available under DeepSpeed, whose engine scales the loss itself; pass "
+                "num_items_in_batch to the model"
+            )
+        return reasons
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        raise LigerDistError(
+            "token_mean='global' is not available under DeepSpeed; pass num_items_in_batch to the model."
+        )
+
+    def linear_cross_entropy(
+        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+    ) -> LossOutput:
+        if head.weight.dim() != 2:
+            raise LigerDistError(
+                f"the output embedding's weight has shape {tuple(head.weight.shape)} in its own forward: ZeRO-3 has "
+                "not gathered it. Call the engine that deepspeed.initialize returned rather than the model inside."
+            )
+        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+
+
+def is_stored_by_zero3(weight: object) -> bool:
+    """Whether DeepSpeed has partitioned ``weight``."""
+    return hasattr(weight, "ds_id") and hasattr(weight, "ds_shape")

@@ -1,0 +1,285 @@
+"""Wrapped models in the hands of other code: compilers, copies, threads, hooks, adapters, odd loss calls."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from models import make_batch, make_config, make_model
+from torch import Tensor, nn
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+VOCAB_SIZE = 101
+
+
+def assert_same_training(model: nn.Module, reference: nn.Module, call: Any = None) -> None:
+    """Loss and every gradient equal those of an unwrapped copy."""
+    batch = make_batch(0)
+    loss, expected = (model if call is None else call)(**batch).loss, reference(**batch).loss
+    assert relative_error(loss, expected) < 1e-6
+    loss.backward()
+    expected.backward()
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            assert relative_error(parameter.grad, other.grad) < 1e-4, name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiling_the_whole_model_keeps_the_gradients(backend: str) -> None:
+    model = make_model("llama", dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    assert_same_training(model, reference, torch.compile(model, backend=backend))
+
+
+def test_compiling_layer_by_layer_keeps_the_gradients() -> None:
+    model = make_model("llama", dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="aot_eager")
+    assert_same_training(model, reference)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_is_wrapped_and_independent(way: str) -> None:
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    model(**make_batch(1)).loss.backward()
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    twin.zero_grad()
+    assert twin(**make_batch(0)).logits.shape[-1] == 0
+    assert_same_training(twin, reference)
+    liger_dist.unwrap(twin)
+    assert twin(**make_batch(0)).logits.shape[-1] == VOCAB_SIZE
+    assert model(**make_batch(0)).logits.shape[-1] == 0
+
+
+def test_threads_do_not_mix_their_labels() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    expected = [float(model(**make_batch(index)).loss) for index in range(3)]
+    seen: dict[int, set[float]] = {index: set() for index in range(3)}
+
+    def work(index: int) -> None:
+        for _ in range(10):
+            seen[index].add(float(model(**make_batch(index)).loss))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {index: {value} for index, value in enumerate(expected)}
+
+
+def test_a_gradient_of_nothing_is_nothing() -> None:
+    """The logits without width carry the loss only when the loss asked for a gradient."""
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    output = model(**make_batch(0))
+    output.loss.backward(retain_graph=True)
+    model.zero_grad()
+    output.logits.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_second_order_gradients_are_refused() -> None:
+    hidden = torch.randn(4, 8, requires_grad=True)
+    weight = torch.randn(10, 8, requires_grad=True)
+    labels = torch.tensor([1, 2, 3, 4])
+    for loss in (
+        liger_dist.linear_cross_entropy(hidden.tanh(), weight, labels),
+        liger_dist.cross_entropy(hidden.tanh(), labels),
+    ):
+        assert isinstance(loss, Tensor)
+        with pytest.raises(liger_dist.LigerDistError, match="second-order"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def change_loss(name: str) -> Any:
+    """A Llama whose forward hands its loss function something else than was given."""
+    from transformers import LlamaForCausalLM
+
+    class Odd(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids, attention_mask, use_cache=False).last_hidden_state)
+            arguments: dict[str, Any] = {"logits": logits, "labels": labels, "vocab_size": VOCAB_SIZE, **kwargs}
+            if name == "shift_labels":
+                arguments["shift_labels"] = labels
+            if name == "ignore_index":
+                arguments["ignore_index"] = 0
+            if name == "vocabulary":
+                arguments |= {"logits": logits[..., :100], "vocab_size": 100, "labels": labels.clamp_max(99)}
+            if name == "items":
+                arguments.pop("num_items_in_batch", None)
+            if name == "mask" and attention_mask is not None:
+                arguments["labels"] = labels.masked_fill(attention_mask == 0, -100)
+            if name == "training" and self.training:
+                arguments["logits"] = logits / 2
+            if name == "twice" and labels is not None:
+                self.loss_function(**arguments)
+            loss = self.loss_function(**arguments) if labels is not None else None
+            return type("Output", (), {"loss": loss, "logits": logits})()
+
+    torch.manual_seed(0)
+    return Odd(make_config("llama")).double().to(compute_device())
+
+
+@pytest.mark.parametrize("name", ["shift_labels", "ignore_index", "vocabulary", "items", "mask", "training", "twice"])
+def test_a_loss_call_that_is_not_understood_stays_as_it_was(name: str) -> None:
+    model = change_loss(name)
+    batch = make_batch(0)
+    if name == "ignore_index":
+        batch["labels"] = batch["labels"].clamp_min(0)
+    items = {"num_items_in_batch": 7} if name == "items" else {}
+    expected = model(**batch, **items).loss
+    with pytest.warns(UserWarning, match="unfused"):
+        liger_dist.wrap(model)
+    assert torch.equal(model(**batch, **items).loss, expected)
+
+
+def test_a_hook_on_the_head_is_kept() -> None:
+    model = make_model("llama")
+    model.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output)  # type: ignore[union-attr]
+    expected = model(**make_batch(0)).loss
+    with pytest.warns(UserWarning, match="forward hooks"):
+        liger_dist.wrap(model)
+    assert torch.equal(model(**make_batch(0)).loss, expected)
+
+
+def test_a_head_that_was_replaced_after_wrapping_is_refused() -> None:
+    model: Any = make_model("llama")
+    liger_dist.wrap(model)
+    model.resize_token_embeddings(110)
+    with pytest.raises(liger_dist.LigerDistError, match="not the one that was wrapped"):
+        model(**make_batch(0))
+
+
+def test_adapters_on_the_head_are_refused_and_saved_modules_work() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model("llama", dtype=torch.float32)
+    liger_dist.wrap(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2))
+    with pytest.raises(liger_dist.LigerDistError, match="LoRA on the head is not supported"):
+        adapted.base_model.model(**make_batch(0))
+    model = make_model("llama", dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2))
+    loss = model(**make_batch(0)).loss
+    assert relative_error(loss, reference(**make_batch(0)).loss) < 1e-6
+    loss.backward()
+    reference(**make_batch(0)).loss.backward()
+    trained = model.lm_head.modules_to_save["default"].weight  # type: ignore[union-attr]
+    assert relative_error(trained.grad, reference.lm_head.weight.grad) < 1e-4  # type: ignore[union-attr]
+
+
+def test_positional_use_cache_and_small_label_types() -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    liger_dist.wrap(model)
+    expected = model(**batch).loss
+    assert torch.equal(model(batch["input_ids"], None, None, None, None, batch["labels"], None).loss, expected)
+    assert torch.equal(model(input_ids=batch["input_ids"], labels=batch["labels"].int()).loss, expected)
+    unsigned = batch["labels"].clamp_min(0).to(torch.uint8)
+    assert torch.isfinite(model(input_ids=batch["input_ids"], labels=unsigned).loss)
+    with pytest.raises(liger_dist.LigerDistError, match="labels are a list"):
+        model(input_ids=batch["input_ids"], labels=batch["labels"].tolist())
+
+
+def test_a_given_count_of_zero_is_not_a_count_of_one() -> None:
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    for items in (0, torch.tensor(0)):
+        assert torch.isinf(reference(**make_batch(0), num_items_in_batch=items).loss)
+        assert not torch.isfinite(model(**make_batch(0), num_items_in_batch=items).loss)
+
+
+def test_meta_models_without_complete_rules_are_refused() -> None:
+    model: Any = make_model("llama")
+    model.model.layers[0].to("meta")
+    weight = model.lm_head.weight.clone()
+    with pytest.raises(liger_dist.LigerDistError, match=r"is on the meta device and .* is not"):
+        liger_dist.wrap(model, "none")
+    assert torch.equal(model.lm_head.weight, weight)
+
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        forgetful = LlamaForCausalLM(make_config("llama"))
+        forgetful.model.register_buffer("forgotten", torch.zeros(3))
+    with pytest.raises(liger_dist.LigerDistError, match=r"leaves model\.forgotten without values"):
+        liger_dist.wrap(forgetful, "none")
+    assert type(forgetful.lm_head) is nn.Linear
+
+
+def test_a_model_that_is_sharded_already(workers_2: Workers) -> None:
+    for results in workers_2.run(wrap_after_sharding):
+        assert results["error"] < 1e-6
+        assert "sharded by FSDP2 already" in results["fsdp2"]
+        assert "nothing for DDP to average" in results["ddp"]
+        assert results["restored"] == "Linear"
+
+
+def wrap_after_sharding() -> dict[str, Any]:
+    import torch.distributed as dist
+    from models import full, true_loss_sum
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded() -> nn.Module:
+        model: Any = make_model("llama")
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model  # type: ignore[no-any-return]
+
+    reference: Any = make_model("llama")
+    model = liger_dist.wrap(sharded())
+    model(**make_batch(dist.get_rank())).loss.backward()
+    for rank in range(2):
+        total, count = true_loss_sum(reference, make_batch(rank))
+        (total / count / 2).backward()
+    gradient = full(model.lm_head.weight.grad)
+    results: dict[str, Any] = {"error": relative_error(gradient, reference.lm_head.weight.grad)}
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(sharded(), "fsdp2")
+    results["fsdp2"] = str(caught.value)
+    frozen: Any = make_model("llama").requires_grad_(False)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(frozen, "ddp")
+    results["ddp"] = str(caught.value)
+    results["restored"] = type(frozen.lm_head).__name__
+    return results
+
+
+def test_fp16_with_a_loss_scale_keeps_its_gradient() -> None:
+    torch.manual_seed(0)
+    T, V, D, items, scale = 256, 8000, 64, 65536, 65536.0
+    hidden = torch.randn(T, D, device=compute_device()).half().requires_grad_()
+    weight = (0.1 * torch.randn(V, D, device=compute_device())).half().requires_grad_()
+    labels = torch.randint(0, V, (T,), device=compute_device())
+    loss = liger_dist.linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
+    assert isinstance(loss, Tensor)
+    ours = torch.autograd.grad(loss * scale, (hidden, weight))
+    leaves = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].T, labels, reduction="sum") / items * scale
+    for got, want in zip(ours, torch.autograd.grad(truth, leaves), strict=True):
+        assert relative_error(got, want) < 2e-3
