@@ -21,7 +21,7 @@ BATCH_SIZE = 3
 FAMILIES = ("llama", "qwen2", "gemma2")
 
 
-def make_config(family: str, *, tied: bool = False) -> Any:
+def make_config(family: str, *, tied: bool = False, padded: bool = True) -> Any:
     from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
@@ -38,17 +38,19 @@ def make_config(family: str, *, tied: bool = False) -> Any:
         # Larger than usual, so that gradients are not all alike.
         initializer_range=0.3,
         attn_implementation="eager",
-        pad_token_id=0,
+        pad_token_id=0 if padded else None,
         **extra,
     )
 
 
-def make_model(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def make_model(
+    family: str, *, tied: bool = False, padded: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> nn.Module:
     """The same weights on every rank."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied)).to(dtype)
+    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied, padded=padded)).to(dtype)
     assert isinstance(model, nn.Module)
     return model.to(compute_device())
 

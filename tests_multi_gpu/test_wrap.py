@@ -131,7 +131,10 @@ def test_a_transform_that_nothing_explains_stays_unfused_with_a_reason() -> None
     class Odd(LlamaForCausalLM):
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state) * 3
-            loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=101)
+            items = kwargs.pop("num_items_in_batch", None)
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=101, num_items_in_batch=items)
             return type("Output", (), {"loss": loss, "logits": logits})()
 
     torch.manual_seed(0)
