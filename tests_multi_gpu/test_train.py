@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from harness import Workers
+from models import make_batch, make_model
 
 import liger_dist
 
@@ -158,6 +159,52 @@ def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, tra
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
 
+def test_a_run_with_dropout_resumes_exactly(data: Path, cache: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=601, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    config.save_pretrained(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "strategy": "none", "steps": 6}
+    train(arguments_for(data, cache, tmp_path / "whole", **settings))
+    train(arguments_for(data, cache, tmp_path / "parts", stop_at_step=3, **settings))
+    train(arguments_for(data, cache, tmp_path / "parts", resume=True, stop_at_step=3, **settings))
+    assert len(metrics_of(tmp_path / "parts")) == 3
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    train(arguments_for(data, cache, tmp_path / "parts", resume=True, **settings))
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+
+
+def test_a_finished_run_is_resumed_without_harm(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
+    assert (tmp_path / "run" / "sample.txt").is_file()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-00000099")
+    with pytest.raises(liger_dist.LigerDistError, match="names step-00000099, which is not there"):
+        train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
+
+
+def test_weights_of_a_folder_are_loaded_under_fsdp2(
+    workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    model.resize_token_embeddings(601)
+    model.save_pretrained(tmp_path / "model")
+    losses = []
+    for strategy, run_with in (("none", None), ("fsdp2", workers_2)):
+        output = tmp_path / strategy
+        settings: dict[str, Any] = {"model": str(tmp_path / "model"), "strategy": strategy, "steps": 1}
+        if run_with is None:
+            train(arguments_for(data, cache, output, accumulation_steps=1, batch_size=4, **settings))
+        else:
+            run_with.run(train, arguments_for(data, cache, output, accumulation_steps=1, **settings))
+        losses.append(losses_of(output)[0])
+    assert abs(losses[0] - losses[1]) < 1e-5
+
+
 def test_a_checkpoint_of_another_model_is_refused(data: Path, cache: Path, trained: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"another model: hidden_size 128 instead of 384"):
         train(arguments_for(data, cache, trained, resume=True, model="small", strategy="none"))
@@ -174,6 +221,8 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
         ({"tokenizer": str(tmp_path)}, "no tokenizer can be loaded"),
         ({"model": "7b"}, "neither a preset"),
         ({"sequence_length": 10**7}, "shorter than one sequence"),
+        ({"output_dir": str(empty)}, "nothing can be written"),
+        ({"model": str(tmp_path)}, "no model config can be read"),
         ({"mesh": [1]}, "takes none"),
         ({"mesh": [2, 2]}, "needs 4 processes but 1"),
         ({"strategy": "fsdp2"}, "torchrun"),
@@ -272,6 +321,8 @@ def test_only_the_assistant_is_learnt(cache: Path, tmp_path: Path) -> None:
     ids, labels = tokenize("here", {"messages": turns}, tokenizer, Columns("text", "messages"), 300)
     learnt = [i for i, label in zip(ids, labels, strict=True) if label != -100]
     assert tokenizer.decode(learnt) == "I am fine.<|end|>you are<|end|>"
+    first = [{"role": "assistant", "content": "I am"}]
+    assert tokenize("here", {"messages": first}, tokenizer, Columns("text", "messages"), 300)[1][0] >= 0
     text = "<|user|>hello<|end|><|assistant|>I am fine.<|end|><|user|>how?<|end|><|assistant|>you are<|end|>"
     assert tokenizer.decode(ids) == text
 
@@ -284,8 +335,10 @@ def test_only_the_assistant_is_learnt(cache: Path, tmp_path: Path) -> None:
         ({"input_ids": [1, 2, 3], "labels": [1.0, 2.0, 3.0]}, "labels of type float"),
         ({"input_ids": [1, -1], "labels": [1, 1]}, "-1 in input_ids"),
         ({"body": "text"}, "its columns: body"),
+        ({"messages": "hello"}, "has str for its turns"),
+        ({"messages": [{"role": "user"}]}, "turn 0 is .* expected a role and a content"),
     ],
-    ids=["short", "too large", "float", "negative", "columns"],
+    ids=["short", "too large", "float", "negative", "columns", "no list", "no content"],
 )
 def test_wrong_rows_are_named(row: dict[str, Any], words: str) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=words):
@@ -311,8 +364,6 @@ def test_all_kinds_of_data_are_read(tmp_path: Path) -> None:
 
 def test_packed_documents_do_not_see_each_other() -> None:
     """Logits of a document do not change with the document packed before it."""
-    from models import make_model
-
     ids = np.arange(1, 25, dtype=np.int32)
     blocks = Blocks(Stream(ids, ids, np.array([0, 5, 9])), 12)
     batch = blocks.batch([0, 1])
@@ -342,6 +393,11 @@ def test_the_meter_sees_whole_logits_and_their_absence() -> None:
         head(torch.zeros(3, 4))
     assert largest.shape == (3, 50)
     assert largest.num_bytes == 3 * 50 * 4
+    assert largest.rows_of_width == {50: 3}
+    model = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(memory_budget=5 * 101 * 8))
+    with measured(model.lm_head) as largest:
+        model(**make_batch(0)).loss.backward()
+    assert largest.rows_of_width[101] == 5
 
 
 def test_command_line_and_yaml(tmp_path: Path) -> None:
@@ -350,6 +406,22 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     arguments = parse([str(file), "--steps", "7", "--strategy", "fsdp2"])
     assert (arguments.steps, arguments.mesh, arguments.fused_loss) == (7, [2, 2], False)
     assert (arguments.learning_rate, arguments.strategy) == (0.5, "fsdp2")
+    for text, words in (
+        ("data: d.txt\n", None),
+        ("- a list\n", "holds a list"),
+        ("a: [\n", "is not YAML"),
+        ("learning_rate: -1\n", "--learning_rate is -1"),
+        ("sample_prompt: ''\n", "--sample_prompt"),
+    ):
+        file.write_text(text)
+        if words is None:
+            assert parse([str(file)]).data == ["d.txt"]
+            continue
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            parse([str(file)])
+    file.write_text("dtype: bf16\n")
+    with pytest.raises(SystemExit):
+        parse([str(file)])
     file.write_text("step: 5\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'step'"):
         parse([str(file)])

@@ -74,6 +74,13 @@ class TrainArguments:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
         if self.checkpoint_every < 1:
             raise LigerDistError(f"--checkpoint_every is {self.checkpoint_every}; expected a number above 0.")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "min_learning_rate_ratio"):
+            if getattr(self, name) < 0:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.sample_tokens < 1 or not self.sample_prompt:
+            raise LigerDistError(
+                "--sample_tokens and --sample_prompt are for a text sample; expected at least one token."
+            )
         if self.sequence_length < 2:
             raise LigerDistError(
                 f"--sequence_length is {self.sequence_length}; expected at least 2, a token and the one it predicts."
@@ -89,8 +96,7 @@ def parse(argv: list[str]) -> TrainArguments:
     """
     parser = HfArgumentParser(TrainArguments, description=TrainArguments.__doc__)
     if argv and not argv[0].startswith("-"):
-        parser.set_defaults(**_read_yaml(Path(argv[0])))
-        argv = argv[1:]
+        argv = [*_read_yaml(Path(argv[0])), *argv[1:]]
     quiet = int(os.environ.get("RANK", "0")) != 0
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere if quiet else sys.stderr):
         (arguments,) = parser.parse_args_into_dataclasses(args=argv)
@@ -98,12 +104,24 @@ def parse(argv: list[str]) -> TrainArguments:
     return arguments
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> list[str]:
+    """The file as options of the command line, so that both are checked alike."""
     if not path.is_file():
         raise LigerDistError(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
-    values = yaml.safe_load(path.read_text()) or {}
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise LigerDistError(f"the configuration file {path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise LigerDistError(
+            f"the configuration file {path} holds a {type(values).__name__}; expected name: value lines."
+        )
     known = [field.name for field in dataclasses.fields(TrainArguments)]
-    for name in values:
+    options: list[str] = []
+    for name, value in values.items():
         if name not in known:
             raise LigerDistError(f"{path} sets {name!r}, which is no option; expected names among {', '.join(known)}.")
-    return dict(values)
+        if value is None or value == []:
+            continue
+        options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from liger_dist import LigerDistError
 
-from .process import on_rank_zero, rank
+from .process import on_rank_zero
 
 LATEST = "latest"
 DESCRIPTION = "description.json"
@@ -36,7 +36,7 @@ class Checkpoints:
         """The newest whole checkpoint's step, alike on every rank; None when there is none.
 
         Raises:
-            LigerDistError: it belongs to another model, tokenizer or data order.
+            LigerDistError: it belongs to another model, tokenizer or seed, or the folder that is named is not there.
         """
         return on_rank_zero(self._read_latest)
 
@@ -53,11 +53,14 @@ class Checkpoints:
         return path
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Restores the state after ``step`` steps, whatever number of ranks wrote it."""
+        """Restores the state after ``step`` steps, written by any number of ranks. Hyperparameters stay as they are."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         weights, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=str(self._path(step)))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -77,6 +80,11 @@ class Checkpoints:
         if not pointer.is_file():
             return None
         path = self._folder / pointer.read_text().strip()
+        if not (path / DESCRIPTION).is_file():
+            raise LigerDistError(
+                f"{pointer} names {path.name}, which is not there or not whole; write the name of another folder into "
+                "it, or remove it to start anew."
+            )
         found = json.loads((path / DESCRIPTION).read_text())
         for name, value in self._description.items():
             if found.get(name) != value:
@@ -105,8 +113,3 @@ def describe_run(config: Any, tokenizer_fingerprint: str, seed: int) -> dict[str
         "tokenizer": tokenizer_fingerprint,
         "seed": seed,
     }
-
-
-def is_writer() -> bool:
-    """Whether this rank writes the files that a run has once."""
-    return rank() == 0

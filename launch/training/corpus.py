@@ -65,12 +65,13 @@ class Corpus:
         """Plain text of every document, to train a tokenizer on."""
         for where, row in self.rows():
             if row.get(self.columns.messages) is not None:
-                yield "\n".join(str(turn["content"]) for turn in row[self.columns.messages])
-            elif row.get(self.columns.text) is not None:
+                yield "\n".join(turn["content"] for turn in check_messages(where, row[self.columns.messages]))
+            elif isinstance(row.get(self.columns.text), str):
                 yield row[self.columns.text]
             else:
                 raise LigerDistError(
-                    f"{where} has neither {self.columns.text!r} nor {self.columns.messages!r} (its columns: "
+                    f"{where} has no text in {self.columns.text!r} and no turns in {self.columns.messages!r} (its "
+                    "columns: "
                     f"{', '.join(row)}); name them with --text_column or --messages_column, or give --tokenizer for "
                     "data that holds input_ids."
                 )
@@ -125,7 +126,7 @@ def tokenize(
         _check_ids(where, ids, labels, vocab_size)
         return ids, labels
     if row.get(columns.messages) is not None:
-        return _tokenize_chat(where, row[columns.messages], tokenizer)
+        return _tokenize_chat(where, check_messages(where, row[columns.messages]), tokenizer)
     if isinstance(row.get(columns.text), str):
         ids = tokenizer(row[columns.text], add_special_tokens=False)["input_ids"]
         ids.append(tokenizer.eos_token_id)
@@ -156,6 +157,16 @@ def _check_ids(where: str, ids: list[Any], labels: list[Any], vocab_size: int) -
                 )
 
 
+def check_messages(where: str, messages: Any) -> list[dict[str, str]]:
+    """Chat turns as they must be: a list of objects with a role and a content, both text."""
+    if not isinstance(messages, list) or not messages:
+        raise LigerDistError(f"{where} has {type(messages).__name__} for its turns; expected a list of at least one.")
+    for index, turn in enumerate(messages):
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            raise LigerDistError(f"{where}: turn {index} is {turn!r}; expected a role and a content, both text.")
+    return messages
+
+
 def _tokenize_chat(where: str, messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Learns what the assistant says: each of its turns beyond the prompt that generation would start from."""
     if tokenizer.chat_template is None:
@@ -171,7 +182,10 @@ def _tokenize_chat(where: str, messages: list[dict[str, Any]], tokenizer: Any) -
     for index, message in enumerate(messages):
         so_far = encode(messages[: index + 1], prompt=False)
         learnt_from = len(so_far)
-        if message.get("role") == "assistant":
+        if message["role"] == "assistant" and index == 0:
+            # Nothing comes before it that could be a prompt.
+            learnt_from = 0
+        elif message["role"] == "assistant":
             prompt = encode(messages[:index], prompt=True)
             if so_far[: len(prompt)] != prompt:
                 raise LigerDistError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from liger_dist import LigerDistError
 from liger_dist.sharding.mesh import mesh_shape
 
 from .arguments import TrainArguments
-from .checkpoint import Checkpoints, describe_run, is_writer
+from .checkpoint import Checkpoints, describe_run
 from .corpus import Columns, find_corpus
 from .meter import LargestTensor, measured
 from .metrics import Metrics, peak_memory_bytes
@@ -63,6 +65,8 @@ class Run:
     def step(self, step: int) -> tuple[Tensor, Tensor | None, int]:
         """One optimiser step: loss over all ranks' tokens, gradient norm, number of tokens."""
         batches = self.batches(step)
+        # Dropout draws the same numbers in a resumed run, and others on each rank.
+        torch.manual_seed((self.arguments.seed * 1_000_003 + step) * world_size() + rank())
         learnt, read = total(count_learnt(batches), sum(batch["input_ids"].numel() for batch in batches))
         # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
         num_items = torch.tensor(max(learnt, 1.0) / world_size(), device=device())
@@ -118,24 +122,13 @@ class Run:
         return text
 
 
-class reduction_at:
+@contextmanager
+def reduction_at(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     """Lets gradients be reduced over ranks in the last micro-batch of a step only."""
-
-    def __init__(self, model: nn.Module, *, is_last: bool) -> None:
-        self._model = model
-        self._is_last = is_last
-        self._no_sync: Any = None
-
-    def __enter__(self) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(self._is_last)
-        elif isinstance(self._model, DistributedDataParallel) and not self._is_last:
-            self._no_sync = self._model.no_sync()
-            self._no_sync.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._no_sync is not None:
-            self._no_sync.__exit__(*error)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+        yield
 
 
 def count_learnt(batches: list[dict[str, Tensor]]) -> int:
@@ -149,6 +142,14 @@ def clip(model: nn.Module, max_norm: float) -> Tensor | None:
         return None
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make_folder(folder: Path) -> None:
+    """Refuses a place where nothing can be written, before anything is computed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LigerDistError(f"nothing can be written to {folder}: {error}; choose another --output_dir.") from error
 
 
 def make_optimizer(model: nn.Module, arguments: TrainArguments) -> tuple[Optimizer, Any]:
@@ -170,6 +171,7 @@ def train(arguments: TrainArguments) -> None:
     if arguments.mesh:
         mesh_shape(tuple(arguments.mesh), world_size())
     folder = Path(arguments.output_dir)
+    on_rank_zero(lambda: make_folder(folder / "checkpoints"))
     columns = Columns(arguments.text_column, arguments.messages_column)
     cache = Path(arguments.cache_dir)
 
@@ -185,6 +187,8 @@ def train(arguments: TrainArguments) -> None:
         return trained
 
     tokenizer = load_tokenizer(on_rank_zero(prepare_tokenizer))
+    if not tokenizer(arguments.sample_prompt, add_special_tokens=False)["input_ids"]:
+        raise LigerDistError(f"--sample_prompt {arguments.sample_prompt!r} has no token; give some text.")
     config = find_config(arguments, len(tokenizer))
     mark = fingerprint(tokenizer)
     vocab_size = config.get_text_config().vocab_size
@@ -211,17 +215,16 @@ def train(arguments: TrainArguments) -> None:
         Order(len(blocks["train"]), arguments.seed),
     )
     checkpoints = Checkpoints(folder / "checkpoints", describe_run(config, mark, arguments.seed))
-    on_rank_zero(lambda: (folder / "checkpoints").mkdir(parents=True, exist_ok=True))
     first_step = (checkpoints.latest() if arguments.resume else None) or 0
     if first_step > 0:
         checkpoints.load(first_step, model, optimizer)
         for _ in range(first_step):
             schedule.step()
-    metrics = Metrics(folder, total_steps=arguments.steps, first_step=first_step, is_writer=is_writer())
+    metrics = Metrics(folder, total_steps=arguments.steps, first_step=first_step, is_writer=rank() == 0)
     largest, last_step, was_stopped = _steps(run, checkpoints, metrics, first_step)
     metrics.close()
     text = None if was_stopped else run.sample(tokenizer)
-    if is_writer():
+    if rank() == 0:
         _report(run, folder, metrics, largest, last_step, text)
 
 
@@ -233,7 +236,7 @@ def _steps(
     a = run.arguments
     largest: LargestTensor | None = None
     step = saved = first_step
-    stopped = False
+    stopped = a.stop_at_step is not None and step >= a.stop_at_step
     with Interruption().watched() as interruption:
         while step < a.steps and not stopped:
             began = time.perf_counter()
@@ -249,7 +252,7 @@ def _steps(
             if norm is not None:
                 row["grad_norm"] = float(norm)
             seconds = time.perf_counter() - began
-            stopped = asked > 0 or step == a.stop_at_step
+            stopped = asked > 0 or (a.stop_at_step is not None and step >= a.stop_at_step)
             if step == 1 or step % a.eval_every == 0 or step == a.steps:
                 row["eval_loss"] = run.evaluate()
             row |= {"tokens_per_second": num_tokens / seconds, "peak_memory_bytes": peak_memory_bytes()}
@@ -271,14 +274,20 @@ def _report(
     (folder / "sample.txt").write_text(text + "\n")
     print(f"written to {folder}: metrics.jsonl, loss.png, sample.txt, checkpoints/step-{last_step:08d}")
     a = run.arguments
-    vocab_size = inner_model(run.model).get_output_embeddings().out_features
-    logits = a.batch_size * a.sequence_length * vocab_size * (2 if a.dtype == "bfloat16" else 4)
+    line = f"strategy {strategy_of(a)}, world size {world_size()}"
     losses = [row["eval_loss"] for row in metrics.rows if "eval_loss" in row]
-    line = f"strategy {strategy_of(a)}, world size {world_size()}, held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    if losses:
+        line += f", held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}"
     if largest is not None:
-        claim = "no logits were materialised" if largest.num_bytes < logits else "logits were materialised"
+        tokens, vocab_size = (
+            a.batch_size * a.sequence_length,
+            inner_model(run.model).get_output_embeddings().out_features,
+        )
+        rows = largest.rows_of_width.get(vocab_size, 0)
+        # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token.
         line += (
-            f", {claim}: the head's largest tensor was {largest.num_bytes / 2**20:.2f} MiB {list(largest.shape)}, "
-            f"whole logits are {logits / 2**20:.2f} MiB"
+            f", {'no' if rows < tokens else 'all'} logits were materialised: at most {rows} of {tokens} rows of "
+            f"{vocab_size} "
+            f"at once, the head's largest tensor was {list(largest.shape)}, {largest.num_bytes / 2**20:.2f} MiB"
         )
     print(line)

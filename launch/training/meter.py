@@ -12,19 +12,26 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """While active, notes the largest storage that any operation hands out and its inputs did not bring."""
+    """While active, notes the largest storage that any operation hands out and its inputs did not bring, and the most
+    rows of each width."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.shape: tuple[int, ...] = ()
+        self.rows_of_width: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in before and leaf.nbytes > self.num_bytes:
+            if not isinstance(leaf, Tensor) or _storage(leaf) in before or leaf.numel() == 0:
+                continue
+            if leaf.nbytes > self.num_bytes:
                 self.num_bytes, self.shape = leaf.nbytes, tuple(leaf.shape)
+            if leaf.dim() >= 2:
+                width = leaf.shape[-1]
+                self.rows_of_width[width] = max(self.rows_of_width.get(width, 0), leaf.numel() // width)
         return result
 
 
@@ -43,7 +50,7 @@ def measured(module: nn.Module) -> Iterator[LargestTensor]:
     def leave(*_: Any) -> None:
         largest.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    hooks = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    hooks = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
     try:
         yield largest
     finally:

@@ -21,8 +21,9 @@ class Metrics:
         if not is_writer:
             return
         if first_step > 0 and self._path.is_file():
-            lines = [json.loads(line) for line in self._path.read_text().splitlines()]
-            self.rows = [row for row in lines if row["step"] <= first_step]
+            # What was written after the checkpoint is written again, a line that was cut off too.
+            lines = self._path.read_text().splitlines()[:first_step]
+            self.rows = [row for row in map(json.loads, lines) if row["step"] <= first_step]
         self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = self._path.open("a")
         self._bar = tqdm(total=total_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)

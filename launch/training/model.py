@@ -51,7 +51,10 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
             "config.json "
             "that exists."
         )
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise LigerDistError(f"no model config can be read from {path}: {error}") from error
     available = config.get_text_config().vocab_size
     if available < vocab_size:
         raise LigerDistError(
@@ -85,8 +88,9 @@ def build(arguments: TrainArguments, config: Any) -> nn.Module:
             cpu_offload=arguments.cpu_offload,
         ),
     )
-    if Path(arguments.model).is_dir():
-        _load_pretrained(wrapped, Path(arguments.model))
+    folder = Path(arguments.model)
+    if any(path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")):
+        _load_pretrained(wrapped, folder)
     return wrapped
 
 

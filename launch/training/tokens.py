@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Trains a byte-level BPE (Sennrich et al. 2016; on bytes as GPT-2) and writes it to ``folder``."""
+    """Trains a byte-level BPE (Sennrich et al. 2016; on bytes as GPT-2) and writes it to ``folder``, whole or not
+    at all."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +36,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    fast.save_pretrained(partial)
+    partial.rename(folder)
 
 
 def load_tokenizer(folder: Path) -> Any:
