@@ -346,8 +346,7 @@ def test_wrong_rows_are_named(row: dict[str, Any], words: str) -> None:
 
 
 def test_all_kinds_of_data_are_read(tmp_path: Path) -> None:
-    from datasets import Dataset
-
+    Dataset = pytest.importorskip("datasets").Dataset
     columns = Columns("text", "messages")
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text('{"text": "line"}\n{"text": "other"}\n')

@@ -90,8 +90,7 @@ class Checkpoints:
             if found.get(name) != value:
                 raise LigerDistError(
                     f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
-                    "the same "
-                    "model, tokenizer and seed, or choose another --output_dir."
+                    "the same model, tokenizer and seed, or choose another --output_dir."
                 )
         step: int = found["step"]
         return step

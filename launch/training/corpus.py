@@ -133,8 +133,7 @@ def tokenize(
         return ids, ids
     raise LigerDistError(
         f"{where} has no {columns.text!r}, {columns.messages!r} or 'input_ids' (its columns: {', '.join(row)}); name "
-        "them "
-        "with --text_column or --messages_column."
+        "them with --text_column or --messages_column."
     )
 
 
@@ -142,8 +141,7 @@ def _check_ids(where: str, ids: list[Any], labels: list[Any], vocab_size: int) -
     if len(labels) != len(ids):
         raise LigerDistError(
             f"{where} has {len(labels)} labels for {len(ids)} input_ids; expected one label for each token, {IGNORED} "
-            "where "
-            "nothing is learnt."
+            "where nothing is learnt."
         )
     for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORED)):
         for value in values:
@@ -152,8 +150,7 @@ def _check_ids(where: str, ids: list[Any], labels: list[Any], vocab_size: int) -
             if not 0 <= value < vocab_size and value != extra:
                 raise LigerDistError(
                     f"{where} has {value} in {name} but the model's vocabulary has {vocab_size} entries; expected "
-                    "numbers in "
-                    f"[0, {vocab_size}). Tokenise with the model's own tokenizer."
+                    f"numbers in [0, {vocab_size}). Tokenise with the model's own tokenizer."
                 )
 
 
@@ -190,8 +187,7 @@ def _tokenize_chat(where: str, messages: list[dict[str, Any]], tokenizer: Any) -
             if so_far[: len(prompt)] != prompt:
                 raise LigerDistError(
                     f"{where}: the chat template writes turn {index} differently as a prompt and as history, so its "
-                    "learnt "
-                    "part cannot be told; use a template whose prompts are prefixes."
+                    "learnt part cannot be told; use a template whose prompts are prefixes."
                 )
             learnt_from = len(prompt)
         if so_far[: len(ids)] != ids:

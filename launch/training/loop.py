@@ -200,8 +200,7 @@ def train(arguments: TrainArguments) -> None:
         if len(cut) == 0:
             raise LigerDistError(
                 f"the {split.replace('_', '-')} part of the data is shorter than one sequence of "
-                f"{arguments.sequence_length} "
-                "tokens; lower --sequence_length or give more data."
+                f"{arguments.sequence_length} tokens; lower --sequence_length or give more data."
             )
     model = build(arguments, config)
     optimizer, schedule = make_optimizer(model, arguments)
@@ -287,7 +286,7 @@ def _report(
         # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token.
         line += (
             f", {'no' if rows < tokens else 'all'} logits were materialised: at most {rows} of {tokens} rows of "
-            f"{vocab_size} "
-            f"at once, the head's largest tensor was {list(largest.shape)}, {largest.num_bytes / 2**20:.2f} MiB"
+            f"{vocab_size} at once, the head's largest tensor was {list(largest.shape)}, "
+            f"{largest.num_bytes / 2**20:.2f} MiB"
         )
     print(line)

@@ -48,8 +48,7 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
     if not path.exists():
         raise LigerDistError(
             f"--model is {arguments.model!r}, which is neither a preset ({', '.join(PRESETS)}) nor a folder or "
-            "config.json "
-            "that exists."
+            "config.json that exists."
         )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -59,8 +58,7 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
     if available < vocab_size:
         raise LigerDistError(
             f"the tokenizer has {vocab_size} entries but the model {path} has only {available}; use the model's own "
-            "tokenizer "
-            "(--tokenizer), or resize its embeddings first."
+            "tokenizer (--tokenizer), or resize its embeddings first."
         )
     return config
 

@@ -260,9 +260,8 @@ class Seam:
         if hasattr(place, "base_layer") or not any(module is self.head for module in place.modules()):
             raise LigerDistError(
                 f"the output embedding of {type(self.model).__name__} is a {type(place).__name__} now, not the one "
-                "that was "
-                "wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) and wrap it "
-                "again; LoRA on the head is not supported (train it whole with modules_to_save)."
+                "that was wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) and "
+                "wrap it again; LoRA on the head is not supported (train it whole with modules_to_save)."
             )
         if not isinstance(labels, Tensor):
             raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
