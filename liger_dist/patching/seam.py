@@ -238,14 +238,14 @@ class Seam:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return None
         effective = labels if shift_labels is None else shift_labels
-        ignore_index = kwargs.get("ignore_index", IGNORE_INDEX)
+        ignore_index = named.get("ignore_index", IGNORE_INDEX)
         self._check_at_entry(named, effective, ignore_index)
         self._adapter()
         running[-1] = LossRequest(
             seam=self,
             labels=effective,
             is_shifted=shift_labels is not None,
-            num_items_in_batch=kwargs.get("num_items_in_batch"),
+            num_items_in_batch=named.get("num_items_in_batch"),
             ignore_index=ignore_index,
             summary=_start_summary(effective, shift_labels is not None, ignore_index),
         )
