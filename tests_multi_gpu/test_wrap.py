@@ -316,7 +316,7 @@ def test_explain_is_a_table() -> None:
     assert lines["weight_shape"] == "(101, 16)"
     assert lines["adapter"] == "replicated"
     assert "softcap 30.0" in lines["loss"]
-    assert "not fsdp2-gathered  the weight is stored by plain, not by FSDP2" in text
+    assert "not fsdp2-gathered  the weight is whole on every process" in text
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
     for messages in workers_2.run(refusals_of_two):
         assert "gradients nobody would average" in messages["none"]
         assert "no adapter can compute the loss" in messages["tensor parallel"]
-        assert "fsdp2-gathered: the weight is stored by dtensor" in messages["tensor parallel"]
-        assert "replicated: the weight is stored by dtensor" in messages["tensor parallel"]
+        assert "fsdp2-gathered: the weight is a DTensor that no engine gathers" in messages["tensor parallel"]
+        assert "replicated: the weight is a DTensor that no engine gathers" in messages["tensor parallel"]
         assert "strategy='ddp'" in messages["global mean"]
 
 

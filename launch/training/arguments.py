@@ -30,7 +30,7 @@ class TrainArguments:
 
     model: str = option("tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, or config.json")
     data: list[str] = option(
-        [], "files or folders: .txt .jsonl .parquet, or a saved dataset; default: Python's sources"
+        [], "files or folders (.txt .md .py .json .jsonl .parquet) or a saved dataset; default: Python's"
     )
     text_column: str = option("text", "column that holds plain text")
     messages_column: str = option("messages", "column that holds chat turns; only assistant turns are learnt")

@@ -46,7 +46,9 @@ class Checkpoints:
         partial = path.with_name(f"{path.name}.partial")
         on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
         weights, moments = get_state_dict(model, optimizer)
-        state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=str(partial))
+        state_dict_saver.save(
+            {"model": weights, "optimizer": moments}, checkpoint_id=str(partial), no_dist=not dist.is_initialized()
+        )
         if dist.is_initialized():
             dist.barrier()
         on_rank_zero(lambda: self._publish(step, partial))
@@ -57,7 +59,7 @@ class Checkpoints:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         weights, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments}
-        state_dict_loader.load(state, checkpoint_id=str(self._path(step)))
+        state_dict_loader.load(state, checkpoint_id=str(self._path(step)), no_dist=not dist.is_initialized())
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)

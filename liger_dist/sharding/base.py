@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 
 Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "dtensor", "zero3"]
+STORAGE: dict[Engine, str] = {
+    "plain": "the weight is whole on every process",
+    "ddp": "the weight is whole on every process",
+    "fsdp1": "FSDP1 shards the weight",
+    "fsdp2": "FSDP2 shards the weight",
+    "dtensor": "the weight is a DTensor that no engine gathers",
+    "zero3": "ZeRO-3 partitions the weight",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,11 @@ class Facts:
     """``WrapConfig.head``"""
     token_mean: str
     """``WrapConfig.token_mean``"""
+
+    @property
+    def storage(self) -> str:
+        """Who stores the weight, as a clause for reasons."""
+        return STORAGE[self.engine]
 
     def lines(self) -> list[tuple[str, str]]:
         """Name and value of each fact, for tables and messages."""

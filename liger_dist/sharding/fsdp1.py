@@ -28,7 +28,7 @@ class FSDP1:
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp1":
-            return [f"the weight is stored by {facts.engine}, not by FSDP1"]
+            return [facts.storage]
         if facts.tied and facts.own_unit:
             return [
                 "the head is tied to the embedding but wrapped in an FSDP1 unit of its own, where FSDP1 loses one of "

@@ -31,7 +31,7 @@ class FSDP2Gathered:
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp2":
-            return [f"the weight is stored by {facts.engine}, not by FSDP2"]
+            return [facts.storage]
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:

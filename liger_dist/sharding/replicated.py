@@ -22,7 +22,7 @@ class Replicated:
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         reasons = []
         if facts.engine not in ("plain", "ddp"):
-            reasons.append(f"the weight is stored by {facts.engine}, not whole on every process")
+            reasons.append(facts.storage)
         if facts.token_mean == "global" and facts.engine == "plain" and facts.world_size > 1:
             reasons.append(
                 f"token_mean='global' needs to know who averages the gradients of {facts.world_size} processes; wrap "

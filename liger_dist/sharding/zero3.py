@@ -26,7 +26,7 @@ class Zero3:
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         reasons = []
         if facts.engine != "zero3":
-            reasons.append(f"the weight is stored by {facts.engine}, not by ZeRO-3")
+            reasons.append(facts.storage)
         if facts.token_mean == "global":
             reasons.append(
                 "token_mean='global' is not available under DeepSpeed, whose engine scales the loss itself; pass "
