@@ -11,11 +11,12 @@ from liger_dist_kernels import BACKENDS, Backend
 
 from .errors import LigerDistError
 
-Strategy = Literal["auto", "none", "ddp", "fsdp2"]
+Strategy = Literal["auto", "none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+SHARDING_STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 
-FSDP2_OPTIONS = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
-"""what only the strategy "fsdp2" can do"""
+SHARDING_OPTIONS = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
+"""what only these strategies can do"""
 
 Head = Literal["auto", "gather"]
 TokenMean = Literal["local", "global"]
@@ -38,14 +39,15 @@ class WrapConfig:
     model does by itself), "global" for those of all data-parallel processes, so that the averaged gradient is that
     of one mean over all tokens. "global" costs an all-reduce of one number."""
     param_dtype: torch.dtype | None = None
-    """Compute dtype under "fsdp2" while masters keep theirs (``torch.bfloat16`` is usual); None for the masters'
-    own."""
+    """Compute dtype under "fsdp1" and "fsdp2" while masters keep theirs (``torch.bfloat16`` is usual); None for the
+    masters' own."""
     reduce_dtype: torch.dtype = torch.float32
-    """Dtype of gradient reduction under "fsdp2"; a lower one than fp32 loses small gradients as ranks grow."""
+    """Dtype of gradient reduction under "fsdp1" and "fsdp2"; a lower one than fp32 loses small gradients as ranks
+    grow."""
     reshard_after_forward: bool = True
-    """Under "fsdp2": free a decoder layer's weights between its forward and its backward."""
+    """Under "fsdp1" and "fsdp2": free a decoder layer's weights between its forward and its backward."""
     cpu_offload: bool = False
-    """Under "fsdp2": keep shards, gradients and optimiser state in host memory."""
+    """Under "fsdp1" and "fsdp2": keep shards, gradients and optimiser state in host memory."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward instead of keeping its activations."""
 

@@ -10,11 +10,12 @@ from .config import WrapConfig
 from .errors import NoAdapterError
 from .sharding.base import Engine, Facts, ShardingAdapter
 from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
-from .sharding.fsdp2 import FSDP2Gathered, fsdp_param_of
+from .sharding.fsdp2 import FSDP2Gathered, find_param
 from .sharding.replicated import Replicated
+from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
 from .sharding.zero3 import Zero3, is_stored_by_zero3
 
-ADAPTERS: tuple[ShardingAdapter, ...] = (FSDP2Gathered(), FSDP1(), Zero3(), Replicated())
+ADAPTERS: tuple[ShardingAdapter, ...] = (TensorParallel(), FSDP2Gathered(), FSDP1(), Zero3(), Replicated())
 """In order of preference."""
 
 
@@ -23,13 +24,16 @@ SERVES_TOO = "would serve too; comes later in the order"
 
 def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: bool, config: WrapConfig) -> Facts:
     """What every rank knows alike of ``head`` inside ``model``. No collectives; valid at rest and inside a forward."""
-    fsdp_param = fsdp_param_of(head, model)
+    fsdp2 = find_param(head, model)
     weight = head.weight
     engine: Engine = "ddp" if strategy == "ddp" else "plain"
     placements = mesh_shape = mesh_axes = None
-    if fsdp_param is not None:
+    data_parallel_axes = 0
+    if fsdp2 is not None:
         engine = "fsdp2"
+        group, fsdp_param = fsdp2
         weight = fsdp_param.sharded_param
+        data_parallel_axes = group.mesh_info.mesh.ndim
     elif isinstance(weight, DTensor):
         engine = "dtensor"
     elif is_stored_by_zero3(weight):
@@ -40,6 +44,7 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         placements = tuple(str(placement) for placement in weight.placements)
         mesh_shape = tuple(weight.device_mesh.shape)
         mesh_axes = weight.device_mesh.mesh_dim_names
+    tensor_parallel, tensor_parallel_size = tensor_parallel_axis(weight, data_parallel_axes=data_parallel_axes)
     return Facts(
         strategy=strategy,
         engine=engine,
@@ -49,6 +54,8 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         placements=placements,
         mesh_shape=mesh_shape,
         mesh_axes=mesh_axes,
+        tensor_parallel=tensor_parallel,
+        tensor_parallel_size=tensor_parallel_size,
         has_bias=head.bias is not None,
         tied=tied,
         own_unit=engine == "fsdp1" and has_own_unit(head, model),

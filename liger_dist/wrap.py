@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import FSDP2_OPTIONS, STRATEGIES, Strategy, WrapConfig
+from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
 from .patching.probe import LogitTransform, NotFusableError, probe_transform
 from .patching.seam import Seam
 from .patching.structure import Structure, find_structure, initializer_of
+from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
-from .sharding.fsdp2 import ShardingUnits, shard
 from .sharding.materialize import Initializer, is_meta, materialize
-from .sharding.mesh import Mesh, make_mesh, mesh_shape
+from .sharding.mesh import Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
+from .sharding.tensor_parallel import parallelize_head
 
-M = TypeVar("M", bound=nn.Module)
 _RECORD = "_liger_dist"
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +73,21 @@ def wrap(
 
     Args:
         model: a Hugging Face causal language model.
-        strategy: "none" for one process; "ddp"; "fsdp2"; or "auto": fuse now, and leave sharding to whoever does it
-            (before the first forward).
-        mesh: "fsdp2": a DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)`` for HSDP; all processes by
-            default. Other strategies take none.
+        strategy: what is done besides fusing.
+
+            - "none": nothing; for one process.
+            - "auto": nothing; whoever shards does so afterwards, before the first forward.
+            - "deepspeed": nothing; the model is ready for ``deepspeed.initialize``, at any ZeRO stage.
+            - "ddp", "fsdp1", "fsdp2": replicated or sharded by torch. A loss asked of the model inside DDP or FSDP1 is
+              redirected through the wrapper.
+            - "tp": the head's rows are split over all processes, which see the same tokens; the layers stay whole, or
+              keep the plan that the model was loaded with. Rank 0's values count.
+        mesh: "fsdp1", "fsdp2": a DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; all processes in one
+            shard group by default. "fsdp2": a last axis named "tp" is tensor-parallel. "tp": one axis.
         config: see :class:`WrapConfig`.
 
     Returns:
-        ``model`` itself, or for "ddp" the ``DistributedDataParallel`` around it.
+        ``model`` itself, or for "ddp" and "fsdp1" the wrapper around it.
 
     Raises:
         LigerDistError: unknown strategy, wrapped already, no output embedding, a mesh that does not fit, options
@@ -85,10 +95,10 @@ def wrap(
     """
     config = config or WrapConfig()
     _check_strategy(strategy, mesh, config)
-    if isinstance(model, DistributedDataParallel) or hasattr(model, _RECORD):
+    if isinstance(model, WRAPPERS) or hasattr(model, _RECORD):
         raise LigerDistError(
             f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first, and wrap the "
-            "model inside rather than DistributedDataParallel."
+            "model inside rather than DistributedDataParallel or FullyShardedDataParallel."
         )
     structure = find_structure(model)
     without_storage = is_meta(model)
@@ -104,6 +114,8 @@ def wrap(
         if seam is not None:
             seam.fuse()
         wrapped = _shard(model, record, mesh, initialize)
+        if seam is not None and wrapped is not model:
+            seam.redirect_through(wrapped)
     except BaseException:
         if seam is not None:
             seam.remove()
@@ -117,26 +129,35 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
     structure, config, device = record.structure, record.config, compute_device()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    if record.strategy == "fsdp2":
+    data_parallel: DeviceMesh | None = None
+    if record.strategy in ("fsdp1", "fsdp2", "tp"):
+        whole = make_mesh(mesh, dist.get_world_size(), device_type=device.type, strategy=record.strategy)
+        data_parallel, tensor_parallel = split_axes(whole, strategy=record.strategy)
+        if tensor_parallel is not None and not isinstance(structure.head.weight, DTensor):
+            if initialize is None:
+                model.to(device)
+            parallelize_head(
+                model, structure.head_name, structure.embedding_name if structure.tied else None, tensor_parallel
+            )
+    if record.strategy == "fsdp2" and data_parallel is not None:
         tail = [module for module in (structure.final_norm, structure.head) if module is not None]
-        shard(
-            model,
-            ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail),
-            mesh=make_mesh(mesh, dist.get_world_size(), device.type),
-            config=config,
-        )
+        units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail)
+        fsdp2.shard(model, units, mesh=data_parallel, config=config)
     if record.seam is not None:
         # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
         record.seam.listen()
     if initialize is not None:
         at = torch.device("cpu") if config.cpu_offload else device
         materialize(model, initialize, layers=structure.layers, device=at)
+    if record.strategy == "fsdp1" and data_parallel is not None:
+        own_unit = None if structure.tied else structure.head
+        return fsdp1.shard(model, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
     return replicate(model.to(device)) if record.strategy == "ddp" else model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is taken off; FSDP2's
-    sharding and activation checkpointing stay.
+    """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is taken off; sharding,
+    tensor parallelism and activation checkpointing stay, and with them FSDP1's wrapper.
 
     Raises:
         LigerDistError: the model is not wrapped.
@@ -146,7 +167,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     if record.seam is not None:
         record.seam.remove()
     delattr(inner, _RECORD)
-    return inner
+    return model if isinstance(model, FullyShardedDataParallel) else inner
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -212,20 +233,26 @@ def _check_model(
             f"activation_checkpointing is True but {type(model).__name__} does not support it "
             "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
         )
-    if without_storage and strategy not in ("none", "ddp", "fsdp2"):
+    if without_storage and strategy not in ("none", "ddp", "fsdp2", "tp"):
         raise LigerDistError(
-            f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp' or "
-            "'fsdp2', or materialise it first."
+            f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp', "
+            "'fsdp2' or 'tp', materialise it first, or build it under deepspeed.zero.Init."
         )
-    if strategy == "fsdp2" and any(isinstance(module, FSDPModule) for module in model.modules()):
+    is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    if strategy in ("fsdp1", "fsdp2", "tp") and is_sharded:
         raise LigerDistError(
-            f"this {type(model).__name__} is sharded by FSDP2 already; wrap it with strategy='auto', or wrap a model "
+            f"this {type(model).__name__} is sharded by FSDP already; wrap it with strategy='auto', or wrap a model "
             "that is not sharded yet."
         )
-    if strategy == "fsdp2" and not structure.layers:
+    if strategy in SHARDING_STRATEGIES and not structure.layers:
         raise LigerDistError(
             f"{type(model).__name__} keeps no list of decoder layers that could be sharded one by one; shard it "
             "yourself and wrap with strategy='auto'."
+        )
+    if strategy == "fsdp1" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise LigerDistError(
+            f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
+            "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
         )
     if strategy == "ddp" and not any(parameter.requires_grad for parameter in model.parameters()):
         raise LigerDistError(
@@ -237,7 +264,7 @@ def _check_model(
 def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:
     if strategy not in STRATEGIES:
         raise LigerDistError(f"strategy is {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}.")
-    if strategy in ("ddp", "fsdp2") and not dist.is_initialized():
+    if strategy in ("ddp", "fsdp1", "fsdp2", "tp") and not dist.is_initialized():
         raise LigerDistError(
             f"strategy={strategy!r} needs a process group and none is initialised; start the program with torchrun "
             "and call torch.distributed.init_process_group(), or use strategy='none'."
@@ -247,14 +274,30 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
             f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients nobody "
             "would average; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
         )
-    if strategy == "fsdp2":
-        mesh_shape(mesh, dist.get_world_size())
-    else:
-        if mesh is not None:
-            raise LigerDistError(f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp2'.")
-        for name in FSDP2_OPTIONS:
+    if strategy in (*SHARDING_STRATEGIES, "tp"):
+        check_mesh(mesh, dist.get_world_size(), strategy=strategy)
+    elif mesh is not None:
+        raise LigerDistError(
+            f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp1', 'fsdp2' or 'tp'."
+        )
+    if strategy not in SHARDING_STRATEGIES:
+        for name in SHARDING_OPTIONS:
             if getattr(config, name) != getattr(WrapConfig(), name):
                 raise LigerDistError(
-                    f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; use "
-                    "strategy='fsdp2'" + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
+                    f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; "
+                    + (
+                        "set it in DeepSpeed's own configuration."
+                        if strategy == "deepspeed"
+                        else "use strategy='fsdp2'"
+                        + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
+                    )
                 )
+    if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
+        raise LigerDistError(
+            "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
+        )
+    if strategy == "deepspeed" and config.token_mean == "global":
+        raise LigerDistError(
+            "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
+            "model."
+        )

@@ -6,8 +6,10 @@ from .cross_entropy import GradientCoefficients as GradientCoefficients
 from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
+from .cross_entropy import merge_statistics as merge_statistics
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult
+from .linear_cross_entropy import VocabularySlice as VocabularySlice
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import plan_chunks as plan_chunks
 from .options import LossOptions as LossOptions

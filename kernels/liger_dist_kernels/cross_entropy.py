@@ -35,6 +35,27 @@ class SoftmaxStatistics(NamedTuple):
     """``sum_v w_v * z_v`` with class weights w (or ones), for label smoothing"""
 
 
+def merge_statistics(slices: SoftmaxStatistics) -> SoftmaxStatistics:
+    """Statistics of whole rows from those of slices of the vocabulary, each field ``[G, T]`` for G slices.
+
+    Each slice saw the labels that lie in it; elsewhere its ``target_T`` is 0. A slice may be empty (``max_T`` -inf).
+    """
+    max_T = slices.max_T.amax(0)
+    # A slice, or a row, whose logits are all -inf must not turn into inf - inf.
+    anchor_T = torch.where(max_T == float("-inf"), 0.0, max_T)
+    distance_GT = slices.max_T - anchor_T
+    shrink_GT = distance_GT.exp()
+    dot_other_T = weighted_sum_T = None
+    if slices.dot_other_T is not None:
+        moved_GT = torch.where(shrink_GT == 0, 0.0, distance_GT * slices.sum_other_T)
+        dot_other_T = (shrink_GT * (slices.dot_other_T + moved_GT)).sum(0)
+    if slices.weighted_sum_T is not None:
+        weighted_sum_T = slices.weighted_sum_T.sum(0)
+    return SoftmaxStatistics(
+        max_T, (shrink_GT * slices.sum_other_T).sum(0), slices.target_T.sum(0), dot_other_T, weighted_sum_T
+    )
+
+
 class GradientCoefficients(NamedTuple):
     """Per-token coefficients, each ``[T]``, of the gradient by z:
 
@@ -190,19 +211,23 @@ def cross_entropy_fwd(
     """Softmax statistics of each row, in one sweep over the logits.
 
     Args:
-        logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here.
-        labels_T: ``[T]`` int64. A negative label marks a token that takes no part.
+        logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here. May be
+            a slice of the vocabulary, even an empty one: see :func:`merge_statistics`.
+        labels_T: ``[T]`` int64. A negative label marks a token that takes no part, one of V or more a label in
+            another slice.
         class_weight_V: ``[V]`` floating, used for label smoothing.
         with_entropy: also sum what the entropy needs.
         backend: see :func:`runs_triton`.
     """
+    T, V = logits_TV.shape
+    with_smoothing = options.label_smoothing > 0
+    if V == 0:
+        return _statistics_of_nothing(logits_TV, with_entropy=with_entropy, with_smoothing=with_smoothing)
     if not runs_triton(logits_TV, backend):
         return cross_entropy_fwd_reference(
             logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
         )
-    T, V = logits_TV.shape
     dtype = statistics_dtype(logits_TV.dtype)
-    with_smoothing = options.label_smoothing > 0
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
     if T > 0:
         BLOCK_V, num_warps = _launch_shape(V)
@@ -259,7 +284,7 @@ def cross_entropy_bwd(
             logits_TV, labels_T, coefficients, options=options, class_weight_V=class_weight_V, out_TV=out_TV
         )
     T, V = logits_TV.shape
-    if T == 0:
+    if T == 0 or V == 0:
         return out_TV
     BLOCK_V, num_warps = _launch_shape(V)
     unused = coefficients.lse_T
@@ -290,6 +315,18 @@ def cross_entropy_bwd(
         num_warps=num_warps,
     )
     return out_TV
+
+
+def _statistics_of_nothing(logits_TV: Tensor, *, with_entropy: bool, with_smoothing: bool) -> SoftmaxStatistics:
+    """Of a slice of the vocabulary without a class."""
+    zeros_T = logits_TV.new_zeros(logits_TV.shape[0], dtype=statistics_dtype(logits_TV.dtype))
+    return SoftmaxStatistics(
+        torch.full_like(zeros_T, float("-inf")),
+        zeros_T,
+        zeros_T,
+        zeros_T if with_entropy else None,
+        zeros_T if with_smoothing else None,
+    )
 
 
 def _transformed(logits_TV: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:

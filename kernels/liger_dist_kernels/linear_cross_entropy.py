@@ -10,7 +10,7 @@ made beside the loss (three GEMM passes); with per-token upstream gradients the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._triton_utils import Backend, statistics_dtype
-from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from .cross_entropy import SoftmaxStatistics, cross_entropy_bwd, cross_entropy_fwd
 from .options import LossOptions
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
 
@@ -66,6 +66,25 @@ class GradientNeeds:
 
     def __bool__(self) -> bool:
         return self.hidden or self.weight or self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularySlice:
+    """The rows ``[start, start + V)`` of a head whose other rows lie elsewhere."""
+
+    start: int
+    vocab_size: int
+    """rows of the whole head"""
+    largest: int
+    """rows of the largest slice, by which tokens are cut into the same chunks everywhere"""
+    complete: Callable[[SoftmaxStatistics], SoftmaxStatistics]
+    """statistics of whole rows of logits from those of this slice; called once for each chunk of tokens"""
+
+    def own_labels(self, labels_T: Tensor, num_rows: int) -> Tensor:
+        """Labels as rows of this slice; ``num_rows`` for a label in another one, negative ones as they are."""
+        own_T = labels_T - self.start
+        is_own_T = (own_T >= 0) & (own_T < num_rows)
+        return torch.where(labels_T < 0, labels_T, torch.where(is_own_T, own_T, num_rows))
 
 
 class _WeightGradient:
@@ -123,6 +142,7 @@ def linear_cross_entropy(
     options: LossOptions,
     needs: GradientNeeds = GradientNeeds(),
     with_entropy: bool = False,
+    vocabulary: VocabularySlice | None = None,
     memory_budget: int | None = None,
     backend: Backend = "auto",
 ) -> LinearCrossEntropyResult:
@@ -133,12 +153,15 @@ def linear_cross_entropy(
     Args:
         hidden_TD: ``[T, D]``, floating.
         weight_VD: ``[V, D]``, the dtype of ``hidden_TD``.
-        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for a token that takes no part (the caller checks).
+        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for a token that takes no part (the caller checks). With
+            ``vocabulary``, of the whole head.
         gradients: upstream gradient of each term, ``[T]``; required when ``needs`` names a gradient.
         bias_V: ``[V]``, the dtype of ``hidden_TD``.
-        class_weight_V: ``[V]``, floating.
+        class_weight_V: ``[V]``, floating; with ``vocabulary``, of the whole head.
         needs: the gradients to compute.
         with_entropy: also return each token's entropy.
+        vocabulary: ``weight_VD`` and ``bias_V`` are this slice of a head. The terms and the gradients of both are
+            complete, ``d_hidden_TD`` is this slice's part of a sum.
         memory_budget: bytes of the logits buffer; see :func:`plan_chunks`.
         backend: Triton kernels or the plain-torch reference; see :func:`runs_triton`.
     """
@@ -146,24 +169,33 @@ def linear_cross_entropy(
         raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
     T, _ = hidden_TD.shape
     V = weight_VD.shape[0]
-    plan = plan_chunks(T, V, hidden_TD.element_size(), memory_budget)
+    plan = plan_chunks(T, V if vocabulary is None else vocabulary.largest, hidden_TD.element_size(), memory_budget)
     buffer_cV = hidden_TD.new_empty((plan.rows, V))
     d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device) if needs.hidden else None
     d_weight = _WeightGradient(weight_VD, plan.num_chunks) if needs.weight else None
     d_bias_V = weight_VD.new_zeros(V, dtype=statistics_dtype(weight_VD.dtype)) if needs.bias else None
+    own_labels_T, own_class_weight_V, vocab_size = labels_T, class_weight_V, V
+    if vocabulary is not None:
+        own_labels_T, vocab_size = vocabulary.own_labels(labels_T, V), vocabulary.vocab_size
+        if class_weight_V is not None:
+            own_class_weight_V = class_weight_V[vocabulary.start : vocabulary.start + V]
     terms: list[TokenTerms] = []
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
-        hidden_cD, labels_c = hidden_TD[rows], labels_T[rows]
+        hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]
         logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV)
         statistics = cross_entropy_fwd(
             logits_cV,
-            labels_c,
+            own_labels_c,
             options=options,
-            class_weight_V=class_weight_V,
+            class_weight_V=own_class_weight_V,
             with_entropy=with_entropy,
             backend=backend,
         )
-        terms_c = token_terms(statistics, labels_c, options=options, vocab_size=V, class_weight_V=class_weight_V)
+        if vocabulary is not None:
+            statistics = vocabulary.complete(statistics)
+        terms_c = token_terms(
+            statistics, labels_c, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
+        )
         terms.append(terms_c)
         if gradients is None or not needs or T == 0:
             continue
@@ -172,15 +204,15 @@ def linear_cross_entropy(
             _cut(gradients, rows),
             labels_c,
             options=options,
-            vocab_size=V,
+            vocab_size=vocab_size,
             class_weight_V=class_weight_V,
         )
         d_logits_cV = cross_entropy_bwd(
             logits_cV,
-            labels_c,
+            own_labels_c,
             coefficients,
             options=options,
-            class_weight_V=class_weight_V,
+            class_weight_V=own_class_weight_V,
             out_TV=logits_cV,
             backend=backend,
         )

@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from liger_dist import LigerDistError
-from liger_dist.sharding.mesh import mesh_shape
+from liger_dist.sharding.mesh import check_mesh
 
 from .arguments import TrainArguments
 from .checkpoint import Checkpoints, describe_run
@@ -169,7 +169,7 @@ def make_optimizer(model: nn.Module, arguments: TrainArguments) -> tuple[Optimiz
 def train(arguments: TrainArguments) -> None:
     """Trains as the arguments say and leaves everything in ``output_dir``."""
     if arguments.mesh:
-        mesh_shape(tuple(arguments.mesh), world_size())
+        check_mesh(tuple(arguments.mesh), world_size(), strategy="fsdp2")
     folder = Path(arguments.output_dir)
     on_rank_zero(lambda: make_folder(folder / "checkpoints"))
     columns = Columns(arguments.text_column, arguments.messages_column)

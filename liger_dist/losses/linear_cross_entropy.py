@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms
+from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms, VocabularySlice
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options, refuse_second_order
@@ -37,6 +37,7 @@ class _Problem:
     loss: LossArguments
     execution: Execution
     needs: GradientNeeds
+    vocabulary: VocabularySlice | None
 
     @property
     def gradients_in_forward(self) -> bool:
@@ -56,6 +57,7 @@ class _Problem:
             options=self.loss.options,
             needs=self.needs if gradients is not None else GradientNeeds(),
             with_entropy="entropy" in self.loss.outputs,
+            vocabulary=self.vocabulary,
             memory_budget=self.execution.memory_budget,
             backend=self.execution.backend,
         )
@@ -119,10 +121,12 @@ def fused_linear_cross_entropy(
     *,
     loss: LossArguments,
     execution: Execution,
+    vocabulary: VocabularySlice | None = None,
 ) -> LossOutput:
-    """:func:`linear_cross_entropy` on records, for the adapters."""
+    """:func:`linear_cross_entropy` on records, for the adapters. With ``vocabulary``, ``weight`` and ``bias`` are that
+    slice of the head, and the hidden states' gradient is this slice's part of a sum."""
     _check_tensors(hidden_states, weight, bias)
-    vocab_size = weight.shape[0]
+    vocab_size = weight.shape[0] if vocabulary is None else vocabulary.vocab_size
     ignore_index = loss.options.ignore_index
     check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
@@ -155,6 +159,7 @@ def fused_linear_cross_entropy(
             weight=grad and weight.requires_grad,
             bias=grad and bias is not None and bias.requires_grad,
         ),
+        vocabulary=vocabulary,
     )
     with torch.autocast(device_type, enabled=False):
         value, log_prob, entropy, is_top1, z_loss = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ class FusedLMHead(nn.Linear):
     @untraced
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., V]`` logits, or to ``[..., 0]`` carrying the loss."""
-        request = self._liger_dist_seam.take()
+        seam: Seam | None = vars(self).get("_liger_dist_seam")
+        request = None if seam is None else seam.take()
         if request is None:
             return super().forward(hidden_states)
         return request.compute(self, hidden_states)
@@ -38,9 +40,41 @@ def fuse_head(head: nn.Linear, seam: Seam) -> None:
 
 
 def restore_head(head: nn.Linear) -> None:
-    """Undoes :func:`fuse_head`."""
+    """Undoes :func:`fuse_head` and :func:`precede_installed_forward`."""
+    if isinstance(vars(head).get("forward"), _Preceding):
+        head.forward = vars(head)["forward"].installed  # type: ignore[method-assign]
     head.__class__ = _with_base(type(head), FusedLMHead, nn.Linear)
     del head._liger_dist_seam
+
+
+def is_tensor_parallel_forward(forward: object) -> bool:
+    """Whether a forward on an instance is the one that transformers' tensor parallelism puts there: it splits the
+    weight's rows, and around them it only moves and gathers."""
+    module = getattr(forward, "__module__", "")
+    return module.startswith("transformers.") and module.endswith(".tensor_parallel")
+
+
+class _Preceding:
+    """Computes the loss when one is asked for, and runs the forward that is installed on the head otherwise."""
+
+    def __init__(self, head: nn.Linear, installed: Callable[..., Tensor]) -> None:
+        self.head = head
+        self.installed = installed
+
+    @untraced
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seam: Seam = vars(self.head)["_liger_dist_seam"]
+        request = seam.take()
+        if request is None:
+            return self.installed(hidden_states, *args, **kwargs)
+        return request.compute(self.head, hidden_states)
+
+
+def precede_installed_forward(head: nn.Linear) -> None:
+    """Gives the loss precedence over a tensor-parallel forward that has been installed on the head."""
+    installed = vars(head).get("forward")
+    if installed is not None and is_tensor_parallel_forward(installed):
+        head.forward = _Preceding(head, installed)  # type: ignore[method-assign,assignment]
 
 
 def _with_base(cls: type, old: type, new: type) -> type:

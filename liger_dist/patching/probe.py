@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from .structure import Structure
 
@@ -77,10 +76,10 @@ def probe_transform(model: nn.Module, structure: Structure) -> LogitTransform:
         NotFusableError: the model does not call ``self.loss_function`` as transformers' own models do, or changes the
             logits in a way that its config does not explain.
     """
-    if not isinstance(structure.head, FSDPModule) and (
-        structure.head._forward_hooks or structure.head._forward_pre_hooks
-    ):
-        raise NotFusableError("its output embedding has forward hooks, which could change the logits")
+    for hook in (*structure.head._forward_pre_hooks.values(), *structure.head._forward_hooks.values()):
+        # Those of FSDP2 and of torch's tensor parallelism move tensors and change no number.
+        if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+            raise NotFusableError("its output embedding has forward hooks, which could change the logits")
     training, evaluation = (_probe_once(model, structure, training=mode) for mode in (True, False))
     if training != evaluation:
         raise NotFusableError("its forward treats logits differently in training and in evaluation")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.config import WrapConfig
@@ -25,10 +26,12 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.sharding.base import DataParallel, ShardingAdapter
+from liger_dist.sharding.tensor_parallel import placed_like
 from liger_dist_kernels import LossOptions
 
-from .head import FusedLMHead, fuse_head, restore_head
+from .head import fuse_head, precede_installed_forward, restore_head
 from .probe import LogitTransform
+from .redirect import Redirect
 from .structure import Structure
 from .untraced import untraced
 
@@ -50,7 +53,7 @@ class LossRequest:
     upstream: Tensor | None = field(default=None, repr=False)
     delivered: bool = False
 
-    def compute(self, head: FusedLMHead, hidden_states: Tensor) -> Tensor:
+    def compute(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
         """Computes the loss; the logits without width that carry it are returned."""
         check_labels(
             self.labels,
@@ -62,7 +65,7 @@ class LossRequest:
         self.value = output.loss.detach()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
-        return carried
+        return placed_like(hidden_states, carried)
 
     def shifted_labels(self) -> Tensor:
         """Each token's next label, the last one's ignored."""
@@ -123,6 +126,7 @@ class Seam:
         self._chosen: ShardingAdapter | None = None
         self._stored: tuple[object, ...] = ()
         self._hooks: tuple[RemovableHandle, ...] = ()
+        self._redirect: Redirect | None = None
         self._head_name = structure.head_name
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
@@ -150,8 +154,15 @@ class Seam:
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         )
 
+    def redirect_through(self, root: nn.Module) -> None:
+        """Sends what is asked of the model inside ``root`` through ``root``: a loss that trains, and under FSDP1, where
+        the model inside has no weights, every call."""
+        self._redirect = Redirect(self.model, root, every_call=not isinstance(root, DistributedDataParallel))
+
     def remove(self) -> None:
-        """Undoes :meth:`fuse` and :meth:`listen`."""
+        """Undoes :meth:`fuse`, :meth:`listen` and :meth:`redirect_through`."""
+        if self._redirect is not None:
+            self._redirect.remove()
         for hook in self._hooks:
             hook.remove()
         if self._had_own_loss_function:
@@ -184,7 +195,7 @@ class Seam:
         running = self._requests.get(threading.get_ident())
         return running[-1] if running else None
 
-    def compute(self, request: LossRequest, head: FusedLMHead, hidden_states: Tensor) -> LossOutput:
+    def compute(self, request: LossRequest, head: nn.Linear, hidden_states: Tensor) -> LossOutput:
         """The loss of one request, by the adapter that the weight's storage asks for."""
         adapter = self._adapter()
         mean_over = DataParallel(groups=(), divide_factor=1.0)
@@ -241,6 +252,11 @@ class Seam:
         ignore_index = named.get("ignore_index", IGNORE_INDEX)
         self._check_at_entry(named, effective, ignore_index)
         self._adapter()
+        precede_installed_forward(self.head)
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if self._redirect is None and ddp is not None and ddp.module is model:
+            # Somebody else's, so it is known from its first forward on.
+            self.redirect_through(ddp)
         running[-1] = LossRequest(
             seam=self,
             labels=effective,

@@ -9,6 +9,8 @@ from torch import nn
 
 from liger_dist.errors import LigerDistError
 
+from .head import is_tensor_parallel_forward
+
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
@@ -18,6 +20,7 @@ class Structure:
     head: nn.Linear
     tied: bool
     """whether the input embedding is the head's own parameter"""
+    embedding_name: str | None
     layers: tuple[nn.Module, ...]
     """the decoder layers, in order; empty when the model keeps no list of them"""
     final_norm: nn.Module | None
@@ -38,7 +41,9 @@ def find_structure(model: nn.Module) -> Structure:
             f"{'None' if callable(get_head) else 'no such method'}); expected a language model with a head, such as "
             "AutoModelForCausalLM builds. A base model or a classifier has no token loss to fuse."
         )
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+    own_forward = vars(head).get("forward")
+    is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
         raise LigerDistError(
             f"the output embedding of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
             "expected an unmodified torch.nn.Linear. A quantised or adapted head cannot be fused: exclude the head "
@@ -52,6 +57,7 @@ def find_structure(model: nn.Module) -> Structure:
         head_name=head_name,
         head=head,
         tied=embedding is not None and getattr(embedding, "weight", None) is head.weight,
+        embedding_name=next((name for name, module in model.named_modules() if module is embedding), None),
         layers=layers,
         final_norm=_find_final_norm(parent, layers),
     )

@@ -36,6 +36,9 @@ class Facts:
     """of the weight at rest, one for each mesh axis"""
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
+    tensor_parallel: str | None
+    """the weight's placement over the tensor-parallel mesh; None without one"""
+    tensor_parallel_size: int
     has_bias: bool
     tied: bool
     """whether the input embedding is the same parameter"""
@@ -61,7 +64,8 @@ class DataParallel:
     """How an engine averages gradients over processes with different tokens."""
 
     groups: tuple[dist.ProcessGroup, ...]
-    """one for each mesh axis; a sum over all of them in turn is a sum over all processes"""
+    """one for each mesh axis, none when nobody else has other tokens; a sum over all of them in turn is a sum over all
+    processes"""
     divide_factor: float
     """what the engine divides summed gradients by"""
 

@@ -9,11 +9,16 @@ or one all-reduce of one number for each process group with ``token_mean="global
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
+from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
@@ -58,6 +63,40 @@ class FSDP1:
                 "FullyShardedDataParallel (or liger_dist.wrap) returned."
             )
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+
+
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    own_unit: nn.Module | None,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    config: WrapConfig,
+) -> FullyShardedDataParallel:
+    """Wraps ``model`` in FSDP1: a unit for each layer, one for ``own_unit`` (an untied head) if given, and the root.
+
+    A mesh of two axes is (replicate, shard). Masters keep their dtype; with ``config.param_dtype`` the units compute
+    in that one.
+    """
+    is_hybrid = mesh.ndim == 2
+    freed = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
+    kept = ShardingStrategy._HYBRID_SHARD_ZERO2 if is_hybrid else ShardingStrategy.SHARD_GRAD_OP
+    strategy = freed if config.reshard_after_forward else kept
+    units: dict[nn.Module, dict[str, Any]] = {layer: {} for layer in layers}
+    if own_unit is not None:
+        # Its backward follows its forward at once: freeing it in between would only gather it twice.
+        units[own_unit] = {"sharding_strategy": kept}
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
+        device_mesh=mesh,
+        sharding_strategy=strategy,
+        mixed_precision=MixedPrecision(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype),
+        cpu_offload=CPUOffload(offload_params=config.cpu_offload),
+        use_orig_params=True,
+        device_id=device,
+    )
 
 
 def is_stored_by_fsdp1(weight: object) -> bool:

@@ -32,10 +32,12 @@ class FSDP2Gathered:
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp2":
             return [facts.storage]
+        if facts.tensor_parallel is not None:
+            return ["the weight stays split over the tensor-parallel axis when FSDP2 has gathered it"]
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        found = _find(head, model)
+        found = find_param(head, model)
         if found is None:
             raise LigerDistError(
                 "the output embedding is not part of an FSDP2 group; shard the model before its forward."
@@ -90,14 +92,8 @@ def shard(model: nn.Module, units: ShardingUnits, *, mesh: DeviceMesh, config: W
     fully_shard(model, **options)
 
 
-def fsdp_param_of(head: nn.Module, model: nn.Module) -> Any | None:
-    """FSDP2's own record of ``head.weight``, or None when FSDP2 does not store it."""
-    found = _find(head, model)
-    return None if found is None else found[1]
-
-
-def _find(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
-    """Parameter group and parameter record of ``head.weight``."""
+def find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
+    """FSDP2's own records of ``head.weight``, its parameter group and itself; None when FSDP2 does not store it."""
     for group in _param_groups(model):
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
