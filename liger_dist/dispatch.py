@@ -58,7 +58,11 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         tensor_parallel_size=tensor_parallel_size,
         has_bias=head.bias is not None,
         tied=tied,
-        own_unit=engine == "fsdp1" and has_own_unit(head, model),
+        own_unit=(
+            has_own_unit(head, model)
+            if engine == "fsdp1"
+            else fsdp2 is not None and not fsdp2[1]._module_info.shared_modules
+        ),
         head_choice=config.head,
         token_mean=config.token_mean,
     )

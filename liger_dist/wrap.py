@@ -19,14 +19,14 @@ from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
 from .patching.probe import LogitTransform, NotFusableError, probe_transform
 from .patching.seam import Seam
-from .patching.structure import Structure, find_structure, initializer_of
+from .patching.structure import Structure, active_head, find_structure, heads_at, initializer_of
 from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
 from .sharding.mesh import Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
-from .sharding.tensor_parallel import parallelize_head
+from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -127,6 +127,7 @@ def wrap(
 def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: Initializer | None) -> nn.Module:
     """Everything that :func:`wrap` does after the head has its new class."""
     structure, config, device = record.structure, record.config, compute_device()
+    place = model.get_submodule(structure.head_name)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     data_parallel: DeviceMesh | None = None
@@ -136,11 +137,10 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
         if tensor_parallel is not None and not isinstance(structure.head.weight, DTensor):
             if initialize is None:
                 model.to(device)
-            parallelize_head(
-                model, structure.head_name, structure.embedding_name if structure.tied else None, tensor_parallel
-            )
+            embedding = structure.embedding if structure.tied else None
+            parallelize_heads(model, heads_at(place), embedding, mesh=tensor_parallel)
     if record.strategy == "fsdp2" and data_parallel is not None:
-        tail = [module for module in (structure.final_norm, structure.head) if module is not None]
+        tail = [module for module in (structure.final_norm, place) if module is not None]
         units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail)
         fsdp2.shard(model, units, mesh=data_parallel, config=config)
     if record.seam is not None:
@@ -178,9 +178,10 @@ def explain(model: nn.Module) -> Explanation:
     """
     inner = _inner(model)
     record = _record(inner)
+    head = active_head(inner.get_submodule(record.structure.head_name))
     facts = collect_facts(
         inner,
-        record.structure.head,
+        head if isinstance(head, nn.Linear) else record.structure.head,
         strategy=record.strategy,
         tied=record.structure.tied,
         config=record.config,

@@ -21,7 +21,7 @@ BATCH_SIZE = 3
 FAMILIES = ("llama", "qwen2", "gemma2")
 
 
-def make_config(family: str, *, tied: bool = False, padded: bool = True) -> Any:
+def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: int = 2) -> Any:
     from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
@@ -31,8 +31,8 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True) -> Any:
         hidden_size=HIDDEN_SIZE,
         intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if heads > 2 else 1,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         # Larger than usual, so that gradients are not all alike.
@@ -44,13 +44,22 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True) -> Any:
 
 
 def make_model(
-    family: str, *, tied: bool = False, padded: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+    family: str,
+    *,
+    tied: bool = False,
+    padded: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    heads: int = 2,
+    bias: bool = False,
 ) -> nn.Module:
     """The same weights on every rank."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied, padded=padded)).to(dtype)
+    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied, padded=padded, heads=heads)).to(dtype)
+    if bias:
+        model.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, dtype=dtype))
     assert isinstance(model, nn.Module)
     return model.to(compute_device())
 

@@ -1,7 +1,7 @@
 """Calls of a model that sits inside a wrapper (DDP, FSDP1), sent through the wrapper.
 
 A loss asked of the inner model misses what the wrapper does around its forward: under DDP its gradients are not
-averaged, without a word; under FSDP1 the weights are not there. The same idea serves Lightning's training steps.
+averaged, without a word; under FSDP1 the weights are not there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Redirect:
-    """Installed on one model and its wrapper, removed as a whole."""
+    """The forward of a model inside a wrapper. Installed on both, removed as a whole."""
 
     def __init__(self, model: nn.Module, root: nn.Module, *, every_call: bool) -> None:
         """``every_call=False`` redirects only losses that train; evaluation of the inner model stays local."""
@@ -26,15 +27,11 @@ class Redirect:
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._running = threading.local()
         self._hooks: tuple[RemovableHandle, ...] = (
-            root.register_forward_pre_hook(lambda *_: self.enter()),
-            root.register_forward_hook(lambda *_: self._leave(), always_call=True),
+            root.register_forward_pre_hook(lambda *_: self._set_running(True)),
+            root.register_forward_hook(lambda *_: self._set_running(False), always_call=True),
         )
-        model.forward = functools.wraps(self._own_forward)(self._forward)
-
-    @property
-    def root(self) -> nn.Module:
-        """The wrapper."""
-        return self._root
+        functools.update_wrapper(self, self._own_forward)
+        model.forward = self
 
     def remove(self) -> None:
         """The model's forward is its own again."""
@@ -42,20 +39,23 @@ class Redirect:
             hook.remove()
         del self._model.forward
 
-    def enter(self) -> None:
-        """The wrapper's forward has begun."""
-        self._running.inside = True
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapper's result, or the model's own inside the wrapper's forward."""
+        return self._root(*args, **kwargs) if self.takes(args, kwargs) else self._own_forward(*args, **kwargs)
 
-    def _leave(self) -> None:
-        self._running.inside = False
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self._running, "inside", False) or not self._concerns(args, kwargs):
-            return self._own_forward(*args, **kwargs)
-        return self._root(*args, **kwargs)
-
-    def _concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments goes through the wrapper."""
+        if getattr(self._running, "inside", False):
+            return False
         if self._every_call:
             return True
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         return torch.is_grad_enabled() and named.get("labels") is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model is inside no wrapper: it gets the forward of its class."""
+        copied = memo[id(self._model)]
+        return MethodType(type(copied).forward, copied)
+
+    def _set_running(self, inside: bool) -> None:
+        self._running.inside = inside

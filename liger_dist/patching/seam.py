@@ -32,7 +32,7 @@ from liger_dist_kernels import LossOptions
 from .head import fuse_head, precede_installed_forward, restore_head
 from .probe import LogitTransform
 from .redirect import Redirect
-from .structure import Structure
+from .structure import Structure, active_head, heads_at
 from .untraced import untraced
 
 IGNORE_INDEX = -100
@@ -139,12 +139,14 @@ class Seam:
         twin = Seam.__new__(Seam)
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            setattr(twin, name, {} if name == "_requests" else copy.deepcopy(value, memo))
+            fresh: dict[str, Any] = {"_requests": {}, "_redirect": None}
+            setattr(twin, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
         return twin
 
     def fuse(self) -> None:
         """Changes the instance's head class and loss function; before it is sharded."""
-        fuse_head(self.head, self)
+        for head in heads_at(self._place):
+            fuse_head(head, self)
         self.model.loss_function = self.loss_function  # type: ignore[assignment]
 
     def listen(self) -> None:
@@ -169,20 +171,28 @@ class Seam:
             self.model.loss_function = self._own_loss_function  # type: ignore[assignment]
         else:
             del self.model._loss_function
-        restore_head(self.head)
+        for head in heads_at(self._place):
+            if vars(head).get("_liger_dist_seam") is self:
+                restore_head(head)
 
-    def _adapter(self) -> ShardingAdapter:
+    @property
+    def _place(self) -> nn.Module:
+        return self.model.get_submodule(self._head_name)
+
+    def _adapter(self, head: nn.Linear) -> ShardingAdapter:
         """The dispatcher's choice; facts are collected anew only when the weight is stored in another way."""
-        weight = self.head.weight
+        weight = head.weight
         stored = (
             type(self.model),
-            type(self.head),
+            id(head),
+            type(head),
             type(weight),
             hasattr(weight, "ds_id"),
             hasattr(weight, "_fsdp_flattened"),
         )
         if self._chosen is None or self._stored != stored:
-            facts = collect_facts(self.model, self.head, strategy=self.strategy, tied=self.tied, config=self.config)
+            is_tied = self.tied and head is self.head
+            facts = collect_facts(self.model, head, strategy=self.strategy, tied=is_tied, config=self.config)
             self._chosen, self._stored = choose(facts), stored
         return self._chosen
 
@@ -197,10 +207,10 @@ class Seam:
 
     def compute(self, request: LossRequest, head: nn.Linear, hidden_states: Tensor) -> LossOutput:
         """The loss of one request, by the adapter that the weight's storage asks for."""
-        adapter = self._adapter()
+        adapter = self._adapter(head)
         mean_over = DataParallel(groups=(), divide_factor=1.0)
         if self.config.token_mean == "global":
-            mean_over = adapter.data_parallel(self.head, self.model)
+            mean_over = adapter.data_parallel(head, self.model)
         return adapter.linear_cross_entropy(
             hidden_states,
             head,
@@ -245,14 +255,16 @@ class Seam:
         running.append(None)
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         labels, shift_labels = named.get("labels"), named.get("shift_labels")
+        if self._redirect is not None and self._redirect.takes(args, kwargs):
+            return None  # The wrapper calls this model again.
         if labels is None:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return None
         effective = labels if shift_labels is None else shift_labels
         ignore_index = named.get("ignore_index", IGNORE_INDEX)
-        self._check_at_entry(named, effective, ignore_index)
-        self._adapter()
-        precede_installed_forward(self.head)
+        head = self._check_at_entry(named, effective, ignore_index)
+        self._adapter(head).check_entry(model)
+        precede_installed_forward(head)
         ddp = DistributedDataParallel._get_active_ddp_module()
         if self._redirect is None and ddp is not None and ddp.module is model:
             # Somebody else's, so it is known from its first forward on.
@@ -270,10 +282,12 @@ class Seam:
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> None:
-        """Refuses what can be seen to be wrong before the model runs its first collective."""
-        place = self.model.get_submodule(self._head_name)
-        if hasattr(place, "base_layer") or not any(module is self.head for module in place.modules()):
+    def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> nn.Linear:
+        """The head that will be called; refuses what can be seen to be wrong before the model runs its first
+        collective."""
+        place = self._place
+        head = active_head(place)
+        if not isinstance(head, nn.Linear) or vars(head).get("_liger_dist_seam") is not self:
             raise LigerDistError(
                 f"the output embedding of {type(self.model).__name__} is a {type(place).__name__} now, not the one "
                 "that was wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) and "
@@ -288,7 +302,8 @@ class Seam:
         tokens = inputs.shape[:2] if inputs is not None and same_tokens else labels.shape
         check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=ignore_index)
         if labels.device.type == "cpu":
-            check_range(labels, vocab_size=self.head.out_features, ignore_index=ignore_index)
+            check_range(labels, vocab_size=head.out_features, ignore_index=ignore_index)
+        return head
 
     @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

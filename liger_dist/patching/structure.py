@@ -17,10 +17,11 @@ class Structure:
     """The modules of a causal language model that sharding and patching need to tell apart."""
 
     head_name: str
+    """where the model keeps its output embedding; an adapter may have put a module of its own there"""
     head: nn.Linear
     tied: bool
     """whether the input embedding is the head's own parameter"""
-    embedding_name: str | None
+    embedding: nn.Module | None
     layers: tuple[nn.Module, ...]
     """the decoder layers, in order; empty when the model keeps no list of them"""
     final_norm: nn.Module | None
@@ -34,13 +35,14 @@ def find_structure(model: nn.Module) -> Structure:
         LigerDistError: no output embedding, or one that is not an ``nn.Linear``.
     """
     get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    if head is None:
+    place = get_head() if callable(get_head) else None
+    if place is None:
         raise LigerDistError(
             f"{type(model).__name__} has no output embedding (get_output_embeddings() gives "
             f"{'None' if callable(get_head) else 'no such method'}); expected a language model with a head, such as "
             "AutoModelForCausalLM builds. A base model or a classifier has no token loss to fuse."
         )
+    head = active_head(place)
     own_forward = vars(head).get("forward")
     is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
@@ -49,7 +51,7 @@ def find_structure(model: nn.Module) -> Structure:
             "expected an unmodified torch.nn.Linear. A quantised or adapted head cannot be fused: exclude the head "
             "from quantisation (llm_int8_skip_modules, modules_to_not_convert) or from the adapter's target_modules."
         )
-    head_name = next(name for name, module in model.named_modules() if module is head)
+    head_name = next(name for name, module in model.named_modules() if module is place)
     get_embedding = getattr(model, "get_input_embeddings", None)
     embedding = get_embedding() if callable(get_embedding) else None
     layers, parent = _find_layers(model)
@@ -57,10 +59,26 @@ def find_structure(model: nn.Module) -> Structure:
         head_name=head_name,
         head=head,
         tied=embedding is not None and getattr(embedding, "weight", None) is head.weight,
-        embedding_name=next((name for name, module in model.named_modules() if module is embedding), None),
+        embedding=embedding,
         layers=layers,
         final_norm=_find_final_norm(parent, layers),
     )
+
+
+def active_head(place: nn.Module) -> nn.Module:
+    """The output embedding in use at ``place``, behind FSDP1's wrapper and PEFT's ``modules_to_save``."""
+    place = getattr(place, "_fsdp_wrapped_module", place)
+    saved = getattr(place, "modules_to_save", None)
+    if not isinstance(saved, nn.ModuleDict):
+        return place
+    active = [name for name in place.active_adapters if name in saved]  # type: ignore[union-attr]
+    is_original = place.disable_adapters or not active
+    return active_head(place.original_module if is_original else saved[active[0]])  # type: ignore[arg-type]
+
+
+def heads_at(place: nn.Module) -> tuple[nn.Linear, ...]:
+    """Every output embedding that may come into use at ``place``: one, or an original and those of PEFT's adapters."""
+    return tuple(module for module in place.modules() if isinstance(module, nn.Linear))
 
 
 def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:

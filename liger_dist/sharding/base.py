@@ -43,7 +43,7 @@ class Facts:
     tied: bool
     """whether the input embedding is the same parameter"""
     own_unit: bool
-    """FSDP1: whether the head is in another unit than the root"""
+    """FSDP1: whether the head is in another unit than the root; FSDP2: whether its weight is no other module's too"""
     head_choice: str
     """``WrapConfig.head``"""
     token_mean: str
@@ -77,6 +77,10 @@ class ShardingAdapter(Protocol):
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         """Why this adapter cannot serve a head with these facts; empty when it can. No collectives."""
+        ...
+
+    def check_entry(self, model: nn.Module) -> None:
+        """Refuses, before ``model`` runs, a call that has gone past the engine. No collectives."""
         ...
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:

@@ -23,6 +23,11 @@ from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
 from .base import DataParallel, Facts
 
+TIED_APART = (
+    "the head is tied to the embedding but FSDP2 stores them apart, so each gets one of the two gradients; put both "
+    "into one group with fully_shard([embedding, norm, head]), or leave both to the root"
+)
+
 
 class FSDP2Gathered:
     """FSDP2's hooks gather the weight for the head's forward; the loss runs inside it on a plain weight."""
@@ -34,7 +39,12 @@ class FSDP2Gathered:
             return [facts.storage]
         if facts.tensor_parallel is not None:
             return ["the weight stays split over the tensor-parallel axis when FSDP2 has gathered it"]
+        if facts.tied and facts.own_unit:
+            return [TIED_APART]
         return []
+
+    def check_entry(self, model: nn.Module) -> None:
+        """The model itself is FSDP2's root."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         found = find_param(head, model)

@@ -30,6 +30,9 @@ class Replicated:
             )
         return reasons
 
+    def check_entry(self, model: nn.Module) -> None:
+        """A replica needs nothing; DDP is reached by the redirect."""
+
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         if not dist.is_initialized():
             return DataParallel(groups=(), divide_factor=1.0)

@@ -9,6 +9,7 @@ all-gather of two numbers). Logits and weight are never gathered.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_labels, vocab_parallel_linear_cross_entropy
 
 from .base import DataParallel, Facts
-from .fsdp2 import FSDP2Gathered, find_param
+from .fsdp2 import TIED_APART, FSDP2Gathered, find_param
 
 
 class TensorParallel:
@@ -50,7 +51,12 @@ class TensorParallel:
                 "token_mean='global' needs to know who averages the gradients of the replicas; pass "
                 "num_items_in_batch to the model"
             )
+        if facts.engine == "fsdp2" and facts.tied and facts.own_unit:
+            reasons.append(TIED_APART)
         return reasons
+
+    def check_entry(self, model: nn.Module) -> None:
+        """The model itself is the root."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         if find_param(head, model) is not None:
@@ -96,8 +102,10 @@ def first_row(weight: DTensor) -> int:
     return min(mesh.get_local_rank() * rows, weight.shape[0])
 
 
-def parallelize_head(model: nn.Module, head_name: str, embedding_name: str | None, mesh: DeviceMesh) -> None:
-    """Splits the head's rows over the 1-D ``mesh``, and with a tied head (``embedding_name``) the embedding's alike.
+def parallelize_heads(
+    model: nn.Module, heads: Sequence[nn.Linear], embedding: nn.Module | None, *, mesh: DeviceMesh
+) -> None:
+    """Splits the heads' rows over the 1-D ``mesh``, and those of the ``embedding`` that a single head is tied to.
     Every other parameter stays whole. The values of the mesh's first process count.
     """
     group = mesh.get_group()
@@ -105,10 +113,11 @@ def parallelize_head(model: nn.Module, head_name: str, embedding_name: str | Non
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
     # A head that other code has to run as usual still returns whole logits.
-    parallelize_module(model, mesh, {head_name: ColwiseParallel(output_layouts=Replicate())})
-    if embedding_name is not None:
-        parallelize_module(model, mesh, {embedding_name: RowwiseParallel(input_layouts=Replicate())})
-        model.get_submodule(embedding_name).weight = model.get_submodule(head_name).weight
+    for head in heads:
+        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    if embedding is not None:
+        parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+        embedding.weight = heads[0].weight
 
 
 def placed_like(hidden_states: Tensor, tensor: Tensor) -> Tensor:

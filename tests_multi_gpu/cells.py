@@ -1,0 +1,183 @@
+"""The conformance suite as data: every layout, model, kind of data and use that is exact or refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination. ``refused`` holds words of the refusal; empty for an exact one."""
+
+    engine: str
+    layout: dict[str, Any] = field(default_factory=dict)
+    world: int = 2
+    model: str = "untied"
+    data: str = "uneven"
+    use: str = "training"
+    accumulation: int = 1
+    refused: str = ""
+    fused: bool = True
+
+    @property
+    def where(self) -> str:
+        """The layout in words, a row of the support matrix."""
+        parts = [
+            name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {_plain(value)}"
+            for name, value in self.layout.items()
+        ]
+        return " ".join([NAMES[self.engine], *([f"({', '.join(parts)})"] if parts else [])])
+
+    def __str__(self) -> str:
+        changed = [value for value in (self.model, self.data, self.use) if value not in USUAL]
+        if self.accumulation > 1:
+            changed.append("accumulation")
+        return ", ".join([f"{self.where} on {self.world}", *changed])
+
+    @property
+    def tied(self) -> bool:
+        return self.model.startswith("tied")
+
+    @property
+    def tolerance(self) -> float:
+        """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
+        return 1e-5 if self.engine == "zero" else 1e-6
+
+
+USUAL = ("untied", "uneven", "training")
+NAMES = {"none": "one process", "ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "tp": "TP", "zero": "ZeRO"}
+
+
+def _plain(value: object) -> str:
+    return " x ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _fsdp1(**layout: Any) -> Cell:
+    return Cell(engine="fsdp1", layout=layout, world=4 if str(layout.get("sharding")).startswith("HYBRID") else 2)
+
+
+def _fsdp2(**layout: Any) -> Cell:
+    return Cell(engine="fsdp2", layout=layout, world=4 if "axes" in layout else 2)
+
+
+def _zero(stage: int, **layout: Any) -> Cell:
+    return Cell(engine="zero", layout={"stage": stage, **layout})
+
+
+ONE = Cell(engine="none", world=1)
+DDP = Cell(engine="ddp")
+HSDP, GRID = ("replicate", "shard"), ("shard", "tp")
+
+FSDP1 = [
+    _fsdp1(sharding=sharding, **({"own_unit": True} if own else {}), use_orig_params=orig)
+    for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+    for own in (False, True)
+    for orig in (False, True)
+]
+FSDP2 = [
+    *(_fsdp2(head=head, reshard=reshard) for head in ("root", "tail", "own") for reshard in (True, False)),
+    *(_fsdp2(head=head, axes=HSDP) for head in ("root", "tail", "own")),
+    *(_fsdp2(head=head, offload=True) for head in ("root", "tail", "own")),
+]
+OURS = [
+    _fsdp1(by_others=False),
+    _fsdp1(by_others=False, sharding="SHARD_GRAD_OP"),
+    _fsdp1(by_others=False, sharding="HYBRID_SHARD"),
+    _fsdp2(),
+    _fsdp2(reshard=False),
+    _fsdp2(offload=True),
+    _fsdp2(axes=HSDP),
+    _fsdp2(axes=GRID),
+    _fsdp2(axes=GRID, head="root"),
+]
+ZERO = [
+    *(_zero(stage, **variant) for stage in range(4) for variant in ({}, {"accumulation": 2})),
+    *(_zero(stage, plain_backward=True) for stage in (1, 2, 3)),
+    *(_zero(stage, plain_backward=True, accumulation=2) for stage in (1, 2, 3)),
+    *(_zero(stage, offload=True) for stage in (1, 2, 3)),
+    _zero(3, zero_init=True),
+]
+TP = [
+    Cell(engine="tp"),
+    Cell(engine="tp", world=4),
+    *(
+        Cell(engine="tp", layout={"plan": plan}, world=world)
+        for plan in ("transformers", "sequence")
+        for world in (2, 4)
+    ),
+]
+
+PRINCIPAL = [
+    DDP,
+    _fsdp1(by_others=False),
+    _fsdp1(use_orig_params=False),
+    _fsdp1(own_unit=True),
+    _fsdp2(),
+    _fsdp2(head="own"),
+    _fsdp2(axes=HSDP),
+    _fsdp2(axes=GRID),
+    *(_zero(stage) for stage in range(4)),
+    Cell(engine="tp", world=4),
+]
+"""One layout of each kind: these meet every model, kind of data and use."""
+
+MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter")
+DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
+USES = ("evaluation", "generation", "outside the root", "checkpointing", "two forwards")
+
+
+def _cells() -> list[Cell]:
+    cells = [ONE, DDP, replace(DDP, layout={"by_others": True}), *FSDP1, *OURS, *FSDP2, *ZERO, *TP]
+    cells += [replace(cell, accumulation=2) for cell in (DDP, *FSDP1, *OURS, *FSDP2) if not cell.layout.get("offload")]
+    cells += [replace(c, model="tied") for c in (ONE, *FSDP1, *OURS, *FSDP2, *ZERO, *TP) if "plan" not in c.layout]
+    cells += [replace(c, model="tied") for c in TP if c.layout.get("plan") == "transformers"]
+    for cell in PRINCIPAL:
+        # FSDP1 itself refuses frozen and trained parameters in one flat one.
+        is_flat = cell.layout.get("use_orig_params") is False
+        cells += [replace(cell, model=model) for model in (("tied", "bias") if is_flat else MODELS)]
+        cells += [replace(cell, data=data) for data in DATA]
+        cells += [replace(cell, use=use) for use in USES]
+    cells.append(replace(DDP, use="unused parameters"))
+    cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
+    families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
+    cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), Cell(engine="tp")) for m in families]
+    return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
+
+
+def _refusal(cell: Cell) -> str:
+    """Words of the sentence that refuses the cell; empty for one that is exact."""
+    if cell.tied and cell.engine == "fsdp1" and cell.layout.get("own_unit"):
+        return "leave the head out of the wrapping policy"
+    if cell.tied and cell.layout.get("head") in ("own", "tail"):
+        return "fully_shard"
+    if cell.data == "global mean" and cell.engine == "zero":
+        return "pass num_items_in_batch to the model"
+    if cell.use == "outside the root" and cell.engine == "fsdp1" and cell.layout.get("by_others", True):
+        return "Call the wrapper that FullyShardedDataParallel"
+    return ""
+
+
+CELLS = _cells()
+
+PRECISION = [
+    _fsdp1(by_others=False, bf16=True),
+    _fsdp1(use_orig_params=False, bf16=True),
+    _fsdp1(own_unit=True, bf16=True),
+    *(_fsdp2(head=head, bf16=True) for head in ("root", "tail", "own")),
+    _fsdp2(bf16=True),
+    _fsdp2(axes=GRID, bf16=True),
+    *(_zero(stage, bf16=True) for stage in range(4)),
+]
+"""bf16 compute: held to 1.5 times the error of the same layout unfused."""
+
+
+def by_world(cells: list[Cell], world: int) -> list[Cell]:
+    return [cell for cell in cells if cell.world == world]
+
+
+def rows(cells: list[Cell]) -> list[str]:
+    return [key for key, _ in itertools.groupby(sorted({cell.where for cell in cells}))]

@@ -1,0 +1,323 @@
+"""The ways a model is stored in the conformance suite: each is one :class:`Session`, as a training loop sees it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cells import LEARNING_RATE, Cell
+from models import full
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+
+class Session:
+    """A wrapped model, its optimiser, and which tokens this process sees."""
+
+    def __init__(self, cell: Cell, inner: nn.Module) -> None:
+        self.cell = cell
+        self.inner = inner
+        self.root: nn.Module = inner
+        self.data_rank, self.data_world = _rank_and_world()
+        self.shard()
+        self.optimizer: Any = torch.optim.SGD(self.root.parameters(), lr=LEARNING_RATE)
+
+    def wrap(self, strategy: str, mesh: Any = None, **options: Any) -> Any:
+        mean = {"token_mean": "global"} if self.cell.data == "global mean" else {}
+        checkpointing = {"activation_checkpointing": True} if self.cell.use == "checkpointing" else {}
+        config = liger_dist.WrapConfig(**mean, **checkpointing, fused_loss=self.cell.fused, **options)
+        return liger_dist.wrap(self.inner, strategy, mesh=mesh, config=config)  # type: ignore[arg-type]
+
+    def shard(self) -> None:
+        self.root = self.wrap("none")
+
+    def without_reduction(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches of an accumulation before the last."""
+        return nullcontext()
+
+    def forward(self, batch: dict[str, Tensor], *, outside: bool = False, **extra: Any) -> Any:
+        return (self.inner if outside else self.root)(**batch, **extra)
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """What the engine asks for around ``generate``."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> dict[str, Tensor]:
+        """Steps the optimiser; every parameter's whole gradient, by its name in the inner model."""
+        gradients = self.gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return gradients
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: full(p.grad) for name, p in self.inner.named_parameters() if p.grad is not None}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: full(p) for name, p in self.inner.named_parameters()}
+
+    def close(self) -> None:
+        pass
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class DDP(Session):
+    def shard(self) -> None:
+        if self.cell.layout.get("by_others"):
+            self.root = nn.parallel.DistributedDataParallel(self.wrap("auto"))
+        elif self.cell.use == "unused parameters":
+            self.root = nn.parallel.DistributedDataParallel(self.wrap("auto"), find_unused_parameters=True)
+        else:
+            self.root = self.wrap("ddp")
+
+    def without_reduction(self) -> AbstractContextManager[Any]:
+        assert isinstance(self.root, nn.parallel.DistributedDataParallel)
+        return self.root.no_sync()
+
+
+def _grid(*names: str) -> DeviceMesh:
+    return init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=names)
+
+
+class FSDP1(Session):
+    """A gradient is what SGD moved a parameter by: FSDP1 shows gradients in few of its modes."""
+
+    def shard(self) -> None:
+        layout = self.cell.layout
+        strategy = layout.get("sharding", "FULL_SHARD")
+        mesh = _grid("replicate", "shard") if strategy.startswith("HYBRID") else None
+        if not layout.get("by_others", True):
+            options = {} if strategy == "FULL_SHARD" else {"reshard_after_forward": False}
+            self.root = self.wrap("fsdp1", mesh=mesh, **_precision(layout), **options)
+            return
+        model = self.wrap("auto")
+        decoder = next(module for module in model.modules() if type(module).__name__.endswith("Model"))
+        units = {*decoder.layers}
+        if layout.get("own_unit"):
+            units |= {module for name, module in model.named_modules() if "lm_head" in name and _is_linear(module)}
+        precision = _precision(layout)
+        self.root = FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            use_orig_params=layout.get("use_orig_params", True),
+            cpu_offload=CPUOffload(offload_params=bool(layout.get("offload"))),
+            mixed_precision=MixedPrecision(**precision) if precision.get("param_dtype") else None,
+            device_mesh=mesh,
+            device_id=compute_device(),
+        )
+
+    def without_reduction(self) -> AbstractContextManager[Any]:
+        assert isinstance(self.root, FullyShardedDataParallel)
+        return self.root.no_sync()
+
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        if not self.cell.layout.get("by_others", True):
+            return nullcontext()  # redirected through the root
+        return FullyShardedDataParallel.summon_full_params(self.root, writeback=False, recurse=False)
+
+    def step(self) -> dict[str, Tensor]:
+        before = self.parameters()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        after = self.parameters()
+        return {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
+
+    def parameters(self) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(self.root):
+            named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in self.root.named_parameters()}
+            return {name: p.detach().clone().to(compute_device()) for name, p in named.items()}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _precision(layout: Any) -> dict[str, Any]:
+    if layout.get("bf16"):
+        return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    return {"reduce_dtype": torch.float64}
+
+
+class FSDP2(Session):
+    def shard(self) -> None:
+        layout = self.cell.layout
+        axes = layout.get("axes")
+        mesh = _grid(*axes) if axes else None
+        if axes and axes[-1] == "tp":
+            assert mesh is not None
+            self.data_rank, self.data_world = mesh.get_local_rank(axes[0]), 2
+        reshard = layout.get("reshard", True)
+        if not layout.get("head"):
+            offload = {"cpu_offload": True} if layout.get("offload") else {}
+            self.root = self.wrap("fsdp2", mesh=mesh, reshard_after_forward=reshard, **_precision(layout), **offload)
+            return
+        model = self.wrap("auto")
+        decoder = next(module for module in model.modules() if type(module).__name__.endswith("Model"))
+        options = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard,
+            "mp_policy": MixedPrecisionPolicy(**_precision(layout)) if layout.get("bf16") else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if layout.get("offload") else OffloadPolicy(),
+        }
+        for layer in decoder.layers:
+            fully_shard(layer, **options)
+        heads = [module for name, module in model.named_modules() if "lm_head" in name and _is_linear(module)]
+        if layout["head"] == "tail":
+            fully_shard([decoder.norm, *heads], **options)
+        elif layout["head"] == "own":
+            for head in heads:
+                fully_shard(head, **options)
+        fully_shard(model, **options)
+        self.root = model
+
+    def without_reduction(self) -> AbstractContextManager[Any]:
+        return self._reduction(False)
+
+    @contextmanager
+    def _reduction(self, is_on: bool) -> Iterator[None]:
+        self.root.set_requires_gradient_sync(is_on)  # type: ignore[operator]
+        yield
+        self.root.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+class TensorParallel(Session):
+    """All processes see the tokens of the first."""
+
+    def shard(self) -> None:
+        self.data_rank, self.data_world = 0, 1
+        plan = self.cell.layout.get("plan")
+        if plan is None:
+            self.root = self.wrap("tp")
+            return
+        if plan == "transformers":
+            self.inner = loaded_with_a_plan(self.inner)
+            self.root = self.wrap("tp")
+        else:
+            self.root = self.wrap("auto")
+            mesh = init_device_mesh(compute_device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+            parallelize_sequences(self.inner, mesh)
+
+
+def loaded_with_a_plan(model: Any) -> nn.Module:
+    """The same weights, read from a checkpoint by transformers with its own tensor-parallel plan."""
+    from transformers import AutoModelForCausalLM
+
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders, src=0)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folders[0])
+    dist.barrier()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folders[0], tp_plan="auto", dtype=next(model.parameters()).dtype, attn_implementation="eager"
+    )
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+def parallelize_sequences(model: Any, mesh: DeviceMesh) -> None:
+    """The final norm works on its part of each sequence, as sequence parallelism has it, and the head gathers."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    parallelize_module(
+        model.model,
+        mesh,
+        {"norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))},
+    )
+    parallelize_module(model, mesh, {"model.norm": SequenceParallel()})
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
+
+
+class Zero(Session):
+    """DeepSpeed in fp32, or bf16 with its own fp32 masters."""
+
+    def shard(self) -> None:
+        import deepspeed
+
+        layout = self.cell.layout
+        model = self.wrap("deepspeed")
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        self.root, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_settings(layout))
+
+    def backward(self, loss: Tensor) -> None:
+        if self.cell.layout.get("plain_backward"):
+            loss.backward()
+        else:
+            self.root.backward(loss)  # type: ignore[operator]
+        if not self.root.is_gradient_accumulation_boundary():  # type: ignore[operator]
+            self.root.step()  # type: ignore[operator]
+
+    def step(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        gradients = {n: safe_get_full_grad(p) for n, p in self.inner.named_parameters() if p.requires_grad}
+        self.root.step()  # type: ignore[operator]
+        return {name: gradient.to(compute_device()) for name, gradient in gradients.items() if gradient is not None}
+
+    def parameters(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        wholes = {n: safe_get_full_fp32_param(p) for n, p in self.inner.named_parameters() if p.requires_grad}
+        return {name: whole.to(compute_device()) for name, whole in wholes.items() if whole is not None}
+
+    def close(self) -> None:
+        self.root.destroy()  # type: ignore[operator]
+
+
+def zero_settings(layout: Any) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+    zero: dict[str, Any] = {"stage": layout["stage"], **layout.get("zero", {})}
+    if layout.get("offload"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": layout.get("accumulation", 1),
+        "zero_optimization": zero,
+        # Its default is 1.
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": bool(layout.get("bf16"))},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+SESSIONS: dict[str, type[Session]] = {
+    "none": Session,
+    "ddp": DDP,
+    "fsdp1": FSDP1,
+    "fsdp2": FSDP2,
+    "tp": TensorParallel,
+    "zero": Zero,
+}

@@ -1,0 +1,271 @@
+"""Every cell: every parameter's gradient and value equal those of the unwrapped fp64 model on the union of all ranks'
+data, over two optimiser steps; or a refusal before anything is lost."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world
+from harness import Workers
+from layouts import SESSIONS, Session
+from models import make_batch, make_model, true_loss_sum
+from torch import Tensor, nn
+
+import liger_dist
+
+
+@pytest.mark.parametrize("cell", by_world(CELLS, 1), ids=str)
+def test_one_process(cell: Cell) -> None:
+    assert_exact(cell, [train(cell)])
+
+
+@pytest.mark.parametrize("cell", by_world(CELLS, 2), ids=str)
+def test_two_ranks(cell: Cell, workers_2: Workers) -> None:
+    run(cell, workers_2)
+
+
+@pytest.mark.parametrize("cell", by_world(CELLS, 4), ids=str)
+def test_four_ranks(cell: Cell, workers_4: Workers) -> None:
+    run(cell, workers_4)
+
+
+@pytest.mark.parametrize("cell", PRECISION, ids=str)
+def test_bf16_is_no_worse_than_the_unfused_model(cell: Cell, workers_2: Workers, workers_4: Workers) -> None:
+    skip_without(cell)
+    workers = workers_2 if cell.world == 2 else workers_4
+    fused, unfused = (workers.run(rounding, replace(cell, fused=fused)) for fused in (True, False))
+    for mine, theirs in zip(fused, unfused, strict=True):
+        for name, error in mine.items():
+            assert error <= 1.5 * theirs[name] + 1e-3, f"{name}: {error:.2e}, unfused {theirs[name]:.2e}"
+
+
+def skip_without(cell: Cell) -> None:
+    """Skips what this machine cannot run, with the reason."""
+    if cell.engine == "zero":
+        pytest.importorskip("deepspeed")
+        if cell.layout.get("offload") and torch.cuda.is_available():
+            pytest.skip("DeepSpeed's CPU optimiser is not built here")
+    if cell.engine == "fsdp1" and cell.layout.get("offload") and not torch.cuda.is_available():
+        pytest.skip("FSDP1 pins offloaded memory, which needs an accelerator")
+    if cell.model.startswith("saved head"):
+        pytest.importorskip("peft")
+
+
+def refusal(cell: Cell) -> str:
+    """The sentence that refuses a cell on this rank."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - some are refused by the framework itself
+        train(cell)
+    return str(caught.value)
+
+
+def run(cell: Cell, workers: Workers) -> None:
+    skip_without(cell)
+    if cell.refused:
+        for sentence in workers.run(refusal, cell):
+            assert cell.refused in sentence
+    else:
+        assert_exact(cell, workers.run(train, cell))
+
+
+def assert_exact(cell: Cell, results: list[dict[str, float]]) -> None:
+    for rank, errors in enumerate(results):
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < cell.tolerance, f"rank {rank}: {worst} is off by {errors[worst]:.2e}"
+
+
+def train(cell: Cell) -> dict[str, float]:
+    """Trains two steps beside the truth and returns every error found, by name. Runs on every rank."""
+    model = build(cell)
+    reference = copy.deepcopy(model).double()
+    session = SESSIONS[cell.engine](cell, model)
+    errors: dict[str, float] = {}
+    for step in range(2):
+        errors |= {f"step {step} {name}": error for name, error in train_step(session, reference, step).items()}
+    if cell.use in ("evaluation", "generation"):
+        errors |= USES[cell.use](session, reference)
+    session.close()
+    return errors
+
+
+def build(cell: Cell) -> nn.Module:
+    """The model of a cell, the same on every rank."""
+    family = next((f for f in ("qwen2", "gemma2") if f in cell.model), "llama")
+    dtype = torch.float32 if cell.engine == "zero" or cell.layout.get("bf16") else torch.float64
+    heads = 4 if cell.layout.get("plan") == "transformers" else 2
+    model: Any = make_model(family, tied=cell.tied, dtype=dtype, heads=heads, bias=cell.model == "bias")
+    head = model.get_output_embeddings().weight
+    for parameter in model.parameters():
+        if cell.model == "frozen backbone":
+            parameter.requires_grad_(parameter is head)
+        if cell.model == "frozen head":
+            parameter.requires_grad_(parameter is not head)
+    if cell.model.startswith("saved head"):
+        import peft
+
+        name = "other" if "named" in cell.model else "default"
+        settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+        # The adapted model is the base model itself with some modules exchanged; it is what gets wrapped.
+        peft.get_peft_model(model, settings, adapter_name=name)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
+        model.to(dtype)
+    return model
+
+
+def batches_of(cell: Cell, session: Session, step: int) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches of every data-parallel rank."""
+    micro = cell.accumulation * cell.layout.get("accumulation", 1) * (2 if cell.use == "two forwards" else 1)
+    empty = session.data_world - 1 if cell.data == "empty rank" else None
+    return [
+        [make_batch(r, seed=10 * step + m, num_ignored=12 if r == empty else None) for m in range(micro)]
+        for r in range(session.data_world)
+    ]
+
+
+def train_step(session: Session, reference: nn.Module, step: int) -> dict[str, float]:
+    cell = session.cell
+    batches = batches_of(cell, session, step)
+    mine = run_micro_batches(session, batches)
+    truths = true_step(reference, cell, batches)[session.data_rank]
+    errors = {
+        f"loss {micro}": abs(loss - truth) / max(abs(truth), 1e-12)
+        for micro, (loss, truth) in enumerate(zip(mine, truths, strict=True))
+    }
+    gradients = session.step()
+    true_gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in true_gradients.values())
+    for name, truth in true_gradients.items():
+        # Some gradients are zero in exact arithmetic: they are held to a part of the largest.
+        scale = max(float(truth.abs().max()), (1e-2 if cell.tolerance > 1e-6 else 1e-4) * largest) or 1.0
+        errors[f"gradient of {name}"] = float((gradients[name] - truth).abs().max()) / scale
+    for name in gradients.keys() - true_gradients.keys():
+        errors[f"gradient of frozen {name}"] = float(gradients[name].abs().max())
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.grad is not None:
+                parameter -= LEARNING_RATE * parameter.grad
+                parameter.grad = None
+    values = session.parameters()
+    for name, parameter in reference.named_parameters():
+        if name in values:
+            errors[f"value of {name}"] = float((values[name] - parameter).abs().max())
+    return errors
+
+
+def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) -> list[float]:
+    """Forward and backward of this rank's micro-batches."""
+    cell, mine = session.cell, batches[session.data_rank]
+    items = torch.tensor(count_valid(batches) / session.data_world)
+    losses: list[Tensor] = []
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        extra: dict[str, Any] = {"num_items_in_batch": items} if cell.data == "num_items_in_batch" else {}
+        if cell.data == "shift_labels":
+            extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        output = session.forward(batch, outside=cell.use == "outside the root", **extra)
+        assert output.logits.shape[-1] == 0 or not cell.fused
+        losses.append(output.loss.detach())
+        loss: Tensor = output.loss
+        return loss if cell.data == "num_items_in_batch" else loss / (len(mine) / cell.layout.get("accumulation", 1))
+
+    if cell.use == "two forwards":
+        session.backward(sum(loss_of(batch) for batch in mine))  # type: ignore[arg-type]
+        return [float(loss) for loss in losses]
+    for index, batch in enumerate(mine):
+        if index < len(mine) - 1 and cell.accumulation > 1:
+            with session.without_reduction():
+                session.backward(loss_of(batch))
+        else:
+            session.backward(loss_of(batch))
+    return [float(loss) for loss in losses]
+
+
+def count_valid(batches: list[list[dict[str, Tensor]]]) -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for rank in batches for batch in rank)
+
+
+def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Tensor]]]) -> list[list[float]]:
+    """Gradients of the unwrapped model as data parallelism defines them; what each rank's micro-batches should
+    report."""
+    world = len(batches)
+    reports: list[list[float]] = []
+    for rank_batches in batches:
+        reports.append([])
+        for micro, batch in enumerate(rank_batches):
+            total, count = true_loss_sum(reference, batch)
+            if cell.data == "num_items_in_batch":
+                loss, factor = total * world / count_valid(batches), 1
+            elif cell.data == "global mean":
+                loss, factor = total * world / count_valid([[r[micro]] for r in batches]), len(rank_batches)
+            else:
+                loss, factor = total / max(count, 1), len(rank_batches)
+            if loss.requires_grad:
+                (loss / factor / world).backward()
+            reports[-1].append(float(loss.detach()))
+    return reports
+
+
+@torch.no_grad()
+def evaluate(session: Session, reference: nn.Module) -> dict[str, float]:
+    """A loss without logits or gradients, and logits on request, between training steps."""
+    session.root.eval()
+    reference.eval()
+    batch = make_batch(session.data_rank)
+    output = session.forward(batch)
+    total, count = true_loss_sum(reference, batch)
+    logits = session.forward({"input_ids": batch["input_ids"]}).logits
+    truth = reference(input_ids=batch["input_ids"]).logits
+    assert output.logits.shape[-1] == 0
+    assert not output.loss.requires_grad
+    return {
+        "evaluated loss": abs(float(output.loss) - float(total) / count),
+        "logits": float((logits - truth).abs().max()) / float(truth.abs().max()),
+    }
+
+
+@torch.no_grad()
+def generate(session: Session, reference: Any) -> dict[str, float]:
+    session.root.eval()
+    reference.eval()
+    prompt = make_batch(0)["input_ids"][:1, :5]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with session.whole_weights():
+        text = session.inner.generate(prompt, **options)  # type: ignore[operator]
+    return {"text": float((text != reference.generate(prompt, **options)).sum())}
+
+
+USES = {"evaluation": evaluate, "generation": generate}
+
+
+def rounding(cell: Cell) -> dict[str, float]:
+    """Relative L2 error of one step in bf16: of all gradients, and of the head's."""
+    model = build(cell)
+    if cell.engine == "zero":
+        model.to(torch.bfloat16)
+    reference = copy.deepcopy(model).double()
+    session = SESSIONS[cell.engine](cell, model)
+    batches = batches_of(cell, session, 0)
+    (loss,) = run_micro_batches(session, batches)
+    (truth,) = true_step(reference, cell, batches)[session.data_rank]
+    gradients = session.step()
+    session.close()
+    differences, squares = {}, {}
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        differences[name] = float((gradients[name].double() - parameter.grad).square().sum())
+        squares[name] = float(parameter.grad.square().sum())
+    return {
+        "loss": abs(loss - truth) / abs(truth),
+        "all gradients": (sum(differences.values()) / sum(squares.values())) ** 0.5,
+        "gradient of the head": (differences["lm_head.weight"] / squares["lm_head.weight"]) ** 0.5,
+    }
+
+
+assert liger_dist  # the workers import this file; the library's import is part of their start
+assert dist
