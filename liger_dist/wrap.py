@@ -162,8 +162,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         LigerDistError: the model is not wrapped.
     """
-    inner = _inner(model)
-    record = _record(inner)
+    inner = inner_model(model)
+    record = record_of(inner)
     if record.seam is not None:
         record.seam.remove()
     delattr(inner, _RECORD)
@@ -176,8 +176,8 @@ def explain(model: nn.Module) -> Explanation:
     Raises:
         LigerDistError: the model is not wrapped.
     """
-    inner = _inner(model)
-    record = _record(inner)
+    inner = inner_model(model)
+    record = record_of(inner)
     head = active_head(inner.get_submodule(record.structure.head_name))
     facts = collect_facts(
         inner,
@@ -199,13 +199,13 @@ def explain(model: nn.Module) -> Explanation:
     )
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``."""
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) and not hasattr(model, _RECORD) else model
 
 
-def _record(inner: nn.Module) -> _Wrapped:
+def record_of(inner: nn.Module) -> _Wrapped:
     record = getattr(inner, _RECORD, None)
     if not isinstance(record, _Wrapped):
         raise LigerDistError(f"this {type(inner).__name__} is not wrapped; call liger_dist.wrap(model) first.")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,90 +24,17 @@ from liger_dist.config import WrapConfig
 from liger_dist.dispatch import choose, collect_facts
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.labels import LabelSummary, check_labels, check_range
+from liger_dist.losses.labels import check_labels, check_range
+from liger_dist.losses.normalization import denominator
 from liger_dist.sharding.base import DataParallel, ShardingAdapter
-from liger_dist.sharding.tensor_parallel import placed_like
 from liger_dist_kernels import LossOptions
 
 from .head import fuse_head, precede_installed_forward, restore_head
 from .probe import LogitTransform
 from .redirect import Redirect
+from .request import IGNORE_INDEX, LogitsToLoss, LossRequest, start_summary
 from .structure import Structure, active_head, heads_at
 from .untraced import untraced
-
-IGNORE_INDEX = -100
-
-
-@dataclass
-class LossRequest:
-    """One call's labels on their way in, and its loss on the way out."""
-
-    seam: Seam
-    labels: Tensor
-    is_shifted: bool
-    num_items_in_batch: Tensor | float | None
-    ignore_index: int
-    summary: LabelSummary | None
-    value: Tensor | None = None
-    """the finished loss, outside the graph"""
-    upstream: Tensor | None = field(default=None, repr=False)
-    delivered: bool = False
-
-    def compute(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
-        """Computes the loss; the logits without width that carry it are returned."""
-        check_labels(
-            self.labels,
-            tokens_of="hidden states",
-            shape=hidden_states.shape[:-1],
-            ignore_index=self.ignore_index,
-        )
-        output = self.seam.compute(self, head, hidden_states)
-        self.value = output.loss.detach()
-        shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
-        carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
-        return placed_like(hidden_states, carried)
-
-    def shifted_labels(self) -> Tensor:
-        """Each token's next label, the last one's ignored."""
-        if self.is_shifted:
-            return self.labels
-        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.ignore_index)
-
-    def differences(self, given: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
-        """Whether the model hands its loss function other arguments than this loss was computed with. Tensors may have
-        been moved on the way, so only their presence is compared."""
-        return (
-            ("num_items_in_batch", (given.get("num_items_in_batch") is None) != (self.num_items_in_batch is None)),
-            ("shift_labels", (given.get("shift_labels") is None) == self.is_shifted),
-            ("ignore_index", given.get("ignore_index", IGNORE_INDEX) != self.ignore_index),
-        )
-
-
-class _LossToLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, request: LossRequest, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        ctx.request = request
-        return loss.new_empty((*shape, 0), dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:
-        upstream, ctx.request.upstream = ctx.request.upstream, None
-        return upstream, None, None, None
-
-
-class _LogitsToLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, request: LossRequest) -> Tensor:
-        assert request.value is not None
-        ctx.request = request
-        ctx.save_for_backward(logits)
-        return request.value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        (logits,) = ctx.saved_tensors
-        ctx.request.upstream = upstream
-        return torch.zeros_like(logits), None
 
 
 class Seam:
@@ -127,6 +54,7 @@ class Seam:
         self._stored: tuple[object, ...] = ()
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._redirect: Redirect | None = None
+        self._is_paused = False
         self._head_name = structure.head_name
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
@@ -174,6 +102,49 @@ class Seam:
         for head in heads_at(self._place):
             if vars(head).get("_liger_dist_seam") is self:
                 restore_head(head)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model computes its own loss on whole logits for a while."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def shared_mean(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The ``num_items_in_batch`` that gives the model's own loss the mean over all processes of
+        ``token_mean="global"``; empty for a local mean. As many all-reduces as the mean has groups."""
+        if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
+            return {}
+        head = self._head_in_use()
+        mean_over = self._adapter(head).data_parallel(head, self.model)
+        labels = batch["labels"][..., 1:] if batch.get("shift_labels") is None else batch["shift_labels"]
+        items = denominator(
+            None,
+            torch.where(labels == batch.get("ignore_index", IGNORE_INDEX), -1, labels).to(head.weight.device),
+            reduction="mean",
+            num_items_in_batch=None,
+            dtype=torch.float32,
+            groups=mean_over.groups,
+            divide_factor=mean_over.divide_factor,
+        )
+        return {"num_items_in_batch": items}
+
+    def _head_in_use(self) -> nn.Linear:
+        """The head that a forward will call.
+
+        Raises:
+            LigerDistError: it is not one that was wrapped.
+        """
+        head = active_head(self._place)
+        if not isinstance(head, nn.Linear) or vars(head).get("_liger_dist_seam") is not self:
+            raise LigerDistError(
+                f"the output embedding of {type(self.model).__name__} is a {type(self._place).__name__} now, not the "
+                "one that was wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) "
+                "and wrap it again; LoRA on the head is not supported (train it whole with modules_to_save)."
+            )
+        return head
 
     @property
     def _place(self) -> nn.Module:
@@ -244,7 +215,7 @@ class Seam:
                     "model hands another one to its loss function; wrap it with WrapConfig(fused_loss=False)."
                 )
         request.delivered = True
-        loss: Tensor = _LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
+        loss: Tensor = LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
         return loss
 
     @untraced
@@ -257,7 +228,7 @@ class Seam:
         labels, shift_labels = named.get("labels"), named.get("shift_labels")
         if self._redirect is not None and self._redirect.takes(args, kwargs):
             return None  # The wrapper calls this model again.
-        if labels is None:
+        if labels is None or self._is_paused:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return None
         effective = labels if shift_labels is None else shift_labels
@@ -275,7 +246,7 @@ class Seam:
             is_shifted=shift_labels is not None,
             num_items_in_batch=named.get("num_items_in_batch"),
             ignore_index=ignore_index,
-            summary=_start_summary(effective, shift_labels is not None, ignore_index),
+            summary=start_summary(effective, shift_labels is not None, ignore_index),
         )
         if "use_cache" in self._parameters[len(args) :] and kwargs.get("use_cache") is None:
             # A training forward never reads a cache, and some attention masks change when one is built.
@@ -285,14 +256,7 @@ class Seam:
     def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> nn.Linear:
         """The head that will be called; refuses what can be seen to be wrong before the model runs its first
         collective."""
-        place = self._place
-        head = active_head(place)
-        if not isinstance(head, nn.Linear) or vars(head).get("_liger_dist_seam") is not self:
-            raise LigerDistError(
-                f"the output embedding of {type(self.model).__name__} is a {type(place).__name__} now, not the one "
-                "that was wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) and "
-                "wrap it again; LoRA on the head is not supported (train it whole with modules_to_save)."
-            )
+        head = self._head_in_use()
         if not isinstance(labels, Tensor):
             raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
         inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
@@ -319,11 +283,3 @@ class Seam:
                 f"{type(model).__name__} called its output embedding but not its loss_function, so the fused loss went "
                 "nowhere. Unwrap the model, or wrap it with WrapConfig(fused_loss=False)."
             )
-
-
-def _start_summary(labels: Tensor, is_shifted: bool, ignore_index: int) -> LabelSummary | None:
-    if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
-        return None
-    if not is_shifted:
-        labels = labels[..., 1:]
-    return LabelSummary(labels, ignore_index) if labels.numel() > 0 and not labels.is_floating_point() else None

@@ -131,6 +131,15 @@ def is_stored_by_fsdp1(weight: object) -> bool:
     return bool(getattr(weight, "_fsdp_flattened", False)) or not isinstance(weight, nn.Parameter)
 
 
+def is_inside_fsdp1(model: nn.Module) -> bool:
+    """Whether FSDP1 keeps the parameters of ``model``."""
+    return any(
+        isinstance(module, FullyShardedDataParallel) or getattr(parameter, "_fsdp_flattened", False)
+        for module in model.modules()
+        for parameter in (None, *module._parameters.values())
+    )
+
+
 def has_own_unit(head: nn.Module, model: nn.Module) -> bool:
     """Whether an FSDP1 unit inside ``model`` holds ``head`` and nothing of the embedding."""
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]

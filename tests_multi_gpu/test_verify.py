@@ -1,0 +1,148 @@
+"""verify: silent on what is right, one sentence for what is wrong, and nothing changed by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import PRINCIPAL, Cell
+from harness import Workers
+from layouts import SESSIONS
+from models import full, make_batch, make_model
+from test_conformance import build, run_micro_batches, skip_without
+
+import liger_dist
+from liger_dist.losses import linear_cross_entropy
+
+
+@pytest.mark.parametrize("cell", PRINCIPAL, ids=str)
+def test_it_finds_nothing_in_what_is_right_and_leaves_no_trace(
+    cell: Cell, workers_2: Workers, workers_4: Workers
+) -> None:
+    skip_without(cell)
+    workers = workers_2 if cell.world == 2 else workers_4
+    plain, verified = (workers.run(train_around_verify, cell, how_often) for how_often in (0, 1))
+    for before, after in zip(plain, verified, strict=True):
+        assert after.pop("problems") == before.pop("problems") == ()
+        assert after == before
+
+
+def train_around_verify(cell: Cell, how_often: int) -> dict[str, Any]:
+    """Two steps with dropout and momentum; everything they leave behind, exactly."""
+    model: Any = build(cell)
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    session = SESSIONS[cell.engine](cell, model)
+    session.root.train()
+    torch.manual_seed(5)
+    left: dict[str, Any] = {"problems": ()}
+    for step in range(2):
+        batches = [[make_batch(r, seed=step)] for r in range(session.data_world)]
+        for _ in range(how_often):
+            left["problems"] += liger_dist.verify(session.root, batches[session.data_rank][0]).problems
+        left[f"losses {step}"] = run_micro_batches(session, batches)
+        session.step()
+        left[f"state {step}"] = torch.get_rng_state().double().sum().item()
+    left |= {name: value.double().sum().item() for name, value in session.parameters().items()}
+    session.close()
+    return left
+
+
+def test_it_finds_each_planted_fault(workers_2: Workers) -> None:
+    for found in workers_2.run(faults):
+        assert "twice the loss does not give twice" in found["stale scale"]
+        assert "gradient differs" in found["lost gradient"]
+        assert "the fused loss is" in found["wrong loss"]
+        assert "torch.bfloat16" in found["bf16 loss"]
+        assert "should be alike on several ranks" in found["divergence"]
+        assert found["nothing"] == ""
+
+
+def faults() -> dict[str, str]:
+    found = {}
+    batch = make_batch(dist.get_rank())
+    own_backward = linear_cross_entropy._LinearCrossEntropy.backward
+    own_compute = linear_cross_entropy.fused_linear_cross_entropy
+
+    def stale(ctx: Any, d_loss: Any, *rest: Any) -> Any:
+        return own_backward(ctx, torch.ones_like(d_loss), *rest)
+
+    def lost(ctx: Any, *upstream: Any) -> Any:
+        d_hidden, d_weight, *rest = own_backward(ctx, *upstream)
+        return d_hidden, torch.zeros_like(d_weight), *rest
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output = own_compute(*args, **kwargs)
+        object.__setattr__(output, "loss", output.loss * 1.5)
+        return output
+
+    from liger_dist.sharding import replicated
+
+    for name, place, attribute, fault in (
+        ("stale scale", linear_cross_entropy._LinearCrossEntropy, "backward", staticmethod(stale)),
+        ("lost gradient", linear_cross_entropy._LinearCrossEntropy, "backward", staticmethod(lost)),
+        ("wrong loss", replicated, "fused_linear_cross_entropy", wrong),
+        ("nothing", replicated, "fused_linear_cross_entropy", own_compute),
+    ):
+        own = vars(place)[attribute]
+        setattr(place, attribute, fault)
+        try:
+            found[name] = str(liger_dist.verify(liger_dist.wrap(make_model("llama"), "ddp"), batch).problems or "")
+        finally:
+            setattr(place, attribute, own)
+    found["bf16 loss"] = str(liger_dist.verify(with_bf16_outputs(), batch).problems)
+    wrapped = liger_dist.wrap(make_model("llama"), "ddp")
+    with torch.no_grad():
+        wrapped.module.model.norm.weight[0] += dist.get_rank()
+    found["divergence"] = str(liger_dist.verify(wrapped, batch).problems)
+    return found
+
+
+def with_bf16_outputs() -> Any:
+    """As a framework's default policy shards it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = liger_dist.wrap(make_model("llama", dtype=torch.float32))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16))
+    return model
+
+
+def test_global_mean_and_one_process() -> None:
+    model = liger_dist.wrap(make_model("gemma2"), "none", config=liger_dist.WrapConfig(token_mean="global"))
+    verification = liger_dist.verify(model, make_batch(0))
+    assert verification.ok, verification
+    assert "verdict" in str(verification)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_refusals_are_agreed_on(workers_2: Workers) -> None:
+    for sentences in workers_2.run(refused):
+        assert "no label that counts" in sentences[0]
+        assert "waiting for an optimiser step" in sentences[1]
+        assert "WrapConfig(fused_loss=False)" in sentences[2]
+
+
+def refused() -> list[str]:
+    wrapped = liger_dist.wrap(make_model("llama"), "fsdp2")
+    batch = make_batch(dist.get_rank())
+    sentences = []
+
+    def attempt(model: Any, arguments: Any) -> None:
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            liger_dist.verify(model, arguments)
+        sentences.append(str(caught.value))
+
+    # Only one rank has the fault; both say so.
+    attempt(wrapped, make_batch(0, num_ignored=12) if dist.get_rank() == 1 else batch)
+    wrapped(**batch).loss.backward()
+    before = copy.deepcopy({name: full(p.grad) for name, p in wrapped.named_parameters()})
+    attempt(wrapped, batch)
+    assert all(torch.equal(full(p.grad), before[name]) for name, p in wrapped.named_parameters())
+    unfused = liger_dist.wrap(make_model("llama"), "fsdp2", config=liger_dist.WrapConfig(fused_loss=False))
+    attempt(unfused, batch)
+    return sentences
