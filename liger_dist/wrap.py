@@ -199,6 +199,11 @@ def explain(model: nn.Module) -> Explanation:
     )
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether :func:`wrap` has been called on the model, also inside DDP, FSDP1 or a DeepSpeed engine."""
+    return isinstance(getattr(inner_model(model), _RECORD, None), _Wrapped)
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``."""
     inner = getattr(model, "module", None)

@@ -1,0 +1,157 @@
+"""``liger-dist explain`` and ``liger-dist verify`` for the model that a training script builds.
+
+liger-dist explain my_training.py:make_model
+torchrun --nproc-per-node 4 -m liger_dist verify my_training.py:make_model --strategy fsdp2
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import STRATEGIES
+from .errors import LigerDistError
+from .sharding.devices import compute_device
+from .verify import verify
+from .wrap import explain, is_wrapped, wrap
+
+RANDOM_BATCH = (2, 64)
+"""sequences and tokens"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. 0: fine; 1: verify found problems; 2: it could not run, said in one sentence."""
+    options = _parser().parse_args(arguments)
+    try:
+        with _process_group():
+            report, is_fine = options.command(options)
+            if _rank() == 0:
+                print(report)
+    except LigerDistError as error:
+        if _rank() == 0:
+            print(f"liger-dist: {error}", file=sys.stderr)
+        return 2
+    return 0 if is_fine else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="liger-dist", description="What liger_dist makes of a model.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, command, what in (
+        ("explain", _explain, "show the facts, the chosen adapter, and every other one's reasons"),
+        ("verify", _verify, "run one micro-batch and compare it with the model's own loss"),
+    ):
+        sub = commands.add_parser(name, help=what, description=what)
+        sub.set_defaults(command=command)
+        sub.add_argument(
+            "factory",
+            help="module:function or file.py:function that takes no argument and returns the model, wrapped (sharded, "
+            "or in a DeepSpeed engine) or not",
+        )
+        sub.add_argument("--strategy", choices=STRATEGIES, help="wrap the model with it; default: auto")
+        sub.add_argument("--mesh", type=_numbers, help="shape of the mesh, such as 2,4")
+        if name == "verify":
+            sub.add_argument(
+                "--batch",
+                help="module:function or file.py:function that returns this rank's batch; default: random tokens",
+            )
+    return parser
+
+
+def _explain(options: argparse.Namespace) -> tuple[str, bool]:
+    return str(explain(_model(options))), True
+
+
+def _verify(options: argparse.Namespace) -> tuple[str, bool]:
+    model = _model(options)
+    batch = _load(options.batch)() if options.batch else _random_batch(model)
+    verification = verify(model, batch)
+    return str(verification), verification.ok
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    model = _load(options.factory)()
+    if not isinstance(model, nn.Module):
+        raise LigerDistError(f"{options.factory} returned a {type(model).__name__}; expected a model.")
+    if not is_wrapped(model):
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(compute_device())
+        wrapped: nn.Module = wrap(model, options.strategy or "auto", mesh=options.mesh)
+        return wrapped
+    if options.strategy or options.mesh:
+        raise LigerDistError(
+            f"{options.factory} returns a model that is wrapped already; leave --strategy and --mesh out, or return it "
+            "unwrapped."
+        )
+    return model
+
+
+def _load(spec: str) -> Callable[[], Any]:
+    """The function behind ``module:function`` or ``file.py:function``."""
+    place, _, name = spec.rpartition(":")
+    if not place:
+        raise LigerDistError(f"{spec!r} names no function; expected module:function or file.py:function.")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise LigerDistError(f"there is no file {place}; expected module:function or file.py:function.")
+        # As Python does for a script, so that it finds its neighbours.
+        sys.path.insert(0, str(path.parent))
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[path.stem] = module
+        found.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise LigerDistError(f"{place} cannot be imported ({error}); expected module:function.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise LigerDistError(f"{place} has no function {name!r}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _random_batch(model: nn.Module) -> dict[str, Any]:
+    """Tokens that differ between data-parallel ranks and are alike within a tensor-parallel group."""
+    facts = explain(model).facts
+    generator = torch.Generator().manual_seed(_rank() // facts.tensor_parallel_size)
+    ids = torch.randint(facts.weight_shape[0], RANDOM_BATCH, generator=generator).to(compute_device())
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """The group that torchrun prepared, if it started this process and nobody has made it yet."""
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
