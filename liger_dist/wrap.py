@@ -207,7 +207,7 @@ def is_wrapped(model: nn.Module) -> bool:
 def inner_model(model: nn.Module) -> nn.Module:
     """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``."""
     inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) and not hasattr(model, _RECORD) else model
+    return inner if isinstance(inner, nn.Module) and _RECORD not in vars(model) else model
 
 
 def record_of(inner: nn.Module) -> _Wrapped:

@@ -39,6 +39,18 @@ class Cell:
         return ", ".join([f"{self.where} on {self.world}", *changed])
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Of the WrapConfig, beside those of the layout."""
+        options: dict[str, Any] = {"fused_loss": self.fused}
+        if self.data == "global mean":
+            options["token_mean"] = "global"
+        if self.use == "checkpointing":
+            options["activation_checkpointing"] = True
+        if self.use == "many chunks":
+            options["memory_budget"] = 3 * 101 * 8
+        return options
+
+    @property
     def tied(self) -> bool:
         return self.model.startswith("tied")
 
@@ -127,7 +139,7 @@ PRINCIPAL = [
 
 MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter")
 DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
-USES = ("evaluation", "generation", "outside the root", "checkpointing", "two forwards")
+USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")
 
 
 def _cells() -> list[Cell]:

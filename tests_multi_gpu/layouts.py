@@ -42,9 +42,7 @@ class Session:
         self.optimizer: Any = torch.optim.SGD(self.root.parameters(), lr=LEARNING_RATE)
 
     def wrap(self, strategy: str, mesh: Any = None, **options: Any) -> Any:
-        mean = {"token_mean": "global"} if self.cell.data == "global mean" else {}
-        checkpointing = {"activation_checkpointing": True} if self.cell.use == "checkpointing" else {}
-        config = liger_dist.WrapConfig(**mean, **checkpointing, fused_loss=self.cell.fused, **options)
+        config = liger_dist.WrapConfig(**self.cell.options, **options)
         return liger_dist.wrap(self.inner, strategy, mesh=mesh, config=config)  # type: ignore[arg-type]
 
     def shard(self) -> None:

@@ -170,6 +170,7 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
             extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         output = session.forward(batch, outside=cell.use == "outside the root", **extra)
         assert output.logits.shape[-1] == 0 or not cell.fused
+        assert output.loss.dtype in (torch.float32, torch.float64)
         losses.append(output.loss.detach())
         loss: Tensor = output.loss
         return loss if cell.data == "num_items_in_batch" else loss / (len(mine) / cell.layout.get("accumulation", 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
 from models import make_batch, make_config, make_model, true_loss_sum
@@ -15,6 +16,7 @@ from torch import nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.patching.head import FusedLMHead
 from liger_dist.sharding.devices import compute_device
 
 
@@ -341,25 +343,29 @@ def refusal_of_mesh(mesh: tuple[int, ...]) -> str:
 def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
     for messages in workers_2.run(refusals_of_two):
         assert "gradients nobody would average" in messages["none"]
-        assert "no adapter can compute the loss" in messages["tensor parallel"]
-        assert "fsdp2-gathered: the weight is a DTensor that no engine gathers" in messages["tensor parallel"]
-        assert "replicated: the weight is a DTensor that no engine gathers" in messages["tensor parallel"]
+        assert "no adapter can compute the loss" in messages["columns"]
+        assert "tensor-parallel: the weight is placed S(1)" in messages["columns"]
+        assert "replicated: the weight is a DTensor that no engine gathers" in messages["columns"]
+        assert "have different labels" in messages["different tokens"]
         assert "strategy='ddp'" in messages["global mean"]
 
 
 def refusals_of_two() -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
     messages = {}
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(make_model("llama"), "none")
     messages["none"] = str(caught.value)
     model = liger_dist.wrap(make_model("llama"))
-    parallelize_module(model.lm_head, init_device_mesh(compute_device().type, (2,)), ColwiseParallel())
+    parallelize_module(model.lm_head, init_device_mesh(compute_device().type, (2,)), RowwiseParallel())
     with pytest.raises(liger_dist.LigerDistError) as caught:
         model(**make_batch(0))
-    messages["tensor parallel"] = str(caught.value)
+    messages["columns"] = str(caught.value)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "tp")(**make_batch(dist.get_rank()))
+    messages["different tokens"] = str(caught.value)
     model = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(token_mean="global"))
     with pytest.raises(liger_dist.LigerDistError) as caught:
         model(**make_batch(0))
@@ -367,40 +373,45 @@ def refusals_of_two() -> dict[str, str]:
     return messages
 
 
-def test_unwrap_under_ddp_and_fsdp2(workers_2: Workers) -> None:
+def test_unwrap_under_every_strategy(workers_2: Workers) -> None:
     for results in workers_2.run(unwrapped):
-        assert results == {"ddp": ("LlamaForCausalLM", 101), "fsdp2": ("FSDPLlamaForCausalLM", 101)}
+        assert results == {
+            "ddp": ("LlamaForCausalLM", 101),
+            "fsdp1": ("FullyShardedDataParallel", 101),
+            "fsdp2": ("FSDPLlamaForCausalLM", 101),
+            "tp": ("LlamaForCausalLM", 101),
+            "deepspeed": ("LlamaForCausalLM", 101),
+        }
 
 
 def unwrapped() -> dict[str, tuple[str, int]]:
     results = {}
-    for strategy in ("ddp", "fsdp2"):
+    for strategy in ("ddp", "fsdp1", "fsdp2", "tp", "deepspeed"):
         wrapped: nn.Module = liger_dist.wrap(make_model("llama"), strategy)  # type: ignore[arg-type]
         wrapped(**make_batch(0)).loss.backward()
-        inner: Any = liger_dist.unwrap(wrapped)
-        results[strategy] = (type(inner).__name__, inner(**make_batch(0)).logits.shape[-1])
+        left: Any = liger_dist.unwrap(wrapped)
+        assert not any(isinstance(module, FusedLMHead) for module in left.modules())
+        assert "forward" not in vars(getattr(left, "module", left))
+        results[strategy] = (type(left).__name__, left(**make_batch(0)).logits.shape[-1])
     return results
 
 
-def test_collectives_of_a_step_are_those_of_fsdp2_alone(workers_2: Workers) -> None:
-    """The fused loss adds none; a global mean adds one."""
-    for counts in workers_2.run(collectives):
-        assert counts["fused"] == counts["unfused"]
-        assert sum(counts["global mean"].values()) == sum(counts["unfused"].values()) + 1
+def test_a_copy_of_a_model_inside_ddp_stands_alone(workers_2: Workers) -> None:
+    for differences in workers_2.run(copied_out_of_ddp):
+        assert differences == (0.0, 0.0)
 
 
-def collectives() -> dict[str, dict[str, int]]:
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    counts = {}
-    for name, options in (("fused", {}), ("unfused", {"fused_loss": False}), ("global mean", {"token_mean": "global"})):
-        model = liger_dist.wrap(make_model("llama"), "fsdp2", config=liger_dist.WrapConfig(**options))  # type: ignore[arg-type]
-        model(**make_batch(0), use_cache=False).loss.backward()
-        mode = CommDebugMode()
-        with mode:
-            model(**make_batch(0), use_cache=False).loss.backward()
-        counts[name] = {str(op): count for op, count in mode.get_comm_counts().items()}
-    return counts
+def copied_out_of_ddp() -> tuple[float, float]:
+    wrapped = liger_dist.wrap(make_model("llama"), "ddp")
+    twin: Any = copy.deepcopy(wrapped.module)
+    batch = make_batch(dist.get_rank())
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2.0)
+        loss = float(twin(**batch).loss)
+        own = float(wrapped(**batch).loss)
+        twin.lm_head.weight.div_(2.0)
+    assert loss != own
+    return abs(float(twin(**batch).loss) - own), abs(float(wrapped.module(**batch).loss) - own)
 
 
 def test_a_mixture_of_experts_keeps_its_router_loss() -> None:

@@ -234,7 +234,7 @@ def test_meta_models_without_complete_rules_are_refused() -> None:
 def test_a_model_that_is_sharded_already(workers_2: Workers) -> None:
     for results in workers_2.run(wrap_after_sharding):
         assert results["error"] < 1e-6
-        assert "sharded by FSDP2 already" in results["fsdp2"]
+        assert "sharded by FSDP already" in results["fsdp2"]
         assert "nothing for DDP to average" in results["ddp"]
         assert results["restored"] == "Linear"
 

@@ -110,7 +110,7 @@ def shard(
     freed = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
     kept = ShardingStrategy._HYBRID_SHARD_ZERO2 if is_hybrid else ShardingStrategy.SHARD_GRAD_OP
     strategy = freed if config.reshard_after_forward else kept
-    units: dict[nn.Module, dict[str, Any]] = {layer: {} for layer in layers}
+    units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(layers, True)
     if own_unit is not None:
         # Its backward follows its forward at once: freeing it in between would only gather it twice.
         units[own_unit] = {"sharding_strategy": kept}

@@ -1,0 +1,84 @@
+"""What the adapters' docstrings say about collectives, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cells import DDP, Cell, _fsdp1, _fsdp2, _zero
+from harness import Workers
+from layouts import SESSIONS
+from test_conformance import batches_of, build, run_micro_batches, skip_without
+
+CHUNKS = 6
+"""30 tokens of the first rank count, and five rows of 51 logits fit the budget"""
+
+LOCAL = [
+    DDP,
+    _fsdp1(by_others=False),
+    _fsdp1(use_orig_params=False),
+    _fsdp1(own_unit=True),
+    _fsdp2(),
+    _fsdp2(head="root"),
+    _fsdp2(head="own"),
+    *(_zero(stage) for stage in range(4)),
+]
+
+
+@pytest.mark.parametrize("cell", LOCAL, ids=str)
+def test_the_loss_adds_no_collective_to_the_engine(cell: Cell, workers_2: Workers) -> None:
+    skip_without(cell)
+    for fused, unfused in zip(*(workers_2.run(count, replace(cell, fused=f)) for f in (True, False)), strict=True):
+        assert fused == unfused
+        assert sum(fused.values()) > 0
+
+
+@pytest.mark.parametrize("cell", [c for c in LOCAL if c.engine != "zero"], ids=str)
+def test_a_global_mean_adds_one(cell: Cell, workers_2: Workers) -> None:
+    both = (workers_2.run(count, replace(cell, data=data)) for data in ("global mean", "uneven"))
+    for counts, local in zip(*both, strict=True):
+        assert Counter(counts) - Counter(local) == Counter({"all_reduce": 1})
+
+
+def test_of_the_group_that_holds_the_head(workers_2: Workers) -> None:
+    """Two layers, the head's group and the root: each gathers before its forward and reduces after its backward; the
+    layers gather once more in between."""
+    for counts in workers_2.run(count, _fsdp2()):
+        assert counts == {"all_gather": 6, "reduce_scatter": 4}
+    for counts in workers_2.run(count, _fsdp1(by_others=False)):
+        assert counts == {"all_gather": 6, "reduce_scatter": 4}
+
+
+def test_of_tensor_parallelism(workers_2: Workers) -> None:
+    """One all-gather of statistics for each chunk, one all-reduce of the hidden states' gradient."""
+    for counts in workers_2.run(count, Cell(engine="tp", use="many chunks")):
+        assert counts == {"all_gather": CHUNKS, "all_reduce": 1}
+    for counts in workers_2.run(count, Cell(engine="tp", model="tied", use="many chunks")):
+        # The embedding's lookup is summed as well.
+        assert counts == {"all_gather": CHUNKS, "all_reduce": 2}
+
+
+def count(cell: Cell) -> dict[str, int]:
+    """Collectives of the second micro-batch, forward and backward, by kind."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    session: Any = SESSIONS[cell.engine](cell, build(cell))
+    batches = batches_of(cell, session, 0)
+    run_micro_batches(session, batches)
+    session.optimizer.zero_grad()
+    if cell.engine == "zero":
+        session.root.step()
+    mode = CommDebugMode()
+    with mode:
+        run_micro_batches(session, batches)
+    session.close()
+    kinds: Counter[str] = Counter()
+    for operation, number in mode.get_comm_counts().items():
+        name = str(operation).replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        kinds[next(kind for kind in KINDS if kind in name)] += number
+    return dict(kinds)
+
+
+KINDS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all", "barrier")

@@ -1,0 +1,90 @@
+"""Models on the meta device: sharded first, initialised afterwards, with the values of one process. And what bf16
+compute leaves in fp32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import full, make_batch, make_model, true_loss_sum
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+GRID = ("shard", "tp")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", None), ("fsdp2", None), ("fsdp2", (2, 1)), ("tp", None)])
+def test_a_meta_model_gets_the_values_of_one_process(
+    strategy: str, mesh: tuple[int, ...] | None, tied: bool, workers_2: Workers
+) -> None:
+    expected = {name: tensor.cpu() for name, tensor in built_on_meta("none", None, tied).items()}
+    assert_same(workers_2.run(built_on_meta, strategy, mesh, tied), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_meta_model_on_a_grid(tied: bool, workers_4: Workers) -> None:
+    expected = {name: tensor.cpu() for name, tensor in built_on_meta("none", None, tied).items()}
+    assert_same(workers_4.run(built_on_meta, "fsdp2", GRID, tied), expected)
+
+
+def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for parameters in results:
+        assert parameters.keys() == expected.keys()
+        for name, values in parameters.items():
+            assert torch.isfinite(values).all(), name
+            assert torch.equal(values, expected[name]), name
+
+
+def built_on_meta(strategy: str, mesh: tuple[Any, ...] | None, tied: bool) -> dict[str, Tensor]:
+    """All parameters and buffers of a model that was built on the meta device, wrapped and run once."""
+    from models import make_config
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config("gemma2", tied=tied))
+    # Ranks disagree on purpose: rank 0's generator decides.
+    torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
+    grid = init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=GRID) if mesh == GRID else mesh
+    wrapped: nn.Module = liger_dist.wrap(model, strategy, mesh=grid)  # type: ignore[arg-type]
+    loss = wrapped(**make_batch(0)).loss
+    loss.backward()
+    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    assert isinstance(inner, nn.Module)
+    values = {name: full(tensor).cpu() for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]}
+    return values | {"loss": loss.detach().cpu()}
+
+
+def test_bf16_compute_with_fp32_masters(workers_2: Workers) -> None:
+    for dtypes in workers_2.run(precision_of_a_step):
+        assert dtypes == {
+            "loss": "torch.float32",
+            "master": "torch.float32",
+            "gradient": "torch.float32",
+            "close": "True",
+        }
+
+
+def precision_of_a_step() -> dict[str, str]:
+    model = make_model("llama", dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    wrapped = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    batch = make_batch(dist.get_rank())
+    loss = wrapped(**batch).loss
+    loss.backward()
+    total, count = true_loss_sum(reference, batch)
+    head = wrapped.lm_head.weight
+    return {
+        "loss": str(loss.dtype),
+        "master": str(head.dtype),
+        "gradient": str(head.grad.dtype),
+        "close": str(bool(abs(loss - total / count) < 0.1)),
+    }
