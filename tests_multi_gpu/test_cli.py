@@ -1,0 +1,104 @@
+"""liger-dist explain and verify, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_dist.cli import main
+
+SCRIPT = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+
+def make_model():
+    torch.manual_seed(0)
+    settings = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=101, num_key_value_heads=1, **settings))
+
+
+def make_wrapped():
+    import liger_dist
+    return liger_dist.wrap(make_model())
+
+
+def make_batch():
+    ids = torch.arange(12)[None]
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def make_broken():
+    model = make_wrapped()
+    model.lm_head.weight.register_hook(lambda gradient: gradient + 1.0 / (1.0 + float(gradient.norm())))
+    return model
+
+
+NOT_A_MODEL = 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "my_training.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_explain(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{script}:make_model", "--strategy", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "weight_shape          (101, 16)" in printed
+    assert "adapter               replicated" in printed
+
+
+def test_verify(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = ["--batch", f"{script}:make_batch"]
+    assert main(["verify", f"{script}:make_wrapped", *on_cpu]) == 0
+    assert "verdict          ok" in capsys.readouterr().out
+    assert main(["verify", f"{script}:make_broken", *on_cpu]) == 1
+    assert "twice the loss does not give twice the head's gradient" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["make_model"], "names no function"),
+        (["no_such_file.py:make_model"], "there is no file no_such_file.py"),
+        (["no_such_module:make_model"], "cannot be imported"),
+        (["SCRIPT:make_nothing"], "has no function 'make_nothing'"),
+        (["SCRIPT:NOT_A_MODEL"], "has no function 'NOT_A_MODEL'"),
+        (["SCRIPT:make_batch"], "returned a dict; expected a model"),
+        (["SCRIPT:make_wrapped", "--strategy", "none"], "wrapped already"),
+        (["SCRIPT:make_model", "--strategy", "fsdp2"], "needs a process group"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], words: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, *rest = arguments
+    assert main(["explain", spec.replace("SCRIPT", str(script)), *rest]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("liger-dist: ")
+    assert words in message
+
+
+def test_two_processes(script: Path) -> None:
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "liger_dist", "verify", "my_training.py:make_model", "--strategy", "fsdp2", "--mesh", "1,2"),
+        ],
+        cwd=script.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("verdict          ok") == 1
