@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "verify":
             sub.add_argument(
                 "--batch",
-                help="module:function or file.py:function that returns this rank's batch; default: random tokens",
+                help="module:function or file.py:function that returns this rank's batch (moved to its device); "
+                "default: random tokens",
             )
     return parser
 
@@ -75,8 +76,9 @@ def _explain(options: argparse.Namespace) -> tuple[str, bool]:
 
 def _verify(options: argparse.Namespace) -> tuple[str, bool]:
     model = _model(options)
-    batch = _load(options.batch)() if options.batch else _random_batch(model)
-    verification = verify(model, batch)
+    batch: dict[str, Any] = _load(options.batch)() if options.batch else _random_batch(model)
+    on_device = {k: v.to(compute_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    verification = verify(model, on_device)
     return str(verification), verification.ok
 
 

@@ -13,7 +13,7 @@ from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
 from .sharding.fsdp2 import FSDP2Gathered, find_param
 from .sharding.replicated import Replicated
 from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
-from .sharding.zero3 import Zero3, is_stored_by_zero3
+from .sharding.zero3 import Zero3, is_quantized, is_stored_by_zero3
 
 ADAPTERS: tuple[ShardingAdapter, ...] = (TensorParallel(), FSDP2Gathered(), FSDP1(), Zero3(), Replicated())
 """In order of preference."""
@@ -63,6 +63,7 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
             if engine == "fsdp1"
             else fsdp2 is not None and not fsdp2[1]._module_info.shared_modules
         ),
+        zero_quantized=engine == "zero3" and is_quantized(weight),
         head_choice=config.head,
         token_mean=config.token_mean,
     )

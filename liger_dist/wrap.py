@@ -114,8 +114,6 @@ def wrap(
         if seam is not None:
             seam.fuse()
         wrapped = _shard(model, record, mesh, initialize)
-        if seam is not None and wrapped is not model:
-            seam.redirect_through(wrapped)
     except BaseException:
         if seam is not None:
             seam.remove()

@@ -153,7 +153,9 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, model=model) for model in (("tied", "bias") if is_flat else MODELS)]
         cells += [replace(cell, data=data) for data in DATA]
         cells += [replace(cell, use=use) for use in USES]
-    cells.append(replace(DDP, use="unused parameters"))
+        cells += [replace(cell, model=model) for model in ("LoRA on the head", "quantised head")]
+    cells += [replace(DDP, use="unused parameters"), replace(DDP, layout={"by_others": True}, use="outside the root")]
+    cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), Cell(engine="tp")) for m in families]
@@ -168,8 +170,12 @@ def _refusal(cell: Cell) -> str:
         return "fully_shard"
     if cell.data == "global mean" and cell.engine == "zero":
         return "pass num_items_in_batch to the model"
-    if cell.use == "outside the root" and cell.engine == "fsdp1" and cell.layout.get("by_others", True):
-        return "Call the wrapper that FullyShardedDataParallel"
+    if cell.layout.get("quantized_gradients"):
+        return "turn them off"
+    if cell.model == "LoRA on the head":
+        return "adapter's target_modules"
+    if cell.model == "quantised head":
+        return "expected an unmodified torch.nn.Linear"
     return ""
 
 

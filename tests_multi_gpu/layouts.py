@@ -296,7 +296,9 @@ def zero_settings(layout: Any) -> dict[str, Any]:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
-    zero: dict[str, Any] = {"stage": layout["stage"], **layout.get("zero", {})}
+    zero: dict[str, Any] = {"stage": layout["stage"]}
+    if layout.get("quantized_gradients"):
+        zero["zero_quantized_gradients"] = True
     if layout.get("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
     return {

@@ -52,7 +52,7 @@ def skip_without(cell: Cell) -> None:
             pytest.skip("DeepSpeed's CPU optimiser is not built here")
     if cell.engine == "fsdp1" and cell.layout.get("offload") and not torch.cuda.is_available():
         pytest.skip("FSDP1 pins offloaded memory, which needs an accelerator")
-    if cell.model.startswith("saved head"):
+    if cell.model.startswith(("saved head", "LoRA")):
         pytest.importorskip("peft")
 
 
@@ -98,12 +98,18 @@ def build(cell: Cell) -> nn.Module:
     dtype = torch.float32 if cell.engine == "zero" or cell.layout.get("bf16") else torch.float64
     heads = 4 if cell.layout.get("plan") == "transformers" else 2
     model: Any = make_model(family, tied=cell.tied, dtype=dtype, heads=heads, bias=cell.model == "bias")
-    head = model.get_output_embeddings().weight
+    head = model.lm_head.weight
     for parameter in model.parameters():
         if cell.model == "frozen backbone":
             parameter.requires_grad_(parameter is head)
         if cell.model == "frozen head":
             parameter.requires_grad_(parameter is not head)
+    if cell.model == "LoRA on the head":
+        import peft
+
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2))
+    if cell.model == "quantised head":
+        model.lm_head = QuantisedLinear()
     if cell.model.startswith("saved head"):
         import peft
 
@@ -116,6 +122,14 @@ def build(cell: Cell) -> nn.Module:
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
         model.to(dtype)
     return model
+
+
+class QuantisedLinear(nn.Module):
+    """As quantisation libraries replace a head: integers, and a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(101, 16, dtype=torch.int8))
 
 
 def batches_of(cell: Cell, session: Session, step: int) -> list[list[dict[str, Tensor]]]:

@@ -7,55 +7,72 @@ averaged, without a word; under FSDP1 the weights are not there.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-import threading
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_dist.sharding import fsdp1, replicated
+
+Wrapper = DistributedDataParallel | FullyShardedDataParallel
 
 
 class Redirect:
-    """The forward of a model inside a wrapper. Installed on both, removed as a whole."""
+    """Stands in the place of a model's forward. The wrapper may be made later, by somebody else: it is looked for once,
+    at the first loss that trains."""
 
-    def __init__(self, model: nn.Module, root: nn.Module, *, every_call: bool) -> None:
-        """``every_call=False`` redirects only losses that train; evaluation of the inner model stays local."""
-        self._model, self._root, self._every_call = model, root, every_call
+    def __init__(self, model: nn.Module) -> None:
+        self.root: Wrapper | None = None
+        self._has_searched = False
+        self._model = model
         self._own_forward = model.forward
         self._parameters = tuple(inspect.signature(model.forward).parameters)
-        self._running = threading.local()
-        self._hooks: tuple[RemovableHandle, ...] = (
-            root.register_forward_pre_hook(lambda *_: self._set_running(True)),
-            root.register_forward_hook(lambda *_: self._set_running(False), always_call=True),
-        )
         functools.update_wrapper(self, self._own_forward)
         model.forward = self
 
     def remove(self) -> None:
         """The model's forward is its own again."""
-        for hook in self._hooks:
-            hook.remove()
         del self._model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapper's result, or the model's own inside the wrapper's forward."""
-        return self._root(*args, **kwargs) if self.takes(args, kwargs) else self._own_forward(*args, **kwargs)
-
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments goes through the wrapper."""
-        if getattr(self._running, "inside", False):
-            return False
-        if self._every_call:
-            return True
-        named = dict(zip(self._parameters, args, strict=False)) | kwargs
-        return torch.is_grad_enabled() and named.get("labels") is not None
+        if self.takes(args, kwargs):
+            assert self.root is not None
+            return self.root(*args, **kwargs)
+        return self._own_forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model is inside no wrapper: it gets the forward of its class."""
         copied = memo[id(self._model)]
         return MethodType(type(copied).forward, copied)
 
-    def _set_running(self, inside: bool) -> None:
-        self._running.inside = inside
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments goes through the wrapper: a loss that trains, and under FSDP1, where the
+        model inside has no weights, every call. Evaluation of the model inside DDP stays local."""
+        named = dict(zip(self._parameters, args, strict=False)) | kwargs
+        trains = torch.is_grad_enabled() and named.get("labels") is not None
+        if self.root is None and trains and not self._has_searched:
+            self._has_searched = True
+            self.root = _find_wrapper(self._model)
+        if isinstance(self.root, FullyShardedDataParallel):
+            return not fsdp1.is_running(self.root)
+        return self.root is not None and trains and not replicated.is_running(self.root)
+
+
+def _find_wrapper(model: nn.Module) -> Wrapper | None:
+    """The wrapper that has ``model`` as its module, or PEFT's model around it; nothing in the model points to it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Wrapper):
+            inside = thing.module
+            get_base_model = getattr(inside, "get_base_model", None)
+            if inside is model or (callable(get_base_model) and get_base_model() is model):
+                return thing  # type: ignore[no-any-return]
+    return None

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.config import WrapConfig
@@ -78,19 +77,17 @@ class Seam:
         self.model.loss_function = self.loss_function  # type: ignore[assignment]
 
     def listen(self) -> None:
-        """Hooks the model's forward, ahead of the hooks that are there already."""
+        """Hooks the model's forward, ahead of the hooks that are there already; and redirects it when a wrapper may
+        come around the model."""
+        if self.strategy in ("auto", "ddp", "fsdp1"):
+            self._redirect = Redirect(self.model)
         self._hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         )
 
-    def redirect_through(self, root: nn.Module) -> None:
-        """Sends what is asked of the model inside ``root`` through ``root``: a loss that trains, and under FSDP1, where
-        the model inside has no weights, every call."""
-        self._redirect = Redirect(self.model, root, every_call=not isinstance(root, DistributedDataParallel))
-
     def remove(self) -> None:
-        """Undoes :meth:`fuse`, :meth:`listen` and :meth:`redirect_through`."""
+        """Undoes :meth:`fuse` and :meth:`listen`."""
         if self._redirect is not None:
             self._redirect.remove()
         for hook in self._hooks:
@@ -236,10 +233,6 @@ class Seam:
         head = self._check_at_entry(named, effective, ignore_index)
         self._adapter(head).check_entry(model)
         precede_installed_forward(head)
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if self._redirect is None and ddp is not None and ddp.module is model:
-            # Somebody else's, so it is known from its first forward on.
-            self.redirect_through(ddp)
         running[-1] = LossRequest(
             seam=self,
             labels=effective,

@@ -44,6 +44,8 @@ class Facts:
     """whether the input embedding is the same parameter"""
     own_unit: bool
     """FSDP1: whether the head is in another unit than the root; FSDP2: whether its weight is no other module's too"""
+    zero_quantized: bool
+    """ZeRO-3: whether DeepSpeed sends weights or gradients quantised"""
     head_choice: str
     """``WrapConfig.head``"""
     token_mean: str

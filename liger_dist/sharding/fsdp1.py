@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from liger_dist.config import WrapConfig
@@ -124,6 +125,11 @@ def shard(
         use_orig_params=True,
         device_id=device,
     )
+
+
+def is_running(root: FullyShardedDataParallel) -> bool:
+    """Whether the wrapper's own forward is running, or its parameters are summoned."""
+    return root.training_state is not TrainingState.IDLE
 
 
 def is_stored_by_fsdp1(weight: object) -> bool:

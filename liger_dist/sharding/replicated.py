@@ -46,6 +46,11 @@ class Replicated:
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
 
 
+def is_running(root: DistributedDataParallel) -> bool:
+    """Whether DDP's own forward is running, or cannot be told to (under its reducer in Python)."""
+    return root._use_python_reducer or DistributedDataParallel._get_active_ddp_module() is root
+
+
 def replicate(model: nn.Module) -> DistributedDataParallel:
     """Wraps ``model``, already on its device, in DDP."""
     return DistributedDataParallel(model)

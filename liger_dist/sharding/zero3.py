@@ -27,6 +27,12 @@ class Zero3:
         reasons = []
         if facts.engine != "zero3":
             reasons.append(facts.storage)
+        if facts.zero_quantized:
+            reasons.append(
+                "DeepSpeed quantises weights or gradients on their way (zero_quantized_weights, "
+                "zero_quantized_nontrainable_weights, zero_quantized_gradients), with which this loss has not been "
+                "shown to be right; turn them off"
+            )
         if facts.token_mean == "global":
             reasons.append(
                 "token_mean='global' is not available under DeepSpeed, whose engine scales the loss itself; pass "
@@ -56,3 +62,14 @@ class Zero3:
 def is_stored_by_zero3(weight: object) -> bool:
     """Whether DeepSpeed has partitioned ``weight``."""
     return hasattr(weight, "ds_id") and hasattr(weight, "ds_shape")
+
+
+def is_quantized(weight: object) -> bool:
+    """Whether DeepSpeed's ZeRO-3 sends ``weight`` or its gradient quantised (ZeRO++)."""
+    optimizer = getattr(weight, "_z3_optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", None)
+    return (
+        bool(getattr(offload, "zero_quantized_weights", False))
+        or bool(getattr(offload, "zero_quantized_nontrainable_weights", False))
+        or getattr(optimizer, "all2all_process_group", None) is not None
+    )
