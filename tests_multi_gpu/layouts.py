@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -97,6 +98,7 @@ class DDP(Session):
         return self.root.no_sync()
 
 
+@functools.cache
 def _grid(*names: str) -> DeviceMesh:
     return init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=names)
 
