@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test check format clean
+.PHONY: venv demo test check matrix format clean
 
 venv: $(VENV)/.installed
 
@@ -29,6 +29,9 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+matrix: venv
+	$(BIN)/python -m pytest tests_multi_gpu/test_conformance.py --write-matrix
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -64,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "verify":
             sub.add_argument(
                 "--batch",
-                help="module:function or file.py:function that returns this rank's batch (moved to its device); "
-                "default: random tokens",
+                help="module:function or file.py:function that returns this rank's batch; default: random tokens",
             )
     return parser
 
@@ -76,9 +75,7 @@ def _explain(options: argparse.Namespace) -> tuple[str, bool]:
 
 def _verify(options: argparse.Namespace) -> tuple[str, bool]:
     model = _model(options)
-    batch: dict[str, Any] = _load(options.batch)() if options.batch else _random_batch(model)
-    on_device = {k: v.to(compute_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-    verification = verify(model, on_device)
+    verification = verify(model, _load(options.batch)() if options.batch else _random_batch(model))
     return str(verification), verification.ok
 
 
@@ -132,7 +129,9 @@ def _random_batch(model: nn.Module) -> dict[str, Any]:
     """Tokens that differ between data-parallel ranks and are alike within a tensor-parallel group."""
     facts = explain(model).facts
     generator = torch.Generator().manual_seed(_rank() // facts.tensor_parallel_size)
-    ids = torch.randint(facts.weight_shape[0], RANDOM_BATCH, generator=generator).to(compute_device())
+    ids = torch.randint(facts.weight_shape[0], RANDOM_BATCH, generator=generator)
+    first = next(model.parameters())
+    ids = ids.to(compute_device() if facts.engine not in ("plain", "ddp") else first.device)
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -81,7 +81,9 @@ def wrap(
             - "ddp", "fsdp1", "fsdp2": replicated or sharded by torch. A loss asked of the model inside DDP or FSDP1 is
               redirected through the wrapper.
             - "tp": the head's rows are split over all processes, which see the same tokens; the layers stay whole, or
-              keep the plan that the model was loaded with. Rank 0's values count.
+              keep the plan that the model was loaded with. Rank 0's values count. Torch's optimisers update many
+              tensors at once and do not mix DTensors with others there: give the split parameters a group of their own,
+              or ``foreach=False``.
         mesh: "fsdp1", "fsdp2": a DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; all processes in one
             shard group by default. "fsdp2": a last axis named "tp" is tensor-parallel. "tp": one axis.
         config: see :class:`WrapConfig`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,17 +25,21 @@ class Cell:
     @property
     def where(self) -> str:
         """The layout in words, a row of the support matrix."""
-        parts = [
-            name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {_plain(value)}"
-            for name, value in self.layout.items()
-        ]
-        return " ".join([NAMES[self.engine], *([f"({', '.join(parts)})"] if parts else [])])
+        words = [WORDS.get((name, value), f"{name.replace('_', ' ')} {value}") for name, value in self.layout.items()]
+        if self.engine in ("fsdp1", "fsdp2") and not self.by_others:
+            words.insert(0, "by wrap")
+        return ", ".join([NAMES[self.engine], *filter(None, words)])
+
+    @property
+    def by_others(self) -> bool:
+        """Whether the test shards in the place of a framework that knows nothing of this library."""
+        return bool(self.layout.get("by_others", self.engine == "fsdp1" or "head" in self.layout))
 
     def __str__(self) -> str:
         changed = [value for value in (self.model, self.data, self.use) if value not in USUAL]
         if self.accumulation > 1:
             changed.append("accumulation")
-        return ", ".join([f"{self.where} on {self.world}", *changed])
+        return f"{self.where} on {self.world}" + (f": {', '.join(changed)}" if changed else "")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -62,10 +65,28 @@ class Cell:
 
 USUAL = ("untied", "uneven", "training")
 NAMES = {"none": "one process", "ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "tp": "TP", "zero": "ZeRO"}
-
-
-def _plain(value: object) -> str:
-    return " x ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+WORDS: dict[tuple[str, Any], str] = {
+    ("by_others", True): "by others",
+    ("by_others", False): "",
+    ("own_unit", True): "head in its own unit",
+    ("use_orig_params", True): "use_orig_params",
+    ("use_orig_params", False): "flat parameters",
+    ("head", "root"): "head in the root",
+    ("head", "tail"): "head with the norm",
+    ("head", "own"): "head alone",
+    ("reshard", True): "",
+    ("reshard", False): "no reshard",
+    ("offload", True): "CPU offload",
+    ("bf16", True): "bf16",
+    ("accumulation", 2): "accumulation",
+    ("axes", ("replicate", "shard")): "HSDP",
+    ("axes", ("shard", "tp")): "x TP",
+    ("zero_init", True): "zero.Init",
+    ("plain_backward", True): "loss.backward()",
+    ("quantized_gradients", True): "quantised gradients",
+    ("plan", "transformers"): "the model's own plan",
+    ("plan", "sequence"): "sequence-parallel input",
+}
 
 
 def _fsdp1(**layout: Any) -> Cell:
@@ -90,6 +111,7 @@ FSDP1 = [
     for own in (False, True)
     for orig in (False, True)
 ]
+FSDP1 += [_fsdp1(offload=True), _fsdp1(offload=True, use_orig_params=False), _fsdp1(offload=True, own_unit=True)]
 FSDP2 = [
     *(_fsdp2(head=head, reshard=reshard) for head in ("root", "tail", "own") for reshard in (True, False)),
     *(_fsdp2(head=head, axes=HSDP) for head in ("root", "tail", "own")),
@@ -99,6 +121,7 @@ OURS = [
     _fsdp1(by_others=False),
     _fsdp1(by_others=False, sharding="SHARD_GRAD_OP"),
     _fsdp1(by_others=False, sharding="HYBRID_SHARD"),
+    _fsdp1(by_others=False, offload=True),
     _fsdp2(),
     _fsdp2(reshard=False),
     _fsdp2(offload=True),
@@ -138,13 +161,16 @@ PRINCIPAL = [
 """One layout of each kind: these meet every model, kind of data and use."""
 
 MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter")
+REFUSED_MODELS = ("LoRA on the head", "quantised head")
 DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
 USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")
 
 
 def _cells() -> list[Cell]:
     cells = [ONE, DDP, replace(DDP, layout={"by_others": True}), *FSDP1, *OURS, *FSDP2, *ZERO, *TP]
-    cells += [replace(cell, accumulation=2) for cell in (DDP, *FSDP1, *OURS, *FSDP2) if not cell.layout.get("offload")]
+    cells += [
+        replace(cell, accumulation=2) for cell in (DDP, *FSDP1, *OURS, *FSDP2, *TP) if not cell.layout.get("offload")
+    ]
     cells += [replace(c, model="tied") for c in (ONE, *FSDP1, *OURS, *FSDP2, *ZERO, *TP) if "plan" not in c.layout]
     cells += [replace(c, model="tied") for c in TP if c.layout.get("plan") == "transformers"]
     for cell in PRINCIPAL:
@@ -153,7 +179,7 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, model=model) for model in (("tied", "bias") if is_flat else MODELS)]
         cells += [replace(cell, data=data) for data in DATA]
         cells += [replace(cell, use=use) for use in USES]
-        cells += [replace(cell, model=model) for model in ("LoRA on the head", "quantised head")]
+        cells += [replace(cell, model=model) for model in REFUSED_MODELS]
     cells += [replace(DDP, use="unused parameters"), replace(DDP, layout={"by_others": True}, use="outside the root")]
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
@@ -195,7 +221,3 @@ PRECISION = [
 
 def by_world(cells: list[Cell], world: int) -> list[Cell]:
     return [cell for cell in cells if cell.world == world]
-
-
-def rows(cells: list[Cell]) -> list[str]:
-    return [key for key, _ in itertools.groupby(sorted({cell.where for cell in cells}))]

@@ -15,6 +15,10 @@ import pytest
 from harness import Workers
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-matrix", action="store_true", help="write docs/support_matrix.md from this run")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("gpu")

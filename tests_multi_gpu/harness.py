@@ -91,6 +91,19 @@ class Workers:
         self._processes, self._pipes = [], []
 
 
+class InThisProcess:
+    """The same for one process without a process group."""
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(*args)]
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(

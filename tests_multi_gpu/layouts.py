@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cells import LEARNING_RATE, Cell
-from models import full
+from models import full, make_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 import liger_dist
 from liger_dist.sharding.devices import compute_device
@@ -40,7 +41,11 @@ class Session:
         self.root: nn.Module = inner
         self.data_rank, self.data_world = _rank_and_world()
         self.shard()
-        self.optimizer: Any = torch.optim.SGD(self.root.parameters(), lr=LEARNING_RATE)
+        # Torch's updates of many tensors at once do not mix plain ones with DTensors.
+        distributed = [p for p in self.root.parameters() if isinstance(p, DTensor)]
+        plain = [p for p in self.root.parameters() if not isinstance(p, DTensor)]
+        groups = [{"params": parameters} for parameters in (distributed, plain) if parameters]
+        self.optimizer: Any = torch.optim.SGD(groups, lr=LEARNING_RATE)
 
     def wrap(self, strategy: str, mesh: Any = None, **options: Any) -> Any:
         config = liger_dist.WrapConfig(**self.cell.options, **options)
@@ -110,8 +115,10 @@ class FSDP1(Session):
         layout = self.cell.layout
         strategy = layout.get("sharding", "FULL_SHARD")
         mesh = _grid("replicate", "shard") if strategy.startswith("HYBRID") else None
-        if not layout.get("by_others", True):
-            options = {} if strategy == "FULL_SHARD" else {"reshard_after_forward": False}
+        if not self.cell.by_others:
+            options: dict[str, Any] = {"cpu_offload": bool(layout.get("offload"))}
+            if strategy == "SHARD_GRAD_OP":
+                options["reshard_after_forward"] = False
             self.root = self.wrap("fsdp1", mesh=mesh, **_precision(layout), **options)
             return
         model = self.wrap("auto")
@@ -136,7 +143,7 @@ class FSDP1(Session):
         return self.root.no_sync()
 
     def whole_weights(self) -> AbstractContextManager[Any]:
-        if not self.cell.layout.get("by_others", True):
+        if not self.cell.by_others:
             return nullcontext()  # redirected through the root
         return FullyShardedDataParallel.summon_full_params(self.root, writeback=False, recurse=False)
 
@@ -265,6 +272,8 @@ class Zero(Session):
         import deepspeed
 
         layout = self.cell.layout
+        if layout.get("zero_init"):
+            self.inner = built_partitioned(self.inner, tied=self.cell.tied, settings=zero_settings(layout))
         model = self.wrap("deepspeed")
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         self.root, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_settings(layout))
@@ -292,6 +301,20 @@ class Zero(Session):
 
     def close(self) -> None:
         self.root.destroy()  # type: ignore[operator]
+
+
+def built_partitioned(model: nn.Module, *, tied: bool, settings: dict[str, Any]) -> nn.Module:
+    """The same weights in a model that was partitioned while it was built."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        # An embedding row for padding is zeroed by code that cannot reach a partitioned weight.
+        partitioned = make_model("llama", tied=tied, padded=False, dtype=torch.float32)
+    with deepspeed.zero.GatheredParameters(list(partitioned.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            for parameter, truth in zip(partitioned.parameters(), model.parameters(), strict=True):
+                parameter.data.copy_(truth.data)
+    return partitioned
 
 
 def zero_settings(layout: Any) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""The support matrix of the documentation, from the outcomes of a run and from the adapters' own reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from cells import CELLS, DATA, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
+
+from liger_dist.dispatch import SERVES_TOO, reasons_against
+from liger_dist.sharding.base import Facts
+
+HEAD = """# Support matrix
+
+Written by `make matrix` from a run of `tests_multi_gpu/test_conformance.py` on CPU (gloo) and from the adapters' own
+reasons; the suite fails when this file is not what it saw.
+
+✓ two optimiser steps in which every parameter's gradient and value equal those of the unwrapped fp64 model on the
+tokens of all ranks. Number: refused before anything is lost, with the sentence below. GPU: needs one, and runs there
+alone. –: not a combination of the suite.
+"""
+
+
+@dataclass
+class Outcomes:
+    """What became of each cell, by its name."""
+
+    exact: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    skipped: set[str] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[str]:
+        seen = self.exact | self.refused.keys() | self.skipped
+        return [str(cell) for cell in (*CELLS, *PRECISION) if str(cell) not in seen]
+
+
+class Matrix:
+    """Renders outcomes; refusals are numbered in the order they are met."""
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+        self._sentences: list[str] = []
+
+    def render(self) -> str:
+        layouts = list({(cell.where, cell.world): cell for cell in CELLS if _is_plain(cell)}.values())
+        layouts.sort(key=lambda cell: list(NAMES).index(cell.engine))
+        principal = PRINCIPAL
+        sections = [
+            HEAD,
+            "## Every layout\n",
+            self._table(
+                layouts,
+                {
+                    "untied": lambda c: c,
+                    "tied": lambda c: replace(c, model="tied"),
+                    "accumulation": _accumulating,
+                    "bf16 compute": lambda c: replace(c, layout={**c.layout, "bf16": True}),
+                },
+            ),
+            "bf16 compute is held to 1.5 times the error of the same layout with the model's own loss.\n",
+            "## Models\n",
+            self._table(principal, {m: lambda c, m=m: replace(c, model=m) for m in (*MODELS, *REFUSED_MODELS)}),
+            "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
+            '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
+            "## Data\n",
+            self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATA}),
+            "Ranks have different numbers of valid tokens in every cell.\n",
+            "## Uses\n",
+            self._table(principal, {u: lambda c, u=u: replace(c, use=u) for u in USES}),
+            "## Refusals\n",
+            "".join(f"{number}. {sentence}\n" for number, sentence in enumerate(self._sentences, 1)),
+            "## Which adapter serves, and why the others do not\n",
+            _reasons(),
+        ]
+        return "\n".join(sections)
+
+    def _table(self, rows: Iterable[Cell], columns: dict[str, object]) -> str:
+        lines = [["layout", "ranks", *columns], ["---"] * (2 + len(columns))]
+        for row in rows:
+            marks = [self._mark(str(column(row))) for column in columns.values()]  # type: ignore[operator]
+            lines.append([row.where, str(row.world), *marks])
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def _mark(self, name: str) -> str:
+        if name in self._outcomes.exact:
+            return "✓"
+        if name in self._outcomes.skipped:
+            return "GPU"
+        sentence = self._outcomes.refused.get(name)
+        if sentence is None:
+            return "–"
+        if sentence not in self._sentences:
+            self._sentences.append(sentence)
+        return str(self._sentences.index(sentence) + 1)
+
+
+def _is_plain(cell: Cell) -> bool:
+    accumulation = max(cell.accumulation, cell.layout.get("accumulation", 1))
+    return (cell.model, cell.data, cell.use, accumulation) == ("untied", "uneven", "training", 1)
+
+
+def _accumulating(cell: Cell) -> Cell:
+    """DeepSpeed's engine counts micro-batches itself."""
+    if cell.engine == "zero":
+        return replace(cell, layout={**cell.layout, "accumulation": 2})
+    return replace(cell, accumulation=2)
+
+
+WHOLE = Facts(
+    strategy="auto",
+    engine="plain",
+    world_size=4,
+    weight_shape=(32000, 2048),
+    weight_dtype="torch.float32",
+    placements=None,
+    mesh_shape=None,
+    mesh_axes=None,
+    tensor_parallel=None,
+    tensor_parallel_size=1,
+    has_bias=False,
+    tied=False,
+    own_unit=False,
+    zero_quantized=False,
+    head_choice="auto",
+    token_mean="local",
+)
+SITUATIONS = {
+    "whole on every process (DDP, ZeRO-0 to 2)": WHOLE,
+    "the same, global mean, averaged by nobody known": replace(WHOLE, token_mean="global"),
+    "FSDP1": replace(WHOLE, engine="fsdp1"),
+    "FSDP1, tied, in a unit of its own": replace(WHOLE, engine="fsdp1", tied=True, own_unit=True),
+    "FSDP2": replace(WHOLE, engine="fsdp2"),
+    "FSDP2, tied, apart from the embedding": replace(WHOLE, engine="fsdp2", tied=True, own_unit=True),
+    "FSDP2 x TP": replace(WHOLE, engine="fsdp2", tensor_parallel="S(0)", tensor_parallel_size=2),
+    "TP": replace(WHOLE, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4),
+    "a DTensor split by columns": replace(WHOLE, engine="dtensor", tensor_parallel="S(1)", tensor_parallel_size=4),
+    "ZeRO-3": replace(WHOLE, engine="zero3"),
+    "ZeRO-3, quantised": replace(WHOLE, engine="zero3", zero_quantized=True),
+    "ZeRO-3, global mean": replace(WHOLE, engine="zero3", token_mean="global"),
+}
+
+
+def _reasons() -> str:
+    lines = ["| the head's weight | adapter | the others |\n", "| --- | --- | --- |\n"]
+    for situation, facts in SITUATIONS.items():
+        reasons = reasons_against(facts)
+        chosen = next((name for name, why in reasons.items() if not why), None)
+        others = "; ".join(
+            f"**{name}**: {', '.join(why) or SERVES_TOO}" for name, why in reasons.items() if name != chosen
+        )
+        lines.append(f"| {situation} | {chosen or 'none: refused'} | {others} |\n")
+    return "".join(lines)
