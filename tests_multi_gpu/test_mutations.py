@@ -1,0 +1,106 @@
+"""The conformance suite can fail: with one line of the library taken away, a cell of it does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from cells import DDP, Cell, _fsdp1, _fsdp2
+from harness import Workers
+from test_conformance import skip_without, train
+from torch.distributed.tensor import Replicate
+
+from liger_dist.losses import linear_cross_entropy, vocab_parallel
+from liger_dist.patching.redirect import Redirect
+from liger_dist.sharding import fsdp1, tensor_parallel
+from liger_dist.sharding.base import DataParallel
+from liger_dist.sharding.fsdp1 import FSDP1
+from liger_dist.sharding.fsdp2 import FSDP2Gathered
+from liger_dist.sharding.replicated import Replicated
+
+TP = Cell(engine="tp", world=4)
+PLANNED = Cell(engine="tp", layout={"plan": "transformers"})
+TIED_APART = replace(_fsdp1(own_unit=True, use_orig_params=False), model="tied")
+
+
+def no_reduction_of_the_hidden_gradient() -> Any:
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+    return mock.patch.object(vocab_parallel._SumGradient, "backward", staticmethod(backward))
+
+
+def gradient_taken_for_reduced() -> Any:
+    return mock.patch.object(tensor_parallel, "Partial", Replicate)
+
+
+def rows_counted_from_the_local_number() -> Any:
+    def first_row(weight: Any) -> int:
+        return int(weight.device_mesh.get_local_rank() * weight.to_local().shape[0])
+
+    return mock.patch.object(tensor_parallel, "first_row", first_row)
+
+
+def statistics_added_without_a_common_maximum() -> Any:
+    own = vocab_parallel.merge_statistics
+
+    def merge(slices: Any) -> Any:
+        return own(slices)._replace(sum_other_T=slices.sum_other_T.sum(0))
+
+    return mock.patch.object(vocab_parallel, "merge_statistics", merge)
+
+
+def no_divide_factor(adapter: type) -> Any:
+    own = adapter.data_parallel  # type: ignore[attr-defined]
+
+    def data_parallel(self: Any, head: Any, model: Any) -> DataParallel:
+        return DataParallel(groups=own(self, head, model).groups, divide_factor=1.0)
+
+    return mock.patch.object(adapter, "data_parallel", data_parallel)
+
+
+def no_check_of_tied_weights() -> Any:
+    return mock.patch.object(fsdp1.FSDP1, "not_supported_reasons", return_value=[])
+
+
+def no_redirect() -> Any:
+    return mock.patch.object(Redirect, "takes", return_value=False)
+
+
+def upstream_gradient_forgotten() -> Any:
+    own = linear_cross_entropy._scaled
+    return mock.patch.object(
+        linear_cross_entropy, "_scaled", lambda gradient, scale, dtype: own(gradient, scale / scale, dtype)
+    )
+
+
+MUTATIONS = {
+    "gradient reduction": (no_reduction_of_the_hidden_gradient, PLANNED),
+    "gradient reduction of DTensors": (gradient_taken_for_reduced, TP),
+    "row offset": (rows_counted_from_the_local_number, TP),
+    "common maximum": (statistics_added_without_a_common_maximum, TP),
+    "divide factor of DDP": (lambda: no_divide_factor(Replicated), replace(DDP, data="global mean")),
+    "divide factor of FSDP1": (lambda: no_divide_factor(FSDP1), replace(_fsdp1(own_unit=True), data="global mean")),
+    "divide factor of FSDP2": (lambda: no_divide_factor(FSDP2Gathered), replace(_fsdp2(), data="global mean")),
+    "tied-weight check": (no_check_of_tied_weights, TIED_APART),
+    "redirect": (no_redirect, replace(DDP, use="outside the root")),
+    "upstream gradient": (upstream_gradient_forgotten, replace(_fsdp2(), accumulation=2)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: Workers) -> None:
+    cell = MUTATIONS[name][1]
+    skip_without(cell)
+    workers = workers_2 if cell.world == 2 else workers_4
+    assert any(error > 100 * cell.tolerance for error in workers.run(largest_error, name))
+
+
+def largest_error(name: str) -> float:
+    mutate, cell = MUTATIONS[name]
+    with mutate():
+        errors = train(replace(cell, refused="")).values()
+    return math.inf if any(map(math.isnan, errors)) else max(errors)

@@ -1,0 +1,142 @@
+"""The vocabulary-parallel loss, every option, against whole logits in fp64: also with fewer classes than processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import make_batch, make_model
+from torch import Tensor
+from truth import cross_entropy_truth, relative_error
+
+import liger_dist
+from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
+from liger_dist.sharding.devices import compute_device
+from liger_dist_kernels import LossOptions
+
+T, D = 13, 8
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.2},
+    "z-loss": {"z_loss": 0.1},
+    "soft-cap and scales": {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7},
+    "class weights and smoothing": {"class_weight": True, "label_smoothing": 0.1},
+    "token weights": {"token_weight": True},
+    "items": {"num_items_in_batch": 5.0},
+    "log-probabilities and entropy": {"outputs": ("log_prob", "entropy", "is_top1", "z_loss"), "z_loss": 0.1},
+    "bias": {"bias": True},
+    "everything": {
+        "bias": True,
+        "class_weight": True,
+        "token_weight": True,
+        "label_smoothing": 0.1,
+        "z_loss": 0.1,
+        "softcap": 3.0,
+        "outputs": ("log_prob", "entropy"),
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("vocab_size", [101, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_whole_logits(name: str, vocab_size: int, backend: str, workers_4: Workers) -> None:
+    for errors in workers_4.run(errors_of, name, vocab_size, backend):
+        assert max(errors.values()) < 1e-10, errors
+
+
+def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
+    case = dict(CASES[name])
+    device = compute_device()
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    hidden, weight, bias = random(T, D), random(vocab_size, D), random(vocab_size)
+    labels = torch.randint(vocab_size, (T,), generator=generator).to(device)
+    labels[::4] = -100
+    class_weight = random(vocab_size).abs() if case.pop("class_weight", False) else None
+    token_weight = random(T).abs() if case.pop("token_weight", False) else None
+    upstream = {"loss": random(T) if case.get("reduction") == "none" else random(), "log_prob": random(T)}
+    upstream["entropy"] = random(T)
+    if not case.pop("bias", False):
+        bias = torch.zeros_like(bias)
+        bias_used = None
+    else:
+        bias_used = bias
+    outputs = case.pop("outputs", ())
+
+    whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    truth = cross_entropy_truth(
+        whole[0] @ whole[1].T + whole[2], labels, class_weight=class_weight, token_weight=token_weight, **case
+    )
+    objective = (truth.loss * upstream["loss"]).sum()
+    for output in ("log_prob", "entropy"):
+        if output in outputs:
+            objective = objective + (getattr(truth, output) * upstream[output]).sum()
+    objective.backward()
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = -(-vocab_size // size)
+    own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
+    mine = [hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()]
+    mine.append(bias[own].clone().requires_grad_())
+    plain = {key: case.pop(key) for key in ("reduction", "num_items_in_batch") if key in case}
+    result = vocab_parallel_linear_cross_entropy(
+        mine[0],
+        mine[1],
+        None if bias_used is None else mine[2],
+        labels,
+        shard=VocabularyShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
+        loss=LossArguments(
+            options=LossOptions(**case), class_weight=class_weight, token_weight=token_weight, outputs=outputs, **plain
+        ),
+        execution=Execution(backend=backend, memory_budget=2 * rows * 8),
+    )
+    objective = (result.loss * upstream["loss"]).sum()
+    for output in ("log_prob", "entropy"):
+        if output in outputs:
+            objective = objective + (getattr(result, output) * upstream[output]).sum()
+    objective.backward()
+    expected = [whole[0].grad, whole[1].grad[own]]  # type: ignore[index]
+    errors = {"loss": relative_error(result.loss, truth.loss)}
+    for gradient, tensor in zip(expected, mine, strict=False):
+        errors[f"gradient {len(errors)}"] = relative_error(tensor.grad, gradient)  # type: ignore[arg-type]
+    if bias_used is not None:
+        errors["gradient of the bias"] = relative_error(mine[2].grad, whole[2].grad[own])  # type: ignore[arg-type,index]
+    for output in outputs:
+        actual, wanted = getattr(result, output), getattr(truth, output)
+        errors[output] = relative_error(actual.double(), wanted.double())
+    return errors
+
+
+def test_the_op_refuses_a_weight_that_is_sharded(workers_2: Workers) -> None:
+    for sentences in workers_2.run(given_sharded_weights):
+        for layout, sentence in sentences.items():
+            assert "liger_dist.wrap" in sentence, layout
+
+
+def given_sharded_weights() -> dict[str, str]:
+    """A loss computed outside the model, as code for whole weights does it."""
+    from cells import Cell, _fsdp1, _fsdp2, _zero
+    from layouts import SESSIONS
+
+    sentences = {}
+    batch = make_batch(0)
+    for cell in (_fsdp1(use_orig_params=True), _fsdp1(own_unit=True), _fsdp2(), Cell(engine="tp"), _zero(3)):
+        dtype = torch.float32 if cell.engine == "zero" else torch.float64
+        session = SESSIONS[cell.engine](cell, make_model("llama", dtype=dtype))
+        hidden = torch.zeros(3, 12, 16, dtype=dtype, device=compute_device())
+        head: Any = session.inner.get_output_embeddings()  # type: ignore[operator]
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            liger_dist.linear_cross_entropy(hidden, head.weight, batch["labels"])
+        sentences[str(cell)] = str(caught.value)
+        session.close()
+    return sentences
