@@ -29,9 +29,11 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
     engine: Engine = "ddp" if strategy == "ddp" else "plain"
     placements = mesh_shape = mesh_axes = None
     data_parallel_axes = 0
+    is_apart = not tied
     if fsdp2 is not None:
         engine = "fsdp2"
         group, fsdp_param = fsdp2
+        is_apart = not fsdp_param._module_info.shared_modules
         weight = fsdp_param.sharded_param
         data_parallel_axes = group.mesh_info.mesh.ndim
     elif isinstance(weight, DTensor):
@@ -40,6 +42,7 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         engine = "zero3"
     elif is_stored_by_fsdp1(weight):
         engine = "fsdp1"
+        is_apart = has_own_unit(head, model)
     if isinstance(weight, DTensor):
         placements = tuple(str(placement) for placement in weight.placements)
         mesh_shape = tuple(weight.device_mesh.shape)
@@ -58,11 +61,7 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         tensor_parallel_size=tensor_parallel_size,
         has_bias=head.bias is not None,
         tied=tied,
-        own_unit=(
-            has_own_unit(head, model)
-            if engine == "fsdp1"
-            else fsdp2 is not None and not fsdp2[1]._module_info.shared_modules
-        ),
+        apart_from_embedding=is_apart,
         zero_quantized=engine == "zero3" and is_quantized(weight),
         head_choice=config.head,
         token_mean=config.token_mean,

@@ -42,8 +42,8 @@ class Facts:
     has_bias: bool
     tied: bool
     """whether the input embedding is the same parameter"""
-    own_unit: bool
-    """FSDP1: whether the head is in another unit than the root; FSDP2: whether its weight is no other module's too"""
+    apart_from_embedding: bool
+    """whether the engine stores the weight apart from the input embedding's; must not be where they are one"""
     zero_quantized: bool
     """ZeRO-3: whether DeepSpeed sends weights or gradients quantised"""
     head_choice: str

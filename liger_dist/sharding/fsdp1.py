@@ -39,7 +39,7 @@ class FSDP1:
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp1":
             return [facts.storage]
-        if facts.tied and facts.own_unit:
+        if facts.tied and facts.apart_from_embedding:
             return [
                 "the head is tied to the embedding but wrapped in an FSDP1 unit of its own, where FSDP1 loses one of "
                 "the two gradients; leave the head out of the wrapping policy, so that both stay in one unit"

@@ -39,7 +39,7 @@ class FSDP2Gathered:
             return [facts.storage]
         if facts.tensor_parallel is not None:
             return ["the weight stays split over the tensor-parallel axis when FSDP2 has gathered it"]
-        if facts.tied and facts.own_unit:
+        if facts.tied and facts.apart_from_embedding:
             return [TIED_APART]
         return []
 

@@ -51,7 +51,7 @@ class TensorParallel:
                 "token_mean='global' needs to know who averages the gradients of the replicas; pass "
                 "num_items_in_batch to the model"
             )
-        if facts.engine == "fsdp2" and facts.tied and facts.own_unit:
+        if facts.engine == "fsdp2" and facts.tied and facts.apart_from_embedding:
             reasons.append(TIED_APART)
         return reasons
 
