@@ -39,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _rank() == 0:
                 print(report)
     except LigerDistError as error:
-        if _rank() == 0:
-            print(f"liger-dist: {error}", file=sys.stderr)
+        # Every rank says it: the fault may be one rank's alone.
+        where = f" [rank {_rank()}]" if "RANK" in os.environ else ""
+        print(f"liger-dist{where}: {error}", file=sys.stderr)
         return 2
     return 0 if is_fine else 1
 
@@ -155,4 +156,7 @@ def _rank() -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; expected numbers such as 2,4") from None

@@ -13,13 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import LigerDistError
+from .patching.seam import Seam
 from .sharding.devices import collective_device
-from .sharding.gradients import backward, clear_gradients, has_gradients, local_gradients
+from .sharding.gradients import backward, clear_gradients, local_gradients, unfinished_step
 from .sharding.replicas import divergent_parameters
 from .wrap import Explanation, explain, inner_model, record_of
 
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""of gradients, relative L2; 16-bit dtypes are held to 5e-2"""
+TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
+SINGLE = 5.0
+"""how many tolerances a single parameter may differ by, against its own norm or, if that is tiny, against a thousandth
+of the largest"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class Verification:
     gradient_error: float
     """the same of all parameters together"""
     worst_parameter: tuple[str, float]
-    """the parameter with the largest error, measured against the largest gradient norm"""
+    """the parameter with the largest error, against its own norm, or a thousandth of the largest where that is more"""
     linearity_error: float
     """relative L2 between the head's gradient of twice the loss and twice its gradient"""
     tolerance: float
@@ -69,6 +73,8 @@ class Verification:
 @dataclass(frozen=True)
 class _Pass:
     loss: Tensor
+    dtype: torch.dtype | None
+    """in which the head computed"""
     gradients: dict[str, Tensor | None]
 
 
@@ -91,7 +97,7 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     record = record_of(inner)
     if record.seam is None:
         raise LigerDistError(f"there is no fused loss to verify: {record.unfused_reason}.")
-    _agree(_objection(model, batch))
+    _agree(_objection(model, record.seam, batch))
     chosen = explain(model)
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
@@ -100,9 +106,8 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
         doubled = _run(model, batch, factor=2.0)
         with record.seam.paused():
             unfused = _run(model, batch | record.seam.shared_mean(batch))
-    tolerance = TOLERANCES.get(_compute_dtype(inner, record.config.param_dtype), 5e-2)
     errors = _Errors(fused.gradients, unfused.gradients)
-    heads = [name for name in fused.gradients if errors.holds(name, record.structure.head_name, record.structure.tied)]
+    heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
     linearity = _Errors(doubled.gradients, twice)
     verification = Verification(
@@ -113,22 +118,28 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
         head_gradient_error=errors.of(heads),
         gradient_error=errors.of(list(fused.gradients)),
         worst_parameter=errors.worst(),
-        linearity_error=linearity.of(heads or list(fused.gradients)),
-        tolerance=tolerance,
+        linearity_error=linearity.of(heads if errors.reach(heads) else list(fused.gradients)),
+        tolerance=TOLERANCES.get(fused.dtype, 2e-2),
         problems=(),
     )
     problems = [*_problems(verification), *_disagreements(chosen, inner)]
+    if not errors.reach(list(fused.gradients)):
+        problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
     return replace(verification, problems=tuple(_union(problems)))
 
 
 def _run(model: nn.Module, batch: dict[str, Any], *, factor: float = 1.0) -> _Pass:
     """One forward and backward; the generators are where they were before."""
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        loss: Tensor = model(**batch).loss
-        backward(model, loss * factor)
-        gradients = local_gradients(model)
-    clear_gradients(model)
-    return _Pass(loss.detach(), gradients)
+    seam = record_of(inner_model(model)).seam
+    assert seam is not None
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            loss: Tensor = model(**batch).loss
+            backward(model, loss * factor)
+            gradients = local_gradients(model)
+    finally:
+        clear_gradients(model)
+    return _Pass(loss.detach(), seam.compute_dtype, gradients)
 
 
 @contextmanager
@@ -162,10 +173,9 @@ class _Errors:
             dist.all_reduce(sums)
         self._sums = sums.cpu()
 
-    @staticmethod
-    def holds(name: str, head_name: str, tied: bool) -> bool:
-        """Whether the parameter of that name is the head's or, flattened by FSDP1, may contain it."""
-        return head_name in name or "_flat_param" in name or (tied and "embed" in name)
+    def reach(self, names: list[str]) -> bool:
+        """Whether any gradient of these parameters is not zero in the reference."""
+        return any(self._sums[row, 1] > 0 for row, name in enumerate(self._names) if name in names)
 
     def of(self, names: list[str]) -> float:
         """Of several parameters together."""
@@ -174,10 +184,12 @@ class _Errors:
         return float((difference / truth) ** 0.5) if truth > 0 else float(difference**0.5)
 
     def worst(self) -> tuple[str, float]:
-        """The parameter with the largest error, against the largest norm: some gradients are zero but for rounding."""
-        largest = float(self._sums[:, 1].max()) or 1.0
-        row = int(self._sums[:, 0].argmax())
-        return self._names[row], float((self._sums[row, 0] / largest) ** 0.5)
+        """The parameter with the largest error; some gradients are zero but for rounding, so it is not taken against a
+        norm below a thousandth of the largest."""
+        norms = self._sums[:, 1].sqrt()
+        errors = self._sums[:, 0].sqrt() / norms.clamp_min(float(norms.max()) * 1e-3 or 1.0)
+        row = int(errors.argmax())
+        return self._names[row], float(errors[row])
 
 
 def _problems(seen: Verification) -> list[str]:
@@ -192,6 +204,9 @@ def _problems(seen: Verification) -> list[str]:
     ):
         if not error <= seen.tolerance:
             problems.append(f"{what}: relative error {error:.1e}, tolerance {seen.tolerance:.0e}")
+    name, error = seen.worst_parameter
+    if not error <= SINGLE * seen.tolerance:
+        problems.append(f"the gradient of {name} differs from the model's own: relative error {error:.1e}")
     if seen.loss_dtype in (torch.bfloat16, torch.float16):
         problems.append(
             f"the loss leaves the model as {seen.loss_dtype}, which keeps two or three digits of it: a wrapper "
@@ -209,7 +224,7 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     dist.all_gather_object(everyone, (chosen.adapter, chosen.facts))
     if any(theirs != everyone[0] for theirs in everyone):
         problems.append(f"ranks disagree about the layout: {sorted({str(theirs[0]) for theirs in everyone})}")
-    names = divergent_parameters(inner)
+    names = divergent_parameters(inner, chosen.facts.tensor_parallel_size)
     if names:
         problems.append(
             f"{len(names)} parameters that should be alike on several ranks are not, such as {names[0]}: load or "
@@ -218,13 +233,25 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     return problems
 
 
-def _objection(model: nn.Module, batch: dict[str, Any]) -> str | None:
+def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | None:
+    """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or not bool((labels[..., 1:] != -100).any()):
         return "the batch has no label that counts; give every rank one with a target"
-    if has_gradients(model):
-        return "gradients are waiting for an optimiser step; verify between a step and the next backward"
-    return None
+    try:
+        seam.check_at_entry(batch | {"labels": labels.cpu()})
+    except LigerDistError as error:
+        return str(error).rstrip(".")
+    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
+        return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
+    unfinished = unfinished_step(model)
+    return None if unfinished is None else f"{unfinished}; verify between a step and the next backward"
+
+
+def _parameters_of_the_head(model: nn.Module, place: nn.Module) -> list[str]:
+    """Names of the head's parameters, or of the flat ones in which FSDP1 may keep them."""
+    own = {id(parameter) for parameter in place.parameters()}
+    return [name for name, p in model.named_parameters() if id(p) in own or "_flat_param" in name]
 
 
 def _agree(objection: str | None) -> None:
@@ -241,12 +268,3 @@ def _union(sentences: list[str]) -> list[str]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sentences)
     return list(dict.fromkeys(sentence for theirs in everyone for sentence in theirs))
-
-
-def _compute_dtype(inner: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
-    if param_dtype is not None:
-        return param_dtype
-    device_type = next(inner.parameters()).device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return next(inner.parameters()).dtype

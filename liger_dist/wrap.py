@@ -97,10 +97,14 @@ def wrap(
     """
     config = config or WrapConfig()
     _check_strategy(strategy, mesh, config)
-    if isinstance(model, WRAPPERS) or hasattr(model, _RECORD):
+    if is_wrapped(model):
         raise LigerDistError(
-            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first, and wrap the "
-            "model inside rather than DistributedDataParallel or FullyShardedDataParallel."
+            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
+        )
+    if isinstance(model, WRAPPERS):
+        raise LigerDistError(
+            f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
+            "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
         )
     structure = find_structure(model)
     without_storage = is_meta(model)
@@ -116,6 +120,8 @@ def wrap(
         if seam is not None:
             seam.fuse()
         wrapped = _shard(model, record, mesh, initialize)
+        if seam is not None and seam.redirect is not None and isinstance(wrapped, WRAPPERS):
+            seam.redirect.attach(wrapped)
     except BaseException:
         if seam is not None:
             seam.remove()
@@ -205,9 +211,15 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``."""
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) and _RECORD not in vars(model) else model
+    """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``, and inside PEFT's
+    model."""
+    while _RECORD not in vars(model):
+        get_base_model = getattr(model, "get_base_model", None)
+        inner = get_base_model() if callable(get_base_model) else getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or inner is model:
+            break
+        model = inner
+    return model
 
 
 def record_of(inner: nn.Module) -> _Wrapped:

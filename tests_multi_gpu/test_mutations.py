@@ -13,6 +13,7 @@ from harness import Workers
 from test_conformance import skip_without, train
 from torch.distributed.tensor import Replicate
 
+import liger_dist
 from liger_dist.losses import linear_cross_entropy, vocab_parallel
 from liger_dist.patching.redirect import Redirect
 from liger_dist.sharding import fsdp1, tensor_parallel
@@ -102,5 +103,9 @@ def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: 
 def largest_error(name: str) -> float:
     mutate, cell = MUTATIONS[name]
     with mutate():
-        errors = train(replace(cell, refused="")).values()
+        try:
+            errors = train(replace(cell, refused="")).values()
+        except liger_dist.LigerDistError:
+            # Two lines guard it; the other one has spoken.
+            return math.inf
     return math.inf if any(map(math.isnan, errors)) else max(errors)

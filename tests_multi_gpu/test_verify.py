@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cells import PRINCIPAL, Cell
+from cells import PRINCIPAL, Cell, _zero
 from harness import Workers
 from layouts import SESSIONS
 from models import full, make_batch, make_model
@@ -146,3 +146,74 @@ def refused() -> list[str]:
     unfused = liger_dist.wrap(make_model("llama"), "fsdp2", config=liger_dist.WrapConfig(fused_loss=False))
     attempt(unfused, batch)
     return sentences
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_of_deepspeed_that_has_begun_is_left_alone(stage: int, workers_2: Workers) -> None:
+    pytest.importorskip("deepspeed")
+    plain, refused = (workers_2.run(step_of_deepspeed, stage, between) for between in (False, True))
+    assert plain == refused
+
+
+def step_of_deepspeed(stage: int, between: bool) -> dict[str, float]:
+    session: Any = SESSIONS["zero"](_zero(stage), make_model("llama", dtype=torch.float32))
+    batch = make_batch(dist.get_rank())
+    session.backward(session.forward(batch).loss)
+    if between:
+        with pytest.raises(liger_dist.LigerDistError, match="verify between a step and the next backward"):
+            liger_dist.verify(session.root, batch)
+    gradients = session.step()
+    values = session.parameters() | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+    session.close()
+    return {name: value.double().sum().item() for name, value in values.items()}
+
+
+def test_put_off_reductions_and_faults_of_one_rank_are_refused_on_all(workers_2: Workers) -> None:
+    for sentences in workers_2.run(not_ready):
+        assert "has not reduced yet" in sentences["accumulated"]
+        assert "turned off" in sentences["off"]
+        assert "the output embedding has 101 rows" in sentences["label of one rank"]
+        assert "no parameter requires one" in sentences["frozen"]
+
+
+def not_ready() -> dict[str, str]:
+    batch = make_batch(dist.get_rank())
+    sentences = {}
+
+    def attempt(name: str, model: Any, arguments: Any) -> None:
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            liger_dist.verify(model, arguments)
+        sentences[name] = str(caught.value)
+
+    wrapped = liger_dist.wrap(make_model("llama"), "fsdp2")
+    wrapped.set_requires_gradient_sync(False)
+    attempt("off", wrapped, batch)
+    wrapped(**batch).loss.backward()
+    attempt("accumulated", wrapped, batch)
+    wrapped = liger_dist.wrap(make_model("llama"), "fsdp2")
+    wrong = batch["labels"].clone()
+    wrong[0, -1] = 100 + dist.get_rank()
+    attempt("label of one rank", wrapped, batch | {"labels": wrong})
+    frozen = make_model("llama").requires_grad_(False)
+    attempt("frozen", liger_dist.wrap(frozen, "fsdp2"), batch)
+    return sentences
+
+
+def test_tolerance_follows_the_dtype_of_the_head(workers_2: Workers) -> None:
+    for verdicts in workers_2.run(verified_in_bf16):
+        assert verdicts == [(), (), ()]
+
+
+def verified_in_bf16() -> list[tuple[str, ...]]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    batch = make_batch(dist.get_rank())
+    verdicts = []
+    model = liger_dist.wrap(make_model("llama", dtype=torch.float32))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    verdicts.append(liger_dist.verify(model, batch).problems)
+    for strategy in ("fsdp1", "fsdp2"):
+        config = liger_dist.WrapConfig(param_dtype=torch.bfloat16)
+        model = liger_dist.wrap(make_model("llama", dtype=torch.float32), strategy, config=config)
+        verdicts.append(liger_dist.verify(model, batch).problems)
+    return verdicts

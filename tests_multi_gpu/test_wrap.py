@@ -346,7 +346,7 @@ def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
         assert "no adapter can compute the loss" in messages["columns"]
         assert "tensor-parallel: the weight is placed S(1)" in messages["columns"]
         assert "replicated: the weight is a DTensor that no engine gathers" in messages["columns"]
-        assert "have different labels" in messages["different tokens"]
+        assert "see different tokens" in messages["different tokens"]
         assert "strategy='ddp'" in messages["global mean"]
 
 

@@ -52,8 +52,10 @@ class Seam:
         self._chosen: ShardingAdapter | None = None
         self._stored: tuple[object, ...] = ()
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._redirect: Redirect | None = None
+        self.redirect: Redirect | None = None
         self._is_paused = False
+        self.compute_dtype: torch.dtype | None = None
+        """of the last loss"""
         self._head_name = structure.head_name
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
@@ -66,8 +68,7 @@ class Seam:
         twin = Seam.__new__(Seam)
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            fresh: dict[str, Any] = {"_requests": {}, "_redirect": None}
-            setattr(twin, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
+            setattr(twin, name, {} if name == "_requests" else copy.deepcopy(value, memo))
         return twin
 
     def fuse(self) -> None:
@@ -80,7 +81,7 @@ class Seam:
         """Hooks the model's forward, ahead of the hooks that are there already; and redirects it when a wrapper may
         come around the model."""
         if self.strategy in ("auto", "ddp", "fsdp1"):
-            self._redirect = Redirect(self.model)
+            self.redirect = Redirect(self.model)
         self._hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
@@ -88,8 +89,8 @@ class Seam:
 
     def remove(self) -> None:
         """Undoes :meth:`fuse` and :meth:`listen`."""
-        if self._redirect is not None:
-            self._redirect.remove()
+        if self.redirect is not None:
+            self.redirect.remove()
         for hook in self._hooks:
             hook.remove()
         if self._had_own_loss_function:
@@ -175,6 +176,9 @@ class Seam:
 
     def compute(self, request: LossRequest, head: nn.Linear, hidden_states: Tensor) -> LossOutput:
         """The loss of one request, by the adapter that the weight's storage asks for."""
+        device_type = hidden_states.device.type
+        is_autocast = torch.is_autocast_enabled(device_type)
+        self.compute_dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden_states.dtype
         adapter = self._adapter(head)
         mean_over = DataParallel(groups=(), divide_factor=1.0)
         if self.config.token_mean == "global":
@@ -222,33 +226,41 @@ class Seam:
         running = self._requests.setdefault(threading.get_ident(), [])
         running.append(None)
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
-        labels, shift_labels = named.get("labels"), named.get("shift_labels")
-        if self._redirect is not None and self._redirect.takes(args, kwargs):
-            return None  # The wrapper calls this model again.
+        labels, effective, ignore_index = self._labels_of(named)
+        is_redirected = self.redirect is not None and self.redirect.takes(args, kwargs)
         if labels is None or self._is_paused:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return None
-        effective = labels if shift_labels is None else shift_labels
-        ignore_index = named.get("ignore_index", IGNORE_INDEX)
-        head = self._check_at_entry(named, effective, ignore_index)
-        self._adapter(head).check_entry(model)
+        head = self.check_at_entry(named)
+        if is_redirected:
+            return None  # The wrapper calls this model again.
+        adapter = self._adapter(head)
+        if self.redirect is not None and self.redirect.root is not None and not self.redirect.is_running():
+            adapter.check_entry(model, self.redirect.root)
         precede_installed_forward(head)
         running[-1] = LossRequest(
             seam=self,
             labels=effective,
-            is_shifted=shift_labels is not None,
+            is_shifted=effective is not labels,
             num_items_in_batch=named.get("num_items_in_batch"),
             ignore_index=ignore_index,
-            summary=start_summary(effective, shift_labels is not None, ignore_index),
+            summary=start_summary(effective, effective is not labels, ignore_index),
         )
         if "use_cache" in self._parameters[len(args) :] and kwargs.get("use_cache") is None:
             # A training forward never reads a cache, and some attention masks change when one is built.
             kwargs["use_cache"] = False
         return args, kwargs
 
-    def _check_at_entry(self, named: dict[str, Any], labels: Tensor, ignore_index: int) -> nn.Linear:
-        """The head that will be called; refuses what can be seen to be wrong before the model runs its first
-        collective."""
+    @staticmethod
+    def _labels_of(named: dict[str, Any]) -> tuple[Any, Any, int]:
+        """The model's labels, those that the loss is computed with, and the label of tokens without a target."""
+        labels, shifted = named.get("labels"), named.get("shift_labels")
+        return labels, labels if shifted is None else shifted, named.get("ignore_index", IGNORE_INDEX)
+
+    def check_at_entry(self, named: dict[str, Any]) -> nn.Linear:
+        """The head that will be called; refuses what can be seen to be wrong with the model's arguments before it runs
+        its first collective."""
+        _, labels, ignore_index = self._labels_of(named)
         head = self._head_in_use()
         if not isinstance(labels, Tensor):
             raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,6 @@ class FSDP1:
 
     name: ClassVar[str] = "fsdp1"
 
-    def __init__(self) -> None:
-        self._last_views: WeakKeyDictionary[nn.Module, ref[Tensor]] = WeakKeyDictionary()
-
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp1":
             return [facts.storage]
@@ -46,28 +42,17 @@ class FSDP1:
             ]
         return []
 
-    def check_entry(self, model: nn.Module) -> None:
-        """Inside its wrapper's forward, the root unit's weights are views that are made anew for each forward.
+    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
+        """Outside the root's forward the weights are not there, or stale.
 
         Raises:
-            LigerDistError: they are not, so the model was called without its wrapper.
+            LigerDistError: always.
         """
-        units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-        in_units = {module for unit in units for module in unit.modules()}
-        for module in model.modules():
-            weight = getattr(module, "weight", None)
-            if module in in_units or not isinstance(weight, Tensor):
-                continue
-            last = self._last_views.get(module)
-            is_stale = last is not None and last() is weight
-            if isinstance(weight, nn.Parameter) or is_stale or any(unit._is_root is None for unit in units):
-                raise LigerDistError(
-                    f"{type(model).__name__} was called without its FSDP1 wrapper, which gathers the weights and "
-                    "reduces the gradients. Call the wrapper that FullyShardedDataParallel (or liger_dist.wrap) "
-                    "returned."
-                )
-            self._last_views[module] = ref(weight)
-            return
+        raise LigerDistError(
+            f"a loss was asked of the {type(model).__name__} inside an FSDP1 wrapper of something larger, outside the "
+            "wrapper's forward, which gathers the weights and reduces the gradients. Ask it inside that forward, or "
+            "wrap the model itself with strategy='fsdp1'."
+        )
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         unit = next((m for m in model.modules() if isinstance(m, FullyShardedDataParallel)), None)

@@ -43,7 +43,7 @@ class FSDP2Gathered:
             return [TIED_APART]
         return []
 
-    def check_entry(self, model: nn.Module) -> None:
+    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
         """The model itself is FSDP2's root."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
@@ -100,6 +100,16 @@ def shard(model: nn.Module, units: ShardingUnits, *, mesh: DeviceMesh, config: W
         # Its backward follows its forward at once: freeing it in between would only gather it twice.
         fully_shard(list(units.tail), reshard_after_forward=False, **options)
     fully_shard(model, **options)
+
+
+def unfinished_reduction(model: nn.Module) -> str | None:
+    """What FSDP2 has put off, as a clause: gradients that it has not reduced yet, or would not reduce."""
+    for group in _param_groups(model):
+        if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
+            return "FSDP2 holds gradients that it has not reduced yet"
+        if not group.reduce_grads:
+            return "FSDP2's gradient reduction is turned off (set_requires_gradient_sync(False))"
+    return None
 
 
 def find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:

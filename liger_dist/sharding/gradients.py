@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import fsdp2
+
 
 def is_deepspeed_engine(root: nn.Module) -> bool:
     """Whether ``deepspeed.initialize`` returned ``root``."""
@@ -58,14 +60,32 @@ def clear_gradients(root: Any) -> None:
     if hasattr(optimizer, "averaged_gradients"):
         optimizer.averaged_gradients.clear()
     if hasattr(optimizer, "micro_step_id"):
-        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
-
-        is_stage_3 = not isinstance(optimizer, DeepSpeedZeroOptimizer)
-        optimizer.micro_step_id = 0 if is_stage_3 else INITIAL_MICRO_STEP_ID
+        optimizer.micro_step_id = _first_micro_step(optimizer)
 
 
-def has_gradients(root: Any) -> bool:
-    """Whether a backward since the last optimiser step has left gradients that count."""
-    if is_deepspeed_engine(root) and root.micro_steps % root.gradient_accumulation_steps() != 0:
-        return True
-    return any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters())
+def unfinished_step(root: Any) -> str | None:
+    """What of an optimiser step has begun and not ended, as a clause; None between steps."""
+    if is_deepspeed_engine(root) and _has_begun_under_deepspeed(root):
+        return "DeepSpeed has gradients that wait for engine.step()"
+    if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
+        return "gradients are waiting for an optimiser step"
+    return fsdp2.unfinished_reduction(root)
+
+
+def _first_micro_step(optimizer: Any) -> int:
+    """ZeRO-1 and 2 count from -1, so that a backward makes it 0; ZeRO-3 counts from 0 and keeps a flag until the next
+    forward."""
+    return 0 if _is_stage_3(optimizer) else -1
+
+
+def _is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "parameter_offload")
+
+
+def _has_begun_under_deepspeed(engine: Any) -> bool:
+    optimizer = engine.optimizer
+    in_window = engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    counted = getattr(optimizer, "micro_step_id", -1) > _first_micro_step(optimizer)
+    reduced = _is_stage_3(optimizer) and bool(optimizer._epilogue_ran_this_backward)
+    kept = (getattr(parameter, "_hp_grad", None) for parameter in engine.parameters())
+    return in_window or counted or reduced or any(g is not None and bool((g != 0).any()) for g in kept)

@@ -43,6 +43,12 @@ def check_mesh(mesh: Mesh | None, world_size: int, *, strategy: str) -> None:
                 f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0"
                 + (f", and an axis named {TENSOR_PARALLEL!r} behind them." if strategy == "fsdp2" else ".")
             )
+    if strategy == "tp" and math.prod(shape) < world_size and world_size % math.prod(shape) == 0:
+        raise LigerDistError(
+            f"strategy='tp' was given a mesh of {math.prod(shape)} of {world_size} processes, and nobody would average "
+            "the gradients of the others; use strategy='fsdp2' with a mesh of all processes whose last axis is named "
+            f"{TENSOR_PARALLEL!r}."
+        )
     if math.prod(shape) != world_size:
         raise LigerDistError(
             f"a mesh of shape {shape} needs {math.prod(shape)} processes but {world_size} are running; choose sizes "

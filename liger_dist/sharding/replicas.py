@@ -13,13 +13,19 @@ from .zero3 import is_stored_by_zero3
 
 
 @torch.no_grad()
-def divergent_parameters(model: nn.Module) -> list[str]:
+def divergent_parameters(model: nn.Module, tensor_parallel_size: int) -> list[str]:
     """Names of the parameters whose copies differ between processes: whole ones over all processes, DTensors over
-    their replicated mesh axes. One all-reduce for each group of processes."""
+    their replicated mesh axes, and over the tensor-parallel axis (the last one of the parameters that have it) where
+    they are not split over it. Two all-reduces for each group of processes."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    largest_mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
     flattened = is_inside_fsdp1(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
+            if tensor_parallel_size > 1 and largest_mesh is not None and parameter.device_mesh.ndim < largest_mesh.ndim:
+                group = largest_mesh.get_group(largest_mesh.ndim - 1)
+                copies.setdefault(group, []).append((name, parameter.to_local()))
             for axis, placement in enumerate(parameter.placements):
                 if placement.is_replicate():
                     group = parameter.device_mesh.get_group(axis)

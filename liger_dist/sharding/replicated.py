@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
@@ -30,8 +32,18 @@ class Replicated:
             )
         return reasons
 
-    def check_entry(self, model: nn.Module) -> None:
-        """A replica needs nothing; DDP is reached by the redirect."""
+    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
+        """DDP would not average the gradients.
+
+        Raises:
+            LigerDistError: the loss trains.
+        """
+        if torch.is_grad_enabled() and isinstance(root, DistributedDataParallel):
+            raise LigerDistError(
+                f"a loss was asked of the {type(model).__name__} inside {type(root.module).__name__} inside "
+                "DistributedDataParallel, outside the wrapper's forward, so its gradients would not be averaged. Ask "
+                "it inside the wrapper's forward, or wrap the model itself with strategy='ddp'."
+            )
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         if not dist.is_initialized():

@@ -1,9 +1,9 @@
 """A weight whose rows are split over a tensor-parallel mesh axis: by transformers' own plan, by torch's
 ``parallelize_module``, or by :func:`parallelize_head`; alone or inside FSDP2.
 
-Collectives of the loss, on the tensor-parallel group: one all-gather of the softmax statistics for each chunk of
-tokens, and one all-reduce of the hidden states' gradient. The first loss also compares the labels of the group (one
-all-gather of two numbers). Logits and weight are never gathered.
+Collectives of the loss, on the tensor-parallel group: one all-gather of seven numbers, by which the processes make sure
+that they see the same tokens (the first time waiting for the result), one all-gather of the softmax statistics for each
+chunk of tokens, and one all-reduce of the hidden states' gradient. Logits and weight are never gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_labels, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 
 from .base import DataParallel, Facts
 from .fsdp2 import TIED_APART, FSDP2Gathered, find_param
@@ -33,7 +33,7 @@ class TensorParallel:
     name: ClassVar[str] = "tensor-parallel"
 
     def __init__(self) -> None:
-        self._labels_compared: WeakSet[nn.Module] = WeakSet()
+        self._has_waited: WeakSet[nn.Module] = WeakSet()
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.tensor_parallel is None:
@@ -55,7 +55,7 @@ class TensorParallel:
             reasons.append(TIED_APART)
         return reasons
 
-    def check_entry(self, model: nn.Module) -> None:
+    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
         """The model itself is the root."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
@@ -76,13 +76,12 @@ class TensorParallel:
             )
         mesh = weight.device_mesh
         group = mesh.get_group()
-        if head not in self._labels_compared:
-            check_same_labels(labels, group, weight.device)
-            self._labels_compared.add(head)
         is_distributed = isinstance(hidden_states, DTensor)
         if isinstance(hidden_states, DTensor):
             # Sequence-parallel input is gathered here; its gradient is reduced on the way back by DTensor itself.
             hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        check_same_tokens(hidden_states, labels, group, waits=head not in self._has_waited)
+        self._has_waited.add(head)
         return vocab_parallel_linear_cross_entropy(
             hidden_states,
             weight.to_local(),

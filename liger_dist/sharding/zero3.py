@@ -40,7 +40,7 @@ class Zero3:
             )
         return reasons
 
-    def check_entry(self, model: nn.Module) -> None:
+    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
         """ZeRO-3's hooks are on the modules themselves."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:

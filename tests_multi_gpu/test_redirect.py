@@ -1,0 +1,233 @@
+"""Losses asked of the model inside DDP or FSDP1, whoever made the wrapper and whatever happened before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import make_batch, make_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+DDP = DistributedDataParallel
+
+
+class Policy(nn.Module):
+    """A module of somebody's that asks the model for two losses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.model(**batch).loss + 2.0 * self.model(**batch).loss
+
+
+def gradient_of_the_head(model: Any) -> float:
+    head = model.get_output_embeddings().weight
+    return float(head.grad.norm()) if head.grad is not None else 0.0
+
+
+def expected(scale: float = 1.0) -> float:
+    """The averaged gradient, without this library."""
+    model = make_model("llama")
+    for rank in range(dist.get_world_size()):
+        (scale * model(**make_batch(rank)).loss / dist.get_world_size()).backward()
+    return gradient_of_the_head(model)
+
+
+def of_wrap_after_a_freeze() -> Any:
+    model = make_model("llama")
+    root = liger_dist.wrap(model, "ddp")
+    gc.freeze()
+    return model, root
+
+
+def of_somebody() -> Any:
+    model = liger_dist.wrap(make_model("llama"))
+    return model, DDP(model)
+
+
+def of_somebody_after_an_early_loss() -> Any:
+    model = liger_dist.wrap(make_model("llama"))
+    model(**make_batch(0)).loss.backward()
+    model.zero_grad()
+    root = DDP(model)
+    # Its first forward makes it known.
+    root(**make_batch(0)).loss.backward()
+    model.zero_grad()
+    return model, root
+
+
+def of_a_copy() -> Any:
+    root = copy.deepcopy(liger_dist.wrap(make_model("llama"), "ddp"))
+    return root.module, root
+
+
+def of_a_second_wrapper() -> Any:
+    model = liger_dist.wrap(make_model("llama"))
+    first = DDP(model)
+    first(**make_batch(0)).loss.backward()
+    model.zero_grad()
+    del first
+    gc.collect()
+    root = DDP(model)
+    root(**make_batch(0)).loss.backward()
+    model.zero_grad()
+    return model, root
+
+
+def of_peft() -> Any:
+    peft = pytest.importorskip("peft")
+    model = liger_dist.wrap(make_model("llama"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model, DDP(adapted)
+
+
+MAKERS = {
+    maker.__name__: maker
+    for maker in (
+        of_wrap_after_a_freeze,
+        of_somebody,
+        of_somebody_after_an_early_loss,
+        of_a_copy,
+        of_a_second_wrapper,
+        of_peft,
+    )
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradients_are_averaged(name: str, workers_2: Workers) -> None:
+    for actual, wanted in workers_2.run(asked_inside, name):
+        assert abs(actual - wanted) < 1e-6 * wanted
+
+
+def asked_inside(name: str) -> tuple[float, float]:
+    model, root = MAKERS[name]()
+    try:
+        model(**make_batch(dist.get_rank())).loss.backward()
+        actual = gradient_of_the_head(model)
+    finally:
+        gc.unfreeze()
+    assert root is not None
+    return actual, expected()
+
+
+def test_no_sync_of_a_second_wrapper_is_its_own(workers_2: Workers) -> None:
+    assert workers_2.run(without_sync)[0] != workers_2.run(without_sync)[1]
+
+
+def without_sync() -> float:
+    model, root = of_a_second_wrapper()
+    with root.no_sync():
+        root(**make_batch(dist.get_rank())).loss.backward()
+    return gradient_of_the_head(model)
+
+
+def test_a_larger_module_inside_fsdp1_may_ask_twice(workers_2: Workers) -> None:
+    for errors in workers_2.run(asked_twice):
+        assert max(errors.values()) < 1e-6
+
+
+def asked_twice() -> dict[str, float]:
+    errors = {}
+    batch = make_batch(dist.get_rank())
+    for use_orig_params in (False, True):
+        model = liger_dist.wrap(make_model("llama"))
+        reference = make_model("llama")
+        root = FullyShardedDataParallel(Policy(model), use_orig_params=use_orig_params, device_id=compute_device())
+        for _ in range(2):
+            loss = root(**batch)
+            loss.backward()
+            errors[f"loss {use_orig_params}"] = abs(float(loss) - 3.0 * float(reference(**batch).loss))
+        with pytest.raises(liger_dist.LigerDistError, match="inside an FSDP1 wrapper of something larger"):
+            model(**batch)
+    return errors
+
+
+def test_a_larger_module_inside_ddp_is_refused_outside_its_forward(workers_2: Workers) -> None:
+    for sentence in workers_2.run(asked_past_a_policy):
+        assert "inside Policy inside DistributedDataParallel" in sentence
+
+
+def asked_past_a_policy() -> str:
+    model = liger_dist.wrap(make_model("llama"))
+    root = DDP(Policy(model))
+    root(**make_batch(dist.get_rank())).backward()
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        model(**make_batch(dist.get_rank()))
+    with torch.no_grad():
+        assert torch.isfinite(model(**make_batch(0)).loss)
+    return str(caught.value)
+
+
+def test_fsdp1_serves_the_inner_model_before_and_after_training(workers_2: Workers) -> None:
+    for errors in workers_2.run(served_early):
+        assert max(errors) < 1e-6
+
+
+def served_early() -> list[float]:
+    model, reference = make_model("llama"), make_model("llama")
+    root = liger_dist.wrap(model, "fsdp1", config=liger_dist.WrapConfig(reduce_dtype=torch.float64))
+    batch = make_batch(dist.get_rank())
+    errors = []
+    for _ in range(2):
+        with torch.no_grad():
+            errors.append(abs(float(model(**batch).loss) - float(reference(**batch).loss)))
+            difference = model(input_ids=batch["input_ids"]).logits - reference(input_ids=batch["input_ids"]).logits
+            errors.append(float(difference.abs().max()))
+        with pytest.raises(liger_dist.LigerDistError, match="labels have shape"):
+            model(input_ids=batch["input_ids"], labels=batch["labels"][:, 1:])
+        model(**batch).loss.backward()
+    assert root is not None
+    return errors
+
+
+def test_a_saved_inner_model_is_inside_nothing(workers_2: Workers) -> None:
+    for differences in workers_2.run(saved_and_loaded):
+        assert differences == 0.0
+
+
+def saved_and_loaded() -> float:
+    root = liger_dist.wrap(make_model("llama"), "ddp")
+    batch = make_batch(dist.get_rank())
+    root(**batch).loss.backward()
+    file = io.BytesIO()
+    torch.save(root.module, file)
+    assert b"DistributedDataParallel" not in file.getvalue()
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    return abs(float(loaded(**batch).loss) - float(root.module(**batch).loss))
+
+
+def test_a_forward_put_on_top_stays_when_unwrapped(workers_2: Workers) -> None:
+    for calls in workers_2.run(with_a_forward_on_top):
+        assert calls == 2
+
+
+def with_a_forward_on_top() -> int:
+    model: Any = liger_dist.wrap(make_model("llama"))
+    calls = []
+    below = model.forward
+
+    def on_top(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return below(*args, **kwargs)
+
+    model.forward = on_top
+    model(**make_batch(0))
+    liger_dist.unwrap(model)
+    assert model(**make_batch(0)).logits.shape[-1] == 101
+    return len(calls)
