@@ -97,7 +97,13 @@ def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: 
     cell = MUTATIONS[name][1]
     skip_without(cell)
     workers = workers_2 if cell.world == 2 else workers_4
-    assert any(error > 100 * cell.tolerance for error in workers.run(largest_error, name))
+    try:
+        largest = max(workers.run(largest_error, name))
+    except RuntimeError as error:
+        # On a GPU the comparison of tokens ends the program.
+        assert "device-side assert" in str(error)
+        return
+    assert largest > 100 * cell.tolerance
 
 
 def largest_error(name: str) -> float:
