@@ -184,14 +184,11 @@ def explain(model: nn.Module) -> Explanation:
     """
     inner = inner_model(model)
     record = record_of(inner)
-    head = active_head(inner.get_submodule(record.structure.head_name))
-    facts = collect_facts(
-        inner,
-        head if isinstance(head, nn.Linear) else record.structure.head,
-        strategy=record.strategy,
-        tied=record.structure.tied,
-        config=record.config,
-    )
+    structure = record.structure
+    in_use = active_head(inner.get_submodule(structure.head_name))
+    head = in_use if isinstance(in_use, nn.Linear) else structure.head
+    is_tied = structure.tied and head is structure.head
+    facts = collect_facts(inner, head, strategy=record.strategy, tied=is_tied, config=record.config)
     if record.transform is None:
         return Explanation(facts=facts, fused=f"not fused: {record.unfused_reason}", adapter=None, declined=())
     transform = record.transform

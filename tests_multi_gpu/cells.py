@@ -180,6 +180,11 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, data=data) for data in DATA]
         cells += [replace(cell, use=use) for use in USES]
         cells += [replace(cell, model=model) for model in REFUSED_MODELS]
+    for cell in (replace(cell, world=4) for cell in PRINCIPAL if cell.world == 2):
+        cells += [cell, replace(cell, model="tied"), replace(cell, use="two forwards")]
+        cells += [replace(cell, data=data) for data in ("empty rank", "num_items_in_batch")]
+        if cell.engine != "zero":
+            cells.append(replace(cell, accumulation=2))
     cells += [replace(DDP, use="unused parameters"), replace(DDP, layout={"by_others": True}, use="outside the root")]
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))

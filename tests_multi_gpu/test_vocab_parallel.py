@@ -140,5 +140,11 @@ def given_sharded_weights() -> dict[str, str]:
         with pytest.raises(liger_dist.LigerDistError) as caught:
             liger_dist.linear_cross_entropy(hidden, head.weight, batch["labels"])
         sentences[str(cell)] = str(caught.value)
+        if cell.engine == "zero":
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(head.weight), pytest.raises(liger_dist.LigerDistError) as caught:
+                liger_dist.linear_cross_entropy(hidden, head.weight, batch["labels"])
+            sentences["gathered by hand"] = str(caught.value)
         session.close()
     return sentences

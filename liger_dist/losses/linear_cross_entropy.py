@@ -263,6 +263,11 @@ def linear_cross_entropy(
         LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
     """
     names = as_output_names(outputs)
+    if hasattr(weight, "ds_id") and weight.requires_grad and torch.is_grad_enabled():
+        raise LigerDistError(
+            "the weight belongs to DeepSpeed ZeRO-3, which takes it away before the backward of a loss that its own "
+            "module has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
+        )
     result = fused_linear_cross_entropy(
         hidden_states,
         weight,

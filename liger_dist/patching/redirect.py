@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.sharding import fsdp1, replicated
 
@@ -40,6 +41,7 @@ class Redirect:
         self._root: ref[Wrapper] | None = None
         self._has_searched = False
         self._is_hooked = False
+        self._hooks: tuple[RemovableHandle, ...] = ()
         self._running = threading.local()
 
         @functools.wraps(type(model).forward)
@@ -54,6 +56,8 @@ class Redirect:
 
     def remove(self) -> None:
         """The model's forward is its own again; one that somebody has put on top of this one stays."""
+        for hook in self._hooks:
+            hook.remove()
         delattr(self._model, _ATTRIBUTE)
         if vars(self._model).get("forward") == self._installed:
             del self._model.forward
@@ -68,8 +72,10 @@ class Redirect:
     def attach(self, root: Wrapper) -> None:
         """Tells the wrapper before its first forward."""
         self._root, self._is_hooked = ref(root), True
-        root.register_forward_pre_hook(lambda *_: setattr(self._running, "inside", True))
-        root.register_forward_hook(lambda *_: setattr(self._running, "inside", False), always_call=True)
+        self._hooks = (
+            root.register_forward_pre_hook(lambda *_: setattr(self._running, "inside", True)),
+            root.register_forward_hook(lambda *_: setattr(self._running, "inside", False), always_call=True),
+        )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The wrapper's result, or the model's own inside the wrapper's forward."""
@@ -118,7 +124,8 @@ class Redirect:
     def _for(self, model: nn.Module) -> Redirect:
         twin = Redirect.__new__(Redirect)
         twin._model, twin._parameters, twin._own_forward = model, self._parameters, None
-        twin._root, twin._has_searched, twin._is_hooked, twin._running = None, False, False, threading.local()
+        twin._root, twin._has_searched, twin._is_hooked = None, False, False
+        twin._hooks, twin._running = (), threading.local()
         twin._installed = MethodType(self._installed.__func__, model)
         return twin
 
