@@ -132,11 +132,13 @@ def _fingerprint(hidden_states: Tensor, labels: Tensor) -> Tensor:
     hidden_TD = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
     device = hidden_TD.device
     positions = torch.arange(1, labels.numel() + 1, device=labels.device)
-    counted = torch.stack([positions.new_tensor(labels.numel()), (labels.reshape(-1).long() * positions).sum()])
+    # Filled on the device: a number sent there would make the host wait.
+    count = torch.full((), labels.numel(), dtype=torch.int64, device=labels.device)
+    counted = torch.stack([count, (labels.reshape(-1) * positions).sum()])
 
     def waves(size: int) -> Tensor:
-        steps = torch.tensor([[1.1], [2.3], [3.7], [5.3]], dtype=torch.float64, device=device)
-        return torch.cos(steps * torch.arange(1, size + 1, dtype=torch.float64, device=device))
+        steps_4 = 1.1 + 1.3 * torch.arange(4, dtype=torch.float64, device=device)
+        return torch.cos(steps_4[:, None] * torch.arange(1, size + 1, dtype=torch.float64, device=device))
 
     projected_T4 = hidden_TD @ waves(hidden_TD.shape[1]).T.to(hidden_TD.dtype)
     projections_4 = (projected_T4.double() * waves(hidden_TD.shape[0]).T).sum(0)
