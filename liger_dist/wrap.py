@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
 from .patching.probe import LogitTransform, NotFusableError, probe_transform
+from .patching.redirect import Wrapper
 from .patching.seam import Seam
 from .patching.structure import Structure, active_head, find_structure, heads_at, initializer_of
 from .sharding import fsdp1, fsdp2
@@ -29,7 +29,6 @@ from .sharding.replicated import replicate
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
-WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ def wrap(
         raise LigerDistError(
             f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
         )
-    if isinstance(model, WRAPPERS):
+    if isinstance(model, Wrapper):
         raise LigerDistError(
             f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
             "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
@@ -120,7 +119,7 @@ def wrap(
         if seam is not None:
             seam.fuse()
         wrapped = _shard(model, record, mesh, initialize)
-        if seam is not None and seam.redirect is not None and isinstance(wrapped, WRAPPERS):
+        if seam is not None and seam.redirect is not None and isinstance(wrapped, Wrapper):
             seam.redirect.attach(wrapped)
     except BaseException:
         if seam is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cells import DDP, Cell, _fsdp1, _fsdp2, _zero
+from cells import PRINCIPAL, Cell, _fsdp1, _fsdp2, by_world
 from harness import Workers
 from layouts import SESSIONS
 from test_conformance import batches_of, build, run_micro_batches, skip_without
@@ -15,16 +15,7 @@ from test_conformance import batches_of, build, run_micro_batches, skip_without
 CHUNKS = 6
 """30 tokens of the first rank count, and five rows of 51 logits fit the budget"""
 
-LOCAL = [
-    DDP,
-    _fsdp1(by_others=False),
-    _fsdp1(use_orig_params=False),
-    _fsdp1(own_unit=True),
-    _fsdp2(),
-    _fsdp2(head="root"),
-    _fsdp2(head="own"),
-    *(_zero(stage) for stage in range(4)),
-]
+LOCAL = [*by_world(PRINCIPAL, 2), _fsdp2(head="root")]
 
 
 @pytest.mark.parametrize("cell", LOCAL, ids=str)

@@ -141,7 +141,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     if hasattr(logits, "placements"):
         raise LigerDistError(
             f"logits are a DTensor with placements {logits.placements}; this function works on whole local tensors. "
-            "Pass logits.full_tensor(), or wrap the model with liger_dist.wrap."
+            "Wrap the model with liger_dist.wrap, which computes the loss where the weight is whole or split."
         )
     if logits.dim() < 1 or not logits.is_floating_point():
         raise LigerDistError(

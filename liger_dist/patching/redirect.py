@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from liger_dist.errors import LigerDistError
 from liger_dist.sharding import fsdp1, replicated
 
 _ATTRIBUTE = "_liger_dist_redirect"
@@ -95,6 +96,22 @@ class Redirect:
             return False
         return trains or isinstance(root, FullyShardedDataParallel)
 
+    def check_inside(self) -> None:
+        """Refuses a loss that a wrapper of something larger would have to see and does not.
+
+        Raises:
+            LigerDistError: the wrapper's forward is not running, and the loss trains, or the weights are FSDP1's.
+        """
+        root = self.root
+        if root is None or self.is_running():
+            return
+        if isinstance(root, FullyShardedDataParallel) or torch.is_grad_enabled():
+            raise LigerDistError(
+                f"a loss was asked of the {type(self._model).__name__} inside {type(root.module).__name__} inside "
+                f"{type(root).__name__}, outside the wrapper's forward, which gathers sharded weights and reduces "
+                "gradients. Ask it inside that forward, or wrap the model itself with strategy='ddp' or 'fsdp1'."
+            )
+
     def is_running(self) -> bool:
         """Whether the wrapper's own forward is running."""
         root = self.root
@@ -116,18 +133,16 @@ class Redirect:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Redirect:
         """Goes with a copy of the model, which is inside no wrapper yet."""
-        return self._for(memo[id(self._model)])
-
-    def __reduce__(self) -> Any:
-        return _restored, (self._model,)
-
-    def _for(self, model: nn.Module) -> Redirect:
+        model = memo[id(self._model)]
         twin = Redirect.__new__(Redirect)
         twin._model, twin._parameters, twin._own_forward = model, self._parameters, None
         twin._root, twin._has_searched, twin._is_hooked = None, False, False
         twin._hooks, twin._running = (), threading.local()
         twin._installed = MethodType(self._installed.__func__, model)
         return twin
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._model,)
 
 
 def _restored(model: nn.Module) -> None:

@@ -234,9 +234,9 @@ class Seam:
         head = self.check_at_entry(named)
         if is_redirected:
             return None  # The wrapper calls this model again.
-        adapter = self._adapter(head)
-        if self.redirect is not None and self.redirect.root is not None and not self.redirect.is_running():
-            adapter.check_entry(model, self.redirect.root)
+        if self.redirect is not None:
+            self.redirect.check_inside()
+        self._adapter(head)
         precede_installed_forward(head)
         running[-1] = LossRequest(
             seam=self,

@@ -81,11 +81,6 @@ class ShardingAdapter(Protocol):
         """Why this adapter cannot serve a head with these facts; empty when it can. No collectives."""
         ...
 
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """Refuses, before it runs, a loss of ``model`` outside the forward of ``root``, a wrapper of something larger
-        that has ``model`` inside. No collectives."""
-        ...
-
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         """Who shares a global token mean. No collectives."""
         ...

@@ -42,18 +42,6 @@ class FSDP1:
             ]
         return []
 
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """Outside the root's forward the weights are not there, or stale.
-
-        Raises:
-            LigerDistError: always.
-        """
-        raise LigerDistError(
-            f"a loss was asked of the {type(model).__name__} inside an FSDP1 wrapper of something larger, outside the "
-            "wrapper's forward, which gathers the weights and reduces the gradients. Ask it inside that forward, or "
-            "wrap the model itself with strategy='fsdp1'."
-        )
-
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         unit = next((m for m in model.modules() if isinstance(m, FullyShardedDataParallel)), None)
         if unit is None:
@@ -124,11 +112,8 @@ def is_stored_by_fsdp1(weight: object) -> bool:
 
 def is_inside_fsdp1(model: nn.Module) -> bool:
     """Whether FSDP1 keeps the parameters of ``model``."""
-    return any(
-        isinstance(module, FullyShardedDataParallel) or getattr(parameter, "_fsdp_flattened", False)
-        for module in model.modules()
-        for parameter in (None, *module._parameters.values())
-    )
+    has_units = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return has_units or any(getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters())
 
 
 def has_own_unit(head: nn.Module, model: nn.Module) -> bool:

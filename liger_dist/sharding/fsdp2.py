@@ -43,9 +43,6 @@ class FSDP2Gathered:
             return [TIED_APART]
         return []
 
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """The model itself is FSDP2's root."""
-
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         found = find_param(head, model)
         if found is None:

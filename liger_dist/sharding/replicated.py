@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
@@ -31,19 +29,6 @@ class Replicated:
                 "with strategy='ddp', or pass num_items_in_batch to the model"
             )
         return reasons
-
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """DDP would not average the gradients.
-
-        Raises:
-            LigerDistError: the loss trains.
-        """
-        if torch.is_grad_enabled() and isinstance(root, DistributedDataParallel):
-            raise LigerDistError(
-                f"a loss was asked of the {type(model).__name__} inside {type(root.module).__name__} inside "
-                "DistributedDataParallel, outside the wrapper's forward, so its gradients would not be averaged. Ask "
-                "it inside the wrapper's forward, or wrap the model itself with strategy='ddp'."
-            )
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         if not dist.is_initialized():

@@ -55,9 +55,6 @@ class TensorParallel:
             reasons.append(TIED_APART)
         return reasons
 
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """The model itself is the root."""
-
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         if find_param(head, model) is not None:
             return FSDP2Gathered().data_parallel(head, model)

@@ -40,9 +40,6 @@ class Zero3:
             )
         return reasons
 
-    def check_entry(self, model: nn.Module, root: nn.Module) -> None:
-        """ZeRO-3's hooks are on the modules themselves."""
-
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         raise LigerDistError(
             "token_mean='global' is not available under DeepSpeed; pass num_items_in_batch to the model."
