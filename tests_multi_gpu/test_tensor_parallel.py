@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
+from matrix import WHOLE
 from models import full, make_batch, make_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import liger_dist
+from liger_dist.dispatch import reasons_against
 from liger_dist.sharding.devices import compute_device
 
 
@@ -49,6 +52,12 @@ def with_different_tokens() -> dict[str, str]:
     torch.manual_seed(rank)
     attempt("dropout", model, batch)
     return sentences
+
+
+def test_rows_split_twice_are_declined_from_the_facts() -> None:
+    once = replace(WHOLE, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4)
+    assert reasons_against(once)["tensor-parallel"] == []
+    assert "placed S(0) S(0)" in reasons_against(replace(once, tensor_parallel="S(0) S(0)"))["tensor-parallel"][0]
 
 
 def test_verify_sees_layers_that_differ_over_the_axis(workers_4: Workers) -> None:

@@ -1,5 +1,5 @@
 """A weight whose rows are split over a tensor-parallel mesh axis: by transformers' own plan, by torch's
-``parallelize_module``, or by :func:`parallelize_head`; alone or inside FSDP2.
+``parallelize_module``, or by :func:`parallelize_heads`; alone or inside FSDP2.
 
 Collectives of the loss, on the tensor-parallel group: one all-gather of seven numbers, by which the processes make sure
 that they see the same tokens (the first time waiting for the result), one all-gather of the softmax statistics for each
@@ -41,7 +41,7 @@ class TensorParallel:
         reasons = []
         if facts.engine not in ("dtensor", "fsdp2"):
             reasons.append(f"tensor parallelism is not combined with this storage: {facts.storage}")
-        if not facts.tensor_parallel.startswith("S(0)"):
+        if facts.tensor_parallel != "S(0)":
             reasons.append(
                 f"the weight is placed {facts.tensor_parallel} over the tensor-parallel mesh; expected its rows on "
                 "one axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
