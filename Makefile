@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test check matrix format clean
+.PHONY: venv demo test check matrix families format clean
 
 venv: $(VENV)/.installed
 
@@ -31,7 +31,10 @@ check: venv
 	$(BIN)/lint-imports
 
 matrix: venv
-	$(BIN)/python -m pytest tests_multi_gpu/test_conformance.py --write-matrix
+	$(BIN)/python -m pytest tests_multi_gpu/test_conformance.py --write-pages
+
+families: venv
+	$(BIN)/python -m pytest tests_multi_gpu/test_families.py --write-pages
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -30,6 +30,10 @@ class WrapConfig:
     """Compute the loss inside the output embedding. False shards only, for comparison."""
     head: Head = "auto"
     """How a sharded head's weight is reached: "gather" collects it for the loss; "auto" lets the dispatcher choose."""
+    outputs: tuple[str, ...] = ()
+    """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
+    "log_prob" and "z_loss" (the labels' shape; all without gradient), or "logits" alone, which turns fusing off. A
+    call's own ``outputs=`` comes first."""
     kernels: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None

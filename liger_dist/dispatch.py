@@ -22,7 +22,9 @@ ADAPTERS: tuple[ShardingAdapter, ...] = (TensorParallel(), FSDP2Gathered(), FSDP
 SERVES_TOO = "would serve too; comes later in the order"
 
 
-def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: bool, config: WrapConfig) -> Facts:
+def collect_facts(
+    model: nn.Module, head: nn.Linear, *, strategy: str, tied: bool, adapted: bool, config: WrapConfig
+) -> Facts:
     """What every rank knows alike of ``head`` inside ``model``. No collectives; valid at rest and inside a forward."""
     fsdp2 = find_param(head, model)
     weight = head.weight
@@ -62,6 +64,7 @@ def collect_facts(model: nn.Module, head: nn.Linear, *, strategy: str, tied: boo
         has_bias=head.bias is not None,
         tied=tied,
         apart_from_embedding=is_apart,
+        adapted=adapted,
         zero_quantized=engine == "zero3" and is_quantized(weight),
         head_choice=config.head,
         token_mean=config.token_mean,

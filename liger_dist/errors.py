@@ -10,3 +10,8 @@ class LigerDistError(ValueError):
 class NoAdapterError(LigerDistError):
     """No sharding adapter can compute the loss on this layout: the message lists the facts and every adapter's
     reasons."""
+
+
+class LogitsNotComputedError(LigerDistError, AttributeError):
+    """Logits of a call that computed only its loss were asked for. An AttributeError too, so that ``hasattr`` and
+    ``getattr`` with a default find none."""

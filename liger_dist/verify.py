@@ -239,7 +239,10 @@ def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | Non
     if not isinstance(labels, Tensor) or not bool((labels[..., 1:] != -100).any()):
         return "the batch has no label that counts; give every rank one with a target"
     try:
-        seam.check_at_entry(batch | {"labels": labels.cpu()})
+        call = seam.signature.read((), batch | {"labels": labels.cpu()})
+        if call.loss:
+            return f"the batch has {next(iter(call.loss))}, which the model's own loss does not know; leave it out"
+        seam.check_at_entry(call)
     except LigerDistError as error:
         return str(error).rstrip(".")
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):

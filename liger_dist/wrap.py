@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
-from .patching.probe import LogitTransform, NotFusableError, probe_transform
+from .patching.plan import LossPlan, NotFusableError
+from .patching.probe import probe_plan
 from .patching.redirect import Wrapper
 from .patching.seam import Seam
-from .patching.structure import Structure, active_head, find_structure, heads_at, initializer_of
+from .patching.structure import Structure, active_head, base_head, find_structure, heads_at, initializer_of
 from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
@@ -39,7 +40,7 @@ class _Wrapped:
     strategy: Strategy
     config: WrapConfig
     seam: Seam | None
-    transform: LogitTransform | None
+    plan: LossPlan | None
     unfused_reason: str | None
 
 
@@ -109,10 +110,10 @@ def wrap(
     without_storage = is_meta(model)
     _check_model(model, structure, strategy, config, without_storage=without_storage)
     initialize = initializer_of(model) if without_storage else None
-    transform, reason = _probe(model, structure, config)
-    seam = None if transform is None else Seam(model, structure, transform, strategy=strategy, config=config)
+    plan, reason = _probe(model, structure, config)
+    seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
     record = _Wrapped(
-        structure=structure, strategy=strategy, config=config, seam=seam, transform=transform, unfused_reason=reason
+        structure=structure, strategy=strategy, config=config, seam=seam, plan=plan, unfused_reason=reason
     )
     setattr(model, _RECORD, record)
     try:
@@ -143,7 +144,8 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
             if initialize is None:
                 model.to(device)
             embedding = structure.embedding if structure.tied else None
-            parallelize_heads(model, heads_at(place), embedding, mesh=tensor_parallel)
+            heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
+            parallelize_heads(model, heads, embedding, mesh=tensor_parallel)
     if record.strategy == "fsdp2" and data_parallel is not None:
         tail = [module for module in (structure.final_norm, place) if module is not None]
         units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail)
@@ -155,7 +157,7 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
         at = torch.device("cpu") if config.cpu_offload else device
         materialize(model, initialize, layers=structure.layers, device=at)
     if record.strategy == "fsdp1" and data_parallel is not None:
-        own_unit = None if structure.tied else structure.head
+        own_unit = None if structure.tied else active_head(place)
         return fsdp1.shard(model, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
     return replicate(model.to(device)) if record.strategy == "ddp" else model
 
@@ -185,17 +187,23 @@ def explain(model: nn.Module) -> Explanation:
     record = record_of(inner)
     structure = record.structure
     in_use = active_head(inner.get_submodule(structure.head_name))
-    head = in_use if isinstance(in_use, nn.Linear) else structure.head
-    is_tied = structure.tied and head is structure.head
-    facts = collect_facts(inner, head, strategy=record.strategy, tied=is_tied, config=record.config)
-    if record.transform is None:
+    base = base_head(in_use)
+    head = base if isinstance(base, nn.Linear) else structure.head
+    facts = collect_facts(
+        inner,
+        head,
+        strategy=record.strategy,
+        tied=structure.tied and head is structure.head,
+        adapted=in_use is not base,
+        config=record.config,
+    )
+    if record.plan is None:
         return Explanation(facts=facts, fused=f"not fused: {record.unfused_reason}", adapter=None, declined=())
-    transform = record.transform
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
         facts=facts,
-        fused=f"fused linear cross entropy, softcap {transform.softcap}, logit scale {transform.scale:g}",
+        fused=str(record.plan),
         adapter=chosen,
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
     )
@@ -225,11 +233,11 @@ def record_of(inner: nn.Module) -> _Wrapped:
     return record
 
 
-def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[LogitTransform | None, str | None]:
+def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[LossPlan | None, str | None]:
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
-        return probe_transform(model, structure), None
+        return probe_plan(model, structure), None
     except NotFusableError as error:
         warnings.warn(
             f"liger_dist leaves the loss of {type(model).__name__} unfused: {error}. The model trains as it did "

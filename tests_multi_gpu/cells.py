@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def tied(self) -> bool:
-        return self.model.startswith("tied")
+        return "tied" in self.model.split()
 
     @property
     def tolerance(self) -> float:
@@ -160,8 +160,9 @@ PRINCIPAL = [
 ]
 """One layout of each kind: these meet every model, kind of data and use."""
 
-MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter")
-REFUSED_MODELS = ("LoRA on the head", "quantised head")
+ADAPTED = ("LoRA on the head", "DoRA on the head", "LoRA on the tied head", "LoRA on the biased head")
+MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter", *ADAPTED)
+REFUSED_MODELS = ("quantised head",)
 DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
 USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")
 
@@ -203,8 +204,8 @@ def _refusal(cell: Cell) -> str:
         return "pass num_items_in_batch to the model"
     if cell.layout.get("quantized_gradients"):
         return "turn them off"
-    if cell.model == "LoRA on the head":
-        return "adapter's target_modules"
+    if cell.model in ADAPTED and (cell.engine == "tp" or cell.layout.get("axes") == GRID):
+        return "leave the head out of its target_modules"
     if cell.model == "quantised head":
         return "expected an unmodified torch.nn.Linear"
     return ""

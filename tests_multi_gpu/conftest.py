@@ -16,7 +16,7 @@ from harness import Workers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-matrix", action="store_true", help="write docs/support_matrix.md from this run")
+    parser.addoption("--write-pages", action="store_true", help="write the pages of docs that show what a run saw")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

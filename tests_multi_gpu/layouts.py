@@ -125,7 +125,7 @@ class FSDP1(Session):
         decoder = next(module for module in model.modules() if type(module).__name__.endswith("Model"))
         units = {*decoder.layers}
         if layout.get("own_unit"):
-            units |= {module for name, module in model.named_modules() if "lm_head" in name and _is_linear(module)}
+            units |= {*_head_modules(model, self.cell)}
         precision = _precision(layout)
         self.root = FullyShardedDataParallel(
             model,
@@ -193,7 +193,7 @@ class FSDP2(Session):
         }
         for layer in decoder.layers:
             fully_shard(layer, **options)
-        heads = [module for name, module in model.named_modules() if "lm_head" in name and _is_linear(module)]
+        heads = _head_modules(model, self.cell)
         if layout["head"] == "tail":
             fully_shard([decoder.norm, *heads], **options)
         elif layout["head"] == "own":
@@ -210,6 +210,14 @@ class FSDP2(Session):
         self.root.set_requires_gradient_sync(is_on)  # type: ignore[operator]
         yield
         self.root.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+def _head_modules(model: nn.Module, cell: Cell) -> list[nn.Module]:
+    """The parts of the head that become units of their own. DoRA's parts read each other's weights, so it is one."""
+    modules = [(name, module) for name, module in model.named_modules() if "lm_head" in name]
+    if "DoRA" in cell.model:
+        return [modules[0][1]]
+    return [module for _, module in modules if _is_linear(module)]
 
 
 class TensorParallel(Session):

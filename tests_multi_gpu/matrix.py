@@ -121,6 +121,7 @@ WHOLE = Facts(
     has_bias=False,
     tied=False,
     apart_from_embedding=False,
+    adapted=False,
     zero_quantized=False,
     head_choice="auto",
     token_mean="local",

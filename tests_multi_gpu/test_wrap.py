@@ -58,7 +58,7 @@ def test_unwrap_restores_the_instance() -> None:
     assert (dict(model._forward_pre_hooks), dict(model._forward_hooks)) == hooks
     assert model(**make_batch(0)).logits.shape[-1] == 101
     liger_dist.wrap(model)
-    assert model(**make_batch(0)).logits.shape[-1] == 0
+    assert not hasattr(model(**make_batch(0)), "logits")
 
 
 def test_without_labels_ordinary_logits_and_a_cache() -> None:
@@ -236,7 +236,7 @@ def on_meta() -> nn.Module:
         (lambda: make_model("llama"), {"strategy": "fsdp3"}, ("'fsdp3'", "'fsdp2'")),
         (wrapped_already, {}, ("wrapped already", "unwrap")),
         (without_head, {}, ("LlamaModel", "no output embedding", "AutoModelForCausalLM")),
-        (lambda: nn.Linear(2, 2), {}, ("no such method",)),
+        (lambda: nn.Linear(2, 2), {}, ("no output embedding",)),
         (with_quantised_head, {}, ("Quantised", "modules_to_not_convert")),
         (lambda: make_model("llama"), {"strategy": "fsdp2"}, ("torchrun", "init_process_group")),
         (lambda: make_model("llama"), {"strategy": "ddp"}, ("torchrun",)),
@@ -431,7 +431,7 @@ def test_a_mixture_of_experts_keeps_its_router_loss() -> None:
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
     output, expected = model(**make_batch(0)), reference(**make_batch(0))
-    assert output.logits.shape[-1] == 0
+    assert not hasattr(output, "logits")
     assert expected.aux_loss > 0.1
     assert relative_error(output.loss, expected.loss) < 1e-6
     output.loss.backward()

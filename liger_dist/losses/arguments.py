@@ -28,6 +28,10 @@ class LossArguments:
     reduction: Reduction = "mean"
     num_items_in_batch: Tensor | float | None = None
     outputs: tuple[str, ...] = ()
+    reports_only: bool = False
+    """whether nobody will ask for gradients of ``outputs``, which then cost no recomputation"""
+    logit_bias: Tensor | None = None
+    """``[V]``, added to the logits beside the head's own bias; a constant"""
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
         """Refuses arguments that do not fit each other or the tensors.
@@ -39,6 +43,7 @@ class LossArguments:
         unknown = [name for name in self.outputs if name not in OUTPUTS]
         if unknown:
             raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(OUTPUTS)}.")
+        _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
 

@@ -41,8 +41,11 @@ class _Problem:
 
     @property
     def gradients_in_forward(self) -> bool:
-        per_token = self.loss.reduction == "none" or not DIFFERENTIABLE_OUTPUTS.isdisjoint(self.loss.outputs)
-        return bool(self.needs) and not per_token
+        return bool(self.needs) and self.loss.reduction != "none" and not self.differentiable_outputs
+
+    @property
+    def differentiable_outputs(self) -> frozenset[str]:
+        return frozenset() if self.loss.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.loss.outputs)
 
     def run(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
@@ -79,7 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif problem.needs:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
         loss, z_loss = problem.scales.reduce(terms, problem.loss.reduction)
-        ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
+        reports = (terms.log_prob_T, terms.entropy_T) if problem.loss.reports_only else ()
+        ctx.mark_non_differentiable(terms.is_top1_T, z_loss, *(report for report in reports if report is not None))
         return loss, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
 
     @staticmethod
@@ -130,6 +134,10 @@ def fused_linear_cross_entropy(
     ignore_index = loss.options.ignore_index
     check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    if loss.logit_bias is not None:
+        first = 0 if vocabulary is None else vocabulary.start
+        added = loss.logit_bias[first : first + weight.shape[0]].to(weight.device, weight.dtype)
+        bias = added if bias is None else bias + added
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)

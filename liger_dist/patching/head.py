@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from liger_dist.errors import LigerDistError
 
 from .untraced import untraced
 
@@ -13,38 +17,67 @@ if TYPE_CHECKING:
     from .seam import Seam
 
 
-class FusedLMHead(nn.Linear):
-    """An ``nn.Linear`` whose forward returns the loss, in the shape of logits without width, when its model was called
-    with labels, and logits otherwise.
-
-    An existing head becomes one by a change of its class: same parameters, same names, same state dict. The loss runs
-    inside this module's own call, where every wrapper has gathered the weight and will reduce its gradient.
+class ComputesLoss(nn.Module):
+    """Mixed into the class of an output embedding: its forward returns the loss, in the shape of logits without width,
+    when its model was called with labels, and logits otherwise. The loss runs inside the module's own call, where every
+    wrapper has gathered the weight and will reduce its gradient.
     """
 
     _liger_dist_seam: Seam
 
     @untraced
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[..., D]`` to ``[..., V]`` logits, or to ``[..., 0]`` carrying the loss."""
+        own: Callable[..., Tensor] = super().forward
         seam: Seam | None = vars(self).get("_liger_dist_seam")
         request = None if seam is None else seam.take()
         if request is None:
-            return super().forward(hidden_states)
-        return request.compute(self, hidden_states)
+            return own(hidden_states, *args, **kwargs)
+        if args or kwargs:
+            raise LigerDistError(
+                f"the output embedding was called with {', '.join(kwargs) or 'further arguments'}, by which tokens are "
+                "treated differently; such a call cannot be fused. Pass outputs=('logits',) along with the labels."
+            )
+        return request.compute(self, hidden_states, own)
 
 
-def fuse_head(head: nn.Linear, seam: Seam) -> None:
+class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
+    """An ``nn.Linear`` that can compute its own loss. An existing head becomes one by a change of its class: same
+    parameters, same names, same state dict."""
+
+
+def fuse_head(head: nn.Module, seam: Seam) -> None:
     """Changes the class of ``head`` in place; a class that a wrapper put on top (FSDP2's) stays on top."""
+    if isinstance(head, ComputesLoss):
+        head._liger_dist_seam = seam
+        return
     head._liger_dist_seam = seam  # type: ignore[assignment]
-    head.__class__ = _with_base(type(head), nn.Linear, FusedLMHead)
+    head.__class__ = _replaced(type(head), _below_wrappers(type(head)), _fused(_below_wrappers(type(head))))
 
 
-def restore_head(head: nn.Linear) -> None:
+def restore_head(head: nn.Module) -> None:
     """Undoes :func:`fuse_head` and :func:`precede_installed_forward`."""
     if isinstance(vars(head).get("forward"), _Preceding):
-        head.forward = vars(head)["forward"].installed  # type: ignore[method-assign]
-    head.__class__ = _with_base(type(head), FusedLMHead, nn.Linear)
+        head.forward = vars(head)["forward"].installed
+    fused = next(cls for cls in type(head).__mro__ if ComputesLoss in cls.__bases__)
+    head.__class__ = _replaced(type(head), fused, fused.__bases__[1])
     del head._liger_dist_seam
+
+
+@cache
+def _fused(cls: Any) -> Any:
+    return FusedLMHead if cls is nn.Linear else type(cls.__name__, (ComputesLoss, cls), {"__module__": cls.__module__})
+
+
+def _below_wrappers(cls: Any) -> Any:
+    """The module's class under the one that FSDP2 makes of it."""
+    return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
+
+
+def _replaced(cls: type, old: type, new: type) -> type:
+    if cls is old:
+        return new
+    return type(cls.__name__, tuple(new if base is old else base for base in cls.__bases__), dict(vars(cls)))
 
 
 def is_tensor_parallel_forward(forward: object) -> bool:
@@ -67,18 +100,11 @@ class _Preceding:
         request = seam.take()
         if request is None:
             return self.installed(hidden_states, *args, **kwargs)
-        return request.compute(self.head, hidden_states)
+        return request.compute(self.head, hidden_states, self.installed)
 
 
-def precede_installed_forward(head: nn.Linear) -> None:
+def precede_installed_forward(head: nn.Module) -> None:
     """Gives the loss precedence over a tensor-parallel forward that has been installed on the head."""
     installed = vars(head).get("forward")
     if installed is not None and is_tensor_parallel_forward(installed):
-        head.forward = _Preceding(head, installed)  # type: ignore[method-assign,assignment]
-
-
-def _with_base(cls: type, old: type, new: type) -> type:
-    if cls is old:
-        return new
-    bases = tuple(new if base is old else base for base in cls.__bases__)
-    return type(cls.__name__, bases, dict(vars(cls)))
+        head.forward = _Preceding(head, installed)  # type: ignore[arg-type]

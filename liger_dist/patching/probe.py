@@ -1,197 +1,322 @@
-"""What a model's own code does to logits between its head and its loss.
+"""What a model's own code does between its head and its loss.
 
-The model's real ``forward`` runs once with its decoder and its head replaced by stand-ins that cost nothing and touch
-no weight, and its loss function replaced by one that looks at what arrives. Candidates are read from the config; the
-probe decides.
+The model's real ``forward`` runs with all modules but those on the way to its head replaced by stand-ins that cost
+nothing and touch no weight, with logits whose way is followed until a loss function or a cross entropy takes them.
+Candidates are read from the config; the probe decides. A second run carries a loss through the same code in the place
+of logits, as training will.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .structure import Structure
+from .fused_logits import FusedLogits
+from .plan import LogitTransform, LossPlan, NotFusableError, Targets
+from .stand_ins import stand_ins, swapped
+from .structure import Structure, heads_at
 
 PROBE_TOKENS = 6
 PROBE_ITEMS = 7
 """a number of items that no model would come up with by itself"""
+IGNORED = -100
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitTransform:
-    """``softcap * tanh(scale * logit / softcap)``, or ``scale * logit`` without a soft-cap."""
+@dataclass(frozen=True)
+class _Arrival:
+    """What a loss was called with."""
 
-    softcap: float | None = None
-    scale: float = 1.0
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        scaled = logits * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
-
-
-class NotFusableError(Exception):
-    """The model's own code cannot be explained; the message says why. Never leaves this package."""
-
-
-class _Decoder(nn.Module):
-    """Stands in for the decoder: hands out hidden states of the right shape."""
-
-    def __init__(self, hidden_states: Tensor) -> None:
-        super().__init__()
-        self.hidden_states = hidden_states
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        class Output(BaseModelOutputWithPast):  # type: ignore[misc]
-            def __getattr__(self, name: str) -> None:
-                # Families have fields of their own (router logits, say); nobody reads them here.
-                return None
-
-        return Output(last_hidden_state=self.hidden_states)
+    owner: str | None
+    logits: Tensor
+    targets: Tensor
+    is_aligned: bool
+    """whether each token is scored against the target at its own place"""
+    options: dict[str, Any]
 
 
 class _Head(nn.Module):
-    """Stands in for the head: hands out the probe's logits."""
+    """Stands in for the head: hands out logits for as many tokens as it is given, and the head's attributes."""
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, real: nn.Module, logits: Tensor) -> None:
         super().__init__()
-        self.logits = logits
+        vars(self).update(real=real, logits=logits)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.logits[:, : hidden_states.shape[1]]
+        if hidden_states.shape[-2] != PROBE_TOKENS:
+            raise NotFusableError("its head is called with other tokens than the labels'")
+        logits: Tensor = self.logits
+        return logits[0] if hidden_states.dim() == 2 else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["real"], name)
 
 
-def probe_transform(model: nn.Module, structure: Structure) -> LogitTransform:
-    """The transform that the model applies to logits before its loss, alike in training and evaluation.
+def probe_plan(model: nn.Module, structure: Structure) -> LossPlan:
+    """How the model gets to its loss, alike in training and evaluation.
 
     Raises:
-        NotFusableError: the model does not call ``self.loss_function`` as transformers' own models do, or changes the
-            logits in a way that its config does not explain.
+        NotFusableError: the model does something on the way that its config does not explain.
     """
-    for hook in (*structure.head._forward_pre_hooks.values(), *structure.head._forward_hooks.values()):
+    place = model.get_submodule(structure.head_name)
+    hooks = [
+        hook for head in heads_at(place) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    ]
+    for hook in hooks:
         # Those of FSDP2 and of torch's tensor parallelism move tensors and change no number.
         if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
             raise NotFusableError("its output embedding has forward hooks, which could change the logits")
-    training, evaluation = (_probe_once(model, structure, training=mode) for mode in (True, False))
+    training, evaluation = (_Probe(model, structure, training=mode).plan() for mode in (True, False))
     if training != evaluation:
         raise NotFusableError("its forward treats logits differently in training and in evaluation")
     return training
 
 
-def _probe_once(model: nn.Module, structure: Structure, *, training: bool) -> LogitTransform:
-    vocab_size = structure.head.out_features
-    size = (1, PROBE_TOKENS, vocab_size)
-    logits = torch.linspace(-70.0, 70.0, PROBE_TOKENS * vocab_size, dtype=torch.float64).reshape(size)
-    labels = torch.arange(PROBE_TOKENS)[None] % vocab_size
-    arrived = _run(model, structure, logits, labels, training=training)
-    if arrived is None:
-        raise NotFusableError("its forward does not hand logits and labels to self.loss_function")
-    if not isinstance(arrived["labels"], Tensor) or not torch.equal(arrived["labels"], labels):
-        raise NotFusableError("its forward changes the labels before the loss")
-    expected = {
-        "vocab_size": vocab_size,
-        "num_items_in_batch": _further_inputs(model, labels).get("num_items_in_batch"),
-    }
-    for name in ("vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"):
-        given = arrived.get(name)
-        if isinstance(given, Tensor) or given != expected.get(name):
-            raise NotFusableError(f"its forward gives its loss function a {name} of its own")
-    arrived_logits = arrived["logits"]
-    if arrived_logits.shape != logits.shape:
-        raise NotFusableError(
-            f"its forward changes the logits' shape from {tuple(logits.shape)} to {tuple(arrived_logits.shape)}"
+class _Probe:
+    """One mode of one model."""
+
+    def __init__(self, model: nn.Module, structure: Structure, *, training: bool) -> None:
+        self.model, self.structure, self.training = model, structure, training
+        vocab_size = structure.head.out_features
+        count = PROBE_TOKENS * vocab_size
+        self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(1, PROBE_TOKENS, vocab_size)
+        self.labels = (torch.arange(PROBE_TOKENS)[None] + 1) % vocab_size
+        self.labels[0, 3] = IGNORED
+        self.attention_mask = (torch.arange(PROBE_TOKENS)[None] != PROBE_TOKENS - 1).long()
+        self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
+        self.arrivals: list[_Arrival] = []
+
+    def plan(self) -> LossPlan:
+        parameters = signature(self.model.forward).parameters
+        takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        takes_items = takes_more or "num_items_in_batch" in parameters
+        self._run(self._followed_logits())
+        if not self.arrivals:
+            raise NotFusableError("its forward hands its logits to no loss function and no cross entropy")
+        if len(self.arrivals) > 1:
+            raise NotFusableError(f"its forward computes {len(self.arrivals)} losses from its logits")
+        arrival = self.arrivals[0]
+        items = arrival.options.pop("num_items_in_batch", None)
+        if items not in ((None, PROBE_ITEMS) if takes_items else (None,)):
+            raise NotFusableError("its forward gives its loss function a num_items_in_batch of its own")
+        smoothing = float(arrival.options.pop("label_smoothing", 0.0))
+        for name, usual in (("ignore_index", IGNORED), ("reduction", "mean"), ("weight", None)):
+            if arrival.options.pop(name, usual) != usual:
+                raise NotFusableError(f"its forward gives its loss a {name} of its own")
+        return LossPlan(
+            targets=self._targets(arrival),
+            transform=self._transform(arrival.logits),
+            owner=arrival.owner,
+            takes_num_items=items is not None,
+            label_smoothing=smoothing,
+            passes_plain=self._passes_plain(arrival.owner),
         )
-    for transform in _candidates(model):
-        if torch.allclose(arrived_logits.double(), transform(logits), rtol=1e-5, atol=1e-5):
-            return transform
-    raise NotFusableError("its forward changes the logits before the loss in a way that its config does not explain")
+
+    def _targets(self, arrival: _Arrival) -> Targets:
+        """Which labels arrived, and with the logits of which tokens: shapes tell."""
+        labels, given = self.labels[0], arrival.targets.reshape(-1)
+        vocab_size = self.logits.shape[-1]
+        arrived_rows = arrival.logits.numel() // vocab_size
+        shifted = F.pad(labels[1:], (0, 1), value=IGNORED)
+        attended = self.attention_mask[0, 1:] != 0
+        choices: list[tuple[Targets, Tensor, Tensor]] = [
+            ("same", torch.arange(PROBE_TOKENS), labels),
+            ("next", torch.arange(PROBE_TOKENS), shifted),
+            ("next", torch.arange(PROBE_TOKENS - 1), labels[1:]),
+            ("next_attended", torch.arange(PROBE_TOKENS), torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
+            ("next_attended", torch.arange(PROBE_TOKENS - 1)[attended], labels[1:][attended]),
+        ]
+        if not arrival.is_aligned:
+            given = F.pad(given[1:], (0, 1), value=IGNORED)
+        for targets, rows, expected in choices:
+            if torch.equal(given, expected) and arrived_rows == len(rows):
+                self.rows = rows
+                return targets
+        if arrived_rows not in (PROBE_TOKENS, PROBE_TOKENS - 1) or arrival.logits.shape[-1] != vocab_size:
+            before, after = tuple(self.logits.shape), tuple(arrival.logits.shape)
+            raise NotFusableError(f"its forward changes the logits' shape from {before} to {after}")
+        raise NotFusableError("its forward changes the labels before the loss")
+
+    def _transform(self, arrived: Tensor) -> LogitTransform:
+        arrived = arrived.double().reshape(-1, self.logits.shape[-1])
+        before = self.logits[0, self.rows]
+        for transform in _candidates(self.model):
+            if torch.allclose(arrived, transform(before), rtol=1e-5, atol=1e-5):
+                return transform
+        for name in self._class_buffers():
+            if torch.allclose(arrived, before + self.added, rtol=1e-5, atol=1e-5):
+                return LogitTransform(bias=name)
+        raise NotFusableError(
+            "its forward changes the logits before the loss in a way that its config does not explain"
+        )
+
+    def _class_buffers(self) -> Iterator[str]:
+        """Names of the buffers on the way to the head that hold one number for each class."""
+        path = self.structure.head_name.split(".")
+        for depth in range(len(path)):
+            owner = ".".join(path[:depth])
+            for name, buffer in self.model.get_submodule(owner)._buffers.items():
+                if buffer is not None and buffer.numel() == self.logits.shape[-1]:
+                    yield f"{owner}.{name}".lstrip(".")
+
+    def _followed_logits(self) -> Tensor:
+        """The probe's logits; a cross entropy that any tensor made from them arrives at is noted."""
+        arrivals = self.arrivals
+
+        class Followed(Tensor):
+            @classmethod
+            def __torch_function__(
+                cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                if func is not F.cross_entropy:
+                    return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
+                given = dict(signature(F.cross_entropy).bind(*args, **(kwargs or {})).arguments)
+                logits, targets = given.pop("input"), given.pop("target")
+                plain = logits.as_subclass(Tensor).movedim(1, -1)
+                arrivals.append(_Arrival(None, plain, targets.as_subclass(Tensor), True, given))
+                return torch.zeros(())
+
+        return self.logits.clone().as_subclass(Followed)
+
+    def _passes_plain(self, owner: str | None) -> bool:
+        """Whether a plain tensor without width can carry a loss through the same code, or needs to be
+        :class:`FusedLogits`.
+
+        Raises:
+            NotFusableError: not even those can.
+        """
+
+        class Request:
+            class seam:
+                @staticmethod
+                def inline_loss(*_: Any) -> Tensor:
+                    return torch.zeros(())
+
+        plain = self.logits.new_empty((*self.logits.shape[:-1], 0))
+        if owner is not None:
+            try:
+                self._run(plain)
+                return True
+            except NotFusableError:
+                pass
+        self._run(FusedLogits.carrying(plain, Request()))  # type: ignore[arg-type]
+        return False
+
+    def _run(self, logits: Tensor) -> None:
+        structure, model = self.structure, self.model
+        hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
+        place = model.get_submodule(structure.head_name)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for name in self._class_buffers():
+                owner, _, attribute = name.rpartition(".")
+                buffers = model.get_submodule(owner)._buffers
+                buffer = buffers[attribute]
+                assert buffer is not None
+                stack.enter_context(swapped(buffers, attribute, self.added.reshape(buffer.shape)))
+            for name, owner_module in _loss_owners(model, structure.head_name):
+                stack.enter_context(swapped(vars(owner_module), "_loss_function", self._noting(name, owner_module)))
+            head = _Head(place, logits)
+            stack.enter_context(
+                stand_ins(model, structure.head_name, head=head, hidden_states=hidden_states, training=self.training)
+            )
+            try:
+                model.forward(**self._inputs())
+            except NotFusableError:
+                raise
+            except Exception as error:
+                raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
+
+    def _noting(self, name: str, owner: nn.Module) -> Callable[..., Tensor]:
+        from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+        own_loss: Any = owner.loss_function
+        if own_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
+            called = getattr(own_loss, "__qualname__", repr(own_loss))
+
+            def refuse(*args: Any, **kwargs: Any) -> Tensor:
+                raise NotFusableError(f"its loss_function is {called}, not one of transformers' token losses")
+
+            return refuse
+
+        def note(*args: Any, **kwargs: Any) -> Tensor:
+            given = dict(signature(own_loss).bind(*args, **kwargs).arguments)
+            given |= given.pop("kwargs", {})
+            logits, targets = given["logits"], given["labels"]
+            if logits.shape[-1] == 0:
+                return torch.zeros(())
+            shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
+            if shift_labels is not None:
+                targets = shift_labels
+            if given["vocab_size"] != logits.shape[-1]:
+                raise NotFusableError("its forward gives its loss function a vocab_size of its own")
+            options: dict[str, Any] = {
+                key: given[key] for key in ("num_items_in_batch", "ignore_index") if key in given
+            }
+            is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
+            self.arrivals.append(_Arrival(name, logits.as_subclass(Tensor), targets, is_aligned, options))
+            return torch.zeros(())
+
+        return note
+
+    def _inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward that might change its loss."""
+        parameters = signature(self.model.forward).parameters
+        takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        ids = torch.zeros_like(self.labels)
+        inputs: dict[str, Any] = {"labels": self.labels}
+        if takes_more or "num_items_in_batch" in parameters:
+            inputs["num_items_in_batch"] = PROBE_ITEMS
+        offered = {
+            "input_ids": ids,
+            "attention_mask": self.attention_mask,
+            "decoder_input_ids": ids,
+            # There are no router logits here to compute an auxiliary loss from.
+            "output_router_logits": False,
+            "use_cache": False,
+            "return_dict": True,
+        }
+        for name, parameter in parameters.items():
+            is_required = parameter.default is Parameter.empty
+            if is_required and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and name not in inputs:
+                inputs[name] = offered.get(name, torch.zeros(1, 3, 8, 8))
+        return inputs | {name: value for name, value in offered.items() if name in parameters}
+
+
+def _loss_owners(model: nn.Module, head_name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules on the way to the head that have a ``loss_function`` as transformers' models do."""
+    path = head_name.split(".")
+    for depth in range(len(path)):
+        name = ".".join(path[:depth])
+        owner = model.get_submodule(name)
+        if isinstance(getattr(type(owner), "loss_function", None), property):
+            yield name, owner
 
 
 def _candidates(model: nn.Module) -> Iterator[LogitTransform]:
-    config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    named = vars(get_text_config() if callable(get_text_config) else config) if config is not None else {}
-    numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float) and value}
-    caps = [value for name, value in numbers.items() if "softcap" in name or "logit_cap" in name]
-    factors = [value for name, value in numbers.items() if "logit" in name or "lm_head" in name]
+    numbers = list(_numbers(getattr(model, "config", None)))
+    caps = [value for name, value in numbers if _has_any(name, "softcap", "soft_cap", "logit_cap")]
+    factors = [value for name, value in numbers if _has_any(name, "logit", "lm_head", "multiplier")]
     scales = [1.0, *factors, *(1.0 / factor for factor in factors)]
     for softcap, scale in itertools.product([None, *caps], scales):
         yield LogitTransform(softcap=softcap, scale=scale)
 
 
-def _run(
-    model: nn.Module, structure: Structure, logits: Tensor, labels: Tensor, *, training: bool
-) -> dict[str, Any] | None:
-    """What arrives at the model's loss function, by the names of its arguments; None when nothing does."""
-    prefix = getattr(model, "base_model_prefix", "")
-    if prefix not in model._modules:
-        raise NotFusableError(f"it keeps no decoder under its base_model_prefix {prefix!r}")
-    if not isinstance(getattr(type(model), "loss_function", None), property):
-        raise NotFusableError("it has no loss_function to hand the loss to")
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    own_loss: Any = model.loss_function
-    if own_loss is not ForCausalLMLoss:
-        name = getattr(own_loss, "__qualname__", repr(own_loss))
-        raise NotFusableError(f"its loss_function is {name}, not the causal cross entropy of transformers")
-    seen: list[dict[str, Any]] = []
-
-    def look(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(dict(signature(ForCausalLMLoss).bind(*args, **kwargs).arguments))
-        return torch.zeros(())
-
-    parent_name, _, head_attribute = structure.head_name.rpartition(".")
-    head_parent = model.get_submodule(parent_name)
-    hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
-    with (
-        torch.no_grad(),
-        _swapped(model._modules, prefix, _Decoder(hidden_states)),
-        _swapped(head_parent._modules, head_attribute, _Head(logits)),
-        _swapped(vars(model), "_loss_function", look),
-        _swapped(vars(model), "training", training),
-    ):
-        try:
-            model.forward(input_ids=torch.zeros_like(labels), labels=labels, **_further_inputs(model, labels))
-        except Exception as error:
-            raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
-    if len(seen) > 1:
-        raise NotFusableError(f"its forward computes {len(seen)} losses")
-    return seen[0] if seen else None
+def _has_any(name: str, *parts: str) -> bool:
+    return any(part in name for part in parts)
 
 
-def _further_inputs(model: nn.Module, labels: Tensor) -> dict[str, Any]:
-    """Inputs that a forward might use to change the loss."""
-    forward: Callable[..., Any] = model.forward
-    parameters = signature(forward).parameters
-    inputs: dict[str, Any] = {}
-    if "num_items_in_batch" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-        inputs["num_items_in_batch"] = PROBE_ITEMS
-    if "attention_mask" in parameters:
-        inputs["attention_mask"] = (labels > 1).long()
-    if "output_router_logits" in parameters:
-        # There are no router logits here to compute an auxiliary loss from.
-        inputs["output_router_logits"] = False
-    return inputs
-
-
-@contextmanager
-def _swapped(mapping: dict[str, Any], key: str, value: Any) -> Iterator[None]:
-    """``mapping[key] = value`` for a while; a key that was absent is absent again afterwards."""
-    missing = object()
-    before = mapping.get(key, missing)
-    mapping[key] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del mapping[key]
-        else:
-            mapping[key] = before
+def _numbers(config: Any) -> Iterator[tuple[str, float]]:
+    """The numbers above 0 of a config and of the configs inside it."""
+    for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+        if isinstance(value, int | float) and value > 0:
+            yield name, float(value)
+        elif hasattr(value, "to_dict"):
+            yield from _numbers(value)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import LossArguments, LossOutput
 from liger_dist.losses.labels import LabelSummary, check_labels
 from liger_dist.sharding.tensor_parallel import placed_like
 
+from .adapted import effective_head, is_adapted
+from .call import IGNORE_INDEX, TOKEN_ACCURACY
+from .fused_logits import FusedLogits
+from .structure import base_head
+
 if TYPE_CHECKING:
     from .seam import Seam
-
-IGNORE_INDEX = -100
 
 
 @dataclass
@@ -23,43 +29,83 @@ class LossRequest:
 
     seam: Seam
     labels: Tensor
-    is_shifted: bool
-    num_items_in_batch: Tensor | float | None
-    ignore_index: int
+    is_aligned: bool
+    """whether each token is scored against the label at its own place, not against the next"""
+    loss: LossArguments
+    outputs: tuple[str, ...]
     summary: LabelSummary | None
-    value: Tensor | None = None
+    output: LossOutput | None = None
     """the finished loss, outside the graph"""
     upstream: Tensor | None = field(default=None, repr=False)
+    started: bool = False
     delivered: bool = False
 
-    def compute(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
-        """Computes the loss; the logits without width that carry it are returned."""
+    def compute(self, head: nn.Module, hidden_states: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Computes the loss; the logits without width that carry it are returned. ``forward`` is what ``head`` would
+        have run."""
+        self.started = True
         check_labels(
             self.labels,
             tokens_of="hidden states",
             shape=hidden_states.shape[:-1],
-            ignore_index=self.ignore_index,
+            ignore_index=self.loss.options.ignore_index,
         )
-        output = self.seam.compute(self, head, hidden_states)
-        self.value = output.loss.detach()
+        base = cast(nn.Linear, base_head(head))
+        used = effective_head(base, forward, hidden_states) if is_adapted(head) else base
+        output = self.seam.compute(self, base, used, hidden_states)
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
-        return placed_like(hidden_states, carried)
+        self.output = _detached(output)
+        carried = placed_like(hidden_states, carried)
+        return carried if self.seam.plan.passes_plain else FusedLogits.carrying(carried, self)
 
-    def shifted_labels(self) -> Tensor:
-        """Each token's next label, the last one's ignored."""
-        if self.is_shifted:
+    def aligned_labels(self) -> Tensor:
+        """Each token's target; with labels of the next tokens, the last one has none."""
+        if self.is_aligned:
             return self.labels
-        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.ignore_index)
+        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.loss.options.ignore_index)
 
-    def differences(self, given: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    def deliver(self, logits: Tensor) -> Tensor:
+        """The loss, in the place where the model computes it from ``logits``.
+
+        Raises:
+            LigerDistError: the model computes a second one.
+        """
+        if self.delivered:
+            raise LigerDistError(
+                f"{type(self.seam.model).__name__} computes a second loss from the logits of one call, which were "
+                "never computed; wrap it with WrapConfig(fused_loss=False)."
+            )
+        self.delivered = True
+        loss: Tensor = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        return loss
+
+    def differences(self, given: dict[str, Any], *, takes_num_items: bool) -> tuple[tuple[str, bool], ...]:
         """Whether the model hands its loss function other arguments than this loss was computed with. Tensors may have
         been moved on the way, so only their presence is compared."""
+        has_items = self.loss.num_items_in_batch is not None
         return (
-            ("num_items_in_batch", (given.get("num_items_in_batch") is None) != (self.num_items_in_batch is None)),
-            ("shift_labels", (given.get("shift_labels") is None) == self.is_shifted),
-            ("ignore_index", given.get("ignore_index", IGNORE_INDEX) != self.ignore_index),
+            ("num_items_in_batch", takes_num_items and (given.get("num_items_in_batch") is None) == has_items),
+            ("ignore_index", given.get("ignore_index", IGNORE_INDEX) != self.loss.options.ignore_index),
         )
+
+    def reports(self) -> dict[str, Tensor]:
+        """The further outputs that were asked for, by name."""
+        assert self.output is not None
+        found: dict[str, Tensor] = {}
+        for name in self.outputs:
+            if name == TOKEN_ACCURACY:
+                assert self.output.is_top1 is not None
+                counted = (self.aligned_labels() != self.loss.options.ignore_index).sum()
+                found[name] = self.output.is_top1.sum() / counted.to(self.output.is_top1.device).clamp(min=1)
+            else:
+                found[name] = getattr(self.output, name)
+        return found
+
+
+def _detached(output: LossOutput) -> LossOutput:
+    values: dict[str, Any] = {name: None if value is None else value.detach() for name, value in vars(output).items()}
+    return replace(output, **values)
 
 
 class _LossToLogits(torch.autograd.Function):
@@ -74,13 +120,13 @@ class _LossToLogits(torch.autograd.Function):
         return upstream, None, None, None
 
 
-class LogitsToLoss(torch.autograd.Function):
+class _LogitsToLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, request: LossRequest) -> Tensor:
-        assert request.value is not None
+        assert request.output is not None
         ctx.request = request
         ctx.save_for_backward(logits)
-        return request.value.clone()
+        return request.output.loss.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -89,11 +135,11 @@ class LogitsToLoss(torch.autograd.Function):
         return torch.zeros_like(logits), None
 
 
-def start_summary(labels: Tensor, is_shifted: bool, ignore_index: int) -> LabelSummary | None:
+def start_summary(labels: Tensor, is_aligned: bool, ignore_index: int) -> LabelSummary | None:
     """The count and range of the labels that will count, fetched from the GPU beside the model's run; None on the
     CPU."""
     if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    if not is_shifted:
+    if not is_aligned:
         labels = labels[..., 1:]
     return LabelSummary(labels, ignore_index) if labels.numel() > 0 and not labels.is_floating_point() else None

@@ -2,18 +2,20 @@
 function.
 
 The head's output must stay in the autograd graph, because wrappers hang their backward hooks on it. So the loss leaves
-the head as logits without width, which no transform in between can change; ``loss_function`` turns them back into the
-loss. The value travels beside the graph, and so does the upstream gradient on its way back.
+the head as logits without width, which no transform in between can change; ``loss_function``, or the cross entropy that
+a forward calls itself, turns them back into the loss. The value travels beside the graph, and so does the upstream
+gradient on its way back.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +24,20 @@ from torch.utils.hooks import RemovableHandle
 from liger_dist.config import WrapConfig
 from liger_dist.dispatch import choose, collect_facts
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.arguments import Execution, LossOutput
 from liger_dist.losses.labels import check_labels, check_range
 from liger_dist.losses.normalization import denominator
-from liger_dist.sharding.base import DataParallel, ShardingAdapter
-from liger_dist_kernels import LossOptions
+from liger_dist.sharding.base import DataParallel, Head, ShardingAdapter
 
+from .adapted import adapter_objection, has_active_dropout
+from .call import IGNORE_INDEX, LOGITS, Call, Signature
+from .fused_logits import FusedLogits
 from .head import fuse_head, precede_installed_forward, restore_head
-from .probe import LogitTransform
+from .output import fused_output
+from .plan import LossPlan
 from .redirect import Redirect
-from .request import IGNORE_INDEX, LogitsToLoss, LossRequest, start_summary
-from .structure import Structure, active_head, heads_at
+from .request import LossRequest, start_summary
+from .structure import Structure, active_head, base_head, heads_at
 from .untraced import untraced
 
 
@@ -40,12 +45,12 @@ class Seam:
     """Joins one model instance to its head. Installed and removed as a whole."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, transform: LogitTransform, *, strategy: str, config: WrapConfig
+        self, model: nn.Module, structure: Structure, plan: LossPlan, *, strategy: str, config: WrapConfig
     ) -> None:
         self.model = model
         self.head = structure.head
         self.tied = structure.tied
-        self.transform = transform
+        self.plan = plan
         self.strategy = strategy
         self.config = config
         self._requests: dict[int, list[LossRequest | None]] = {}
@@ -54,12 +59,14 @@ class Seam:
         self._hooks: tuple[RemovableHandle, ...] = ()
         self.redirect: Redirect | None = None
         self._is_paused = False
+        self._has_said = False
         self.compute_dtype: torch.dtype | None = None
         """of the last loss"""
         self._head_name = structure.head_name
-        self._parameters = tuple(inspect.signature(model.forward).parameters)
-        self._own_loss_function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
-        self._had_own_loss_function = "_loss_function" in vars(model)
+        self.signature = Signature(model, outputs=config.outputs)
+        self._owner: nn.Module | None = None if plan.owner is None else model.get_submodule(plan.owner)
+        self._own_loss_function: Callable[..., Tensor] | None = getattr(self._owner, "loss_function", None)
+        self._had_own_loss_function = self._owner is not None and "_loss_function" in vars(self._owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Seam:
         """Goes with a copy of the model; a copy of the head alone (an adapter's) stays with this model."""
@@ -75,7 +82,8 @@ class Seam:
         """Changes the instance's head class and loss function; before it is sharded."""
         for head in heads_at(self._place):
             fuse_head(head, self)
-        self.model.loss_function = self.loss_function  # type: ignore[assignment]
+        if self._owner is not None:
+            self._owner.loss_function = self.loss_function  # type: ignore[assignment]
 
     def listen(self) -> None:
         """Hooks the model's forward, ahead of the hooks that are there already; and redirects it when a wrapper may
@@ -93,10 +101,11 @@ class Seam:
             self.redirect.remove()
         for hook in self._hooks:
             hook.remove()
-        if self._had_own_loss_function:
-            self.model.loss_function = self._own_loss_function  # type: ignore[assignment]
-        else:
-            del self.model._loss_function
+        if self._owner is not None and vars(self._owner).get("_loss_function") == self.loss_function:
+            if self._had_own_loss_function:
+                self._owner.loss_function = self._own_loss_function  # type: ignore[assignment]
+            else:
+                del self._owner._loss_function
         for head in heads_at(self._place):
             if vars(head).get("_liger_dist_seam") is self:
                 restore_head(head)
@@ -116,11 +125,14 @@ class Seam:
         if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
             return {}
         head = self._head_in_use()
-        mean_over = self._adapter(head).data_parallel(head, self.model)
-        labels = batch["labels"][..., 1:] if batch.get("shift_labels") is None else batch["shift_labels"]
+        base = cast(nn.Linear, base_head(head))
+        mean_over = self._adapter(head).data_parallel(base, self.model)
+        ignore_index = batch.get("ignore_index", IGNORE_INDEX)
+        labels, is_aligned = self._targets(batch, ignore_index)
+        labels = labels if is_aligned else labels[..., 1:]
         items = denominator(
             None,
-            torch.where(labels == batch.get("ignore_index", IGNORE_INDEX), -1, labels).to(head.weight.device),
+            torch.where(labels == ignore_index, -1, labels).to(base.weight.device),
             reduction="mean",
             num_items_in_batch=None,
             dtype=torch.float32,
@@ -129,70 +141,77 @@ class Seam:
         )
         return {"num_items_in_batch": items}
 
-    def _head_in_use(self) -> nn.Linear:
-        """The head that a forward will call.
+    def _head_in_use(self) -> nn.Module:
+        """The output embedding that a forward will call, adapted or not; an adapter that was put on it after wrapping
+        is taken in.
 
         Raises:
-            LigerDistError: it is not one that was wrapped.
+            LigerDistError: it is not one that was wrapped, or an adapter that does not have one weight.
         """
         head = active_head(self._place)
-        if not isinstance(head, nn.Linear) or vars(head).get("_liger_dist_seam") is not self:
+        objection = adapter_objection(head)
+        if vars(base_head(head)).get("_liger_dist_seam") is not self or objection is not None:
             raise LigerDistError(
-                f"the output embedding of {type(self.model).__name__} is a {type(self._place).__name__} now, not the "
-                "one that was wrapped. After resizing embeddings or adding an adapter call liger_dist.unwrap(model) "
-                "and wrap it again; LoRA on the head is not supported (train it whole with modules_to_save)."
+                f"the output embedding of {type(self.model).__name__} is a {type(self._place).__name__} now"
+                + (f", with {objection}" if objection else ", not the one that was wrapped. ")
+                + "After resizing embeddings call liger_dist.unwrap(model) and wrap it again."
             )
+        fuse_head(head, self)
         return head
 
     @property
     def _place(self) -> nn.Module:
         return self.model.get_submodule(self._head_name)
 
-    def _adapter(self, head: nn.Linear) -> ShardingAdapter:
+    def _adapter(self, head: nn.Module) -> ShardingAdapter:
         """The dispatcher's choice; facts are collected anew only when the weight is stored in another way."""
-        weight = head.weight
+        base = cast(nn.Linear, base_head(head))
+        weight = base.weight
         stored = (
             type(self.model),
             id(head),
-            type(head),
+            type(base),
             type(weight),
             hasattr(weight, "ds_id"),
             hasattr(weight, "_fsdp_flattened"),
         )
         if self._chosen is None or self._stored != stored:
-            is_tied = self.tied and head is self.head
-            facts = collect_facts(self.model, head, strategy=self.strategy, tied=is_tied, config=self.config)
+            facts = collect_facts(
+                self.model,
+                base,
+                strategy=self.strategy,
+                tied=self.tied and base is self.head,
+                adapted=base is not head,
+                config=self.config,
+            )
             self._chosen, self._stored = choose(facts), stored
         return self._chosen
 
     def take(self) -> LossRequest | None:
         """The request of the running forward, once."""
         request = self._current()
-        return request if request is not None and request.value is None else None
+        return request if request is not None and not request.started else None
 
     def _current(self) -> LossRequest | None:
         running = self._requests.get(threading.get_ident())
         return running[-1] if running else None
 
-    def compute(self, request: LossRequest, head: nn.Linear, hidden_states: Tensor) -> LossOutput:
-        """The loss of one request, by the adapter that the weight's storage asks for."""
+    def compute(self, request: LossRequest, base: nn.Linear, head: Head, hidden_states: Tensor) -> LossOutput:
+        """The loss of one request on ``head``, which is ``base`` or what an adapter makes of it, by the sharding
+        adapter that its storage asks for."""
         device_type = hidden_states.device.type
         is_autocast = torch.is_autocast_enabled(device_type)
         self.compute_dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden_states.dtype
-        adapter = self._adapter(head)
+        adapter = self._chosen
+        assert adapter is not None
         mean_over = DataParallel(groups=(), divide_factor=1.0)
         if self.config.token_mean == "global":
-            mean_over = adapter.data_parallel(head, self.model)
+            mean_over = adapter.data_parallel(base, self.model)
         return adapter.linear_cross_entropy(
             hidden_states,
             head,
-            request.shifted_labels(),
-            loss=LossArguments(
-                options=LossOptions(
-                    ignore_index=request.ignore_index, softcap=self.transform.softcap, logit_scale=self.transform.scale
-                ),
-                num_items_in_batch=request.num_items_in_batch,
-            ),
+            request.aligned_labels(),
+            loss=request.loss,
             execution=Execution(
                 backend=self.config.kernels,
                 memory_budget=self.config.memory_budget,
@@ -204,20 +223,35 @@ class Seam:
 
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In the place of the model's loss function: the finished loss, or the model's own for real logits."""
+        """In the place of the owner's loss function: the finished loss, or the owner's own for real logits."""
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         request = self._current()
-        if request is None or request.value is None or logits.shape[-1] != 0:
+        if request is None or request.output is None or logits.shape[-1] != 0:
+            assert self._own_loss_function is not None
             return self._own_loss_function(*args, **kwargs)
-        for name, differs in request.differences(kwargs):
+        for name, differs in request.differences(kwargs, takes_num_items=self.plan.takes_num_items):
             if differs:
                 raise LigerDistError(
                     f"the loss was computed with the {name} that {type(self.model).__name__} was called with, but the "
                     "model hands another one to its loss function; wrap it with WrapConfig(fused_loss=False)."
                 )
-        request.delivered = True
-        loss: Tensor = LogitsToLoss.apply(logits, request)  # type: ignore[no-untyped-call]
-        return loss
+        return request.deliver(logits.as_subclass(Tensor) if isinstance(logits, FusedLogits) else logits)
+
+    def inline_loss(self, logits: FusedLogits, request: LossRequest, options: dict[str, Any]) -> Tensor:
+        """In the place of a cross entropy that the model's forward calls itself.
+
+        Raises:
+            LigerDistError: its options are not those that the probe saw.
+        """
+        seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": self.plan.label_smoothing, "reduction": "mean"}
+        changed = [name for name, value in seen.items() if options.get(name, value) != value]
+        if self.plan.owner is not None or changed or options.get("weight") is not None:
+            raise LigerDistError(
+                f"{type(self.model).__name__} calls torch.nn.functional.cross_entropy with other options "
+                f"({', '.join(changed) or 'weight'}) than when it was wrapped; the loss was computed already. Unwrap "
+                "it and wrap it again, or use WrapConfig(fused_loss=False)."
+            )
+        return request.deliver(logits.as_subclass(Tensor))
 
     @untraced
     def _before_forward(
@@ -225,45 +259,73 @@ class Seam:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         running = self._requests.setdefault(threading.get_ident(), [])
         running.append(None)
-        named = dict(zip(self._parameters, args, strict=False)) | kwargs
-        labels, effective, ignore_index = self._labels_of(named)
+        call = self.signature.read(args, kwargs)
         is_redirected = self.redirect is not None and self.redirect.takes(args, kwargs)
-        if labels is None or self._is_paused:
+        if call.named.get("labels") is None or self._is_paused or LOGITS in call.outputs:
             # Without labels the models of transformers compute no loss, whatever else they are given.
-            return None
-        head = self.check_at_entry(named)
+            return call.args, call.kwargs
+        head = self.check_at_entry(call)
         if is_redirected:
             return None  # The wrapper calls this model again.
         if self.redirect is not None:
             self.redirect.check_inside()
         self._adapter(head)
         precede_installed_forward(head)
+        if has_active_dropout(head):
+            self._say_once(
+                "the adapter on its output embedding has dropout, which is another weight for every token; set "
+                "lora_dropout=0.0 or leave the head out of target_modules"
+            )
+            return call.args, call.kwargs
+        labels, is_aligned = self._targets(call.named, call.ignore_index)
+        loss = call.arguments(self.plan)
+        if self.plan.transform.bias is not None:
+            loss = replace(loss, logit_bias=self.model.get_buffer(self.plan.transform.bias).reshape(-1))
         running[-1] = LossRequest(
             seam=self,
-            labels=effective,
-            is_shifted=effective is not labels,
-            num_items_in_batch=named.get("num_items_in_batch"),
-            ignore_index=ignore_index,
-            summary=start_summary(effective, effective is not labels, ignore_index),
+            labels=labels,
+            is_aligned=is_aligned,
+            loss=loss,
+            outputs=call.outputs,
+            summary=start_summary(labels, is_aligned, call.ignore_index),
         )
-        if "use_cache" in self._parameters[len(args) :] and kwargs.get("use_cache") is None:
+        if "use_cache" in self.signature.names[len(args) :] and kwargs.get("use_cache") is None:
             # A training forward never reads a cache, and some attention masks change when one is built.
-            kwargs["use_cache"] = False
-        return args, kwargs
+            call.kwargs["use_cache"] = False
+        return call.args, call.kwargs
 
-    @staticmethod
-    def _labels_of(named: dict[str, Any]) -> tuple[Any, Any, int]:
-        """The model's labels, those that the loss is computed with, and the label of tokens without a target."""
-        labels, shifted = named.get("labels"), named.get("shift_labels")
-        return labels, labels if shifted is None else shifted, named.get("ignore_index", IGNORE_INDEX)
+    def _say_once(self, reason: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"liger_dist leaves the loss of {type(self.model).__name__} unfused: {reason}. The loss is the "
+                "model's own.",
+                stacklevel=2,
+            )
 
-    def check_at_entry(self, named: dict[str, Any]) -> nn.Linear:
+    def _targets(self, named: dict[str, Any], ignore_index: int) -> tuple[Tensor, bool]:
+        """The labels that the loss is computed with, and whether each stands at its own token's place."""
+        labels, shifted = named["labels"], named.get("shift_labels")
+        if self.plan.targets == "same":
+            return labels, True
+        if shifted is not None:
+            return shifted, True
+        attention_mask = named.get("attention_mask")
+        if self.plan.targets == "next_attended" and attention_mask is not None:
+            labels = labels.masked_fill(attention_mask.to(labels.device) == 0, ignore_index)
+        return labels, False
+
+    def check_at_entry(self, call: Call) -> nn.Module:
         """The head that will be called; refuses what can be seen to be wrong with the model's arguments before it runs
         its first collective."""
-        _, labels, ignore_index = self._labels_of(named)
+        named, ignore_index = call.named, call.ignore_index
         head = self._head_in_use()
-        if not isinstance(labels, Tensor):
-            raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
+        vocab_size = cast(nn.Linear, base_head(head)).out_features
+        given = [named["labels"], named.get("shift_labels")]
+        for labels in given:
+            if labels is not None and not isinstance(labels, Tensor):
+                raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
+        labels = self._targets(named, ignore_index)[0]
         inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
         config = getattr(self.model, "config", None)
         keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or bool(named.get("logits_to_keep"))
@@ -271,20 +333,24 @@ class Seam:
         tokens = inputs.shape[:2] if inputs is not None and same_tokens else labels.shape
         check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=ignore_index)
         if labels.device.type == "cpu":
-            check_range(labels, vocab_size=head.out_features, ignore_index=ignore_index)
+            check_range(labels, vocab_size=vocab_size, ignore_index=ignore_index)
+        call.arguments(self.plan).check(vocab_size=vocab_size, labels_shape=labels.shape)
         return head
 
     @untraced
-    def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         running = self._requests.get(threading.get_ident())
         if not running:
-            return  # An earlier hook raised before this seam's turn.
+            return None  # An earlier hook raised before this seam's turn.
         request = running.pop()
         if not running:
             del self._requests[threading.get_ident()]
         went_through = output is not None
-        if went_through and request is not None and request.value is not None and not request.delivered:
+        if not went_through or request is None or request.output is None:
+            return None
+        if not request.delivered:
             raise LigerDistError(
                 f"{type(model).__name__} called its output embedding but not its loss_function, so the fused loss went "
                 "nowhere. Unwrap the model, or wrap it with WrapConfig(fused_loss=False)."
             )
+        return fused_output(output, request)

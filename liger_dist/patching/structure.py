@@ -9,6 +9,7 @@ from torch import nn
 
 from liger_dist.errors import LigerDistError
 
+from .adapted import adapter_objection, is_adapted
 from .head import is_tensor_parallel_forward
 
 
@@ -19,6 +20,7 @@ class Structure:
     head_name: str
     """where the model keeps its output embedding; an adapter may have put a module of its own there"""
     head: nn.Linear
+    """the output embedding itself, inside of what an adapter has put there"""
     tied: bool
     """whether the input embedding is the head's own parameter"""
     embedding: nn.Module | None
@@ -34,22 +36,25 @@ def find_structure(model: nn.Module) -> Structure:
     Raises:
         LigerDistError: no output embedding, or one that is not an ``nn.Linear``.
     """
-    get_head = getattr(model, "get_output_embeddings", None)
-    place = get_head() if callable(get_head) else None
+    place = _output_embedding(model)
     if place is None:
         raise LigerDistError(
-            f"{type(model).__name__} has no output embedding (get_output_embeddings() gives "
-            f"{'None' if callable(get_head) else 'no such method'}); expected a language model with a head, such as "
-            "AutoModelForCausalLM builds. A base model or a classifier has no token loss to fuse."
+            f"{type(model).__name__} has no output embedding (get_output_embeddings() gives none); expected a language "
+            "model with a head, such as AutoModelForCausalLM builds. A base model or a classifier has no token loss to "
+            "fuse."
         )
-    head = active_head(place)
+    in_use = active_head(place)
+    objection = adapter_objection(in_use)
+    if objection is not None:
+        raise LigerDistError(f"the output embedding of {type(model).__name__} has {objection}")
+    head = base_head(in_use)
     own_forward = vars(head).get("forward")
     is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
         raise LigerDistError(
             f"the output embedding of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
-            "expected an unmodified torch.nn.Linear. A quantised or adapted head cannot be fused: exclude the head "
-            "from quantisation (llm_int8_skip_modules, modules_to_not_convert) or from the adapter's target_modules."
+            "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
+            "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
         )
     head_name = next(name for name, module in model.named_modules() if module is place)
     get_embedding = getattr(model, "get_input_embeddings", None)
@@ -65,8 +70,18 @@ def find_structure(model: nn.Module) -> Structure:
     )
 
 
+def _output_embedding(model: nn.Module) -> nn.Module | None:
+    """The model's own, or that of the only model inside it that has one."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    place = get_head() if callable(get_head) else None
+    if isinstance(place, nn.Module):
+        return place
+    inside = {_output_embedding(child) for child in model.children()} - {None}
+    return inside.pop() if len(inside) == 1 else None
+
+
 def active_head(place: nn.Module) -> nn.Module:
-    """The output embedding in use at ``place``, behind FSDP1's wrapper and PEFT's ``modules_to_save``."""
+    """What is called at ``place``, behind FSDP1's wrapper and PEFT's ``modules_to_save``."""
     place = getattr(place, "_fsdp_wrapped_module", place)
     saved = getattr(place, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict):
@@ -76,9 +91,22 @@ def active_head(place: nn.Module) -> nn.Module:
     return active_head(place.original_module if is_original else saved[active[0]])  # type: ignore[arg-type]
 
 
-def heads_at(place: nn.Module) -> tuple[nn.Linear, ...]:
-    """Every output embedding that may come into use at ``place``: one, or an original and those of PEFT's adapters."""
-    return tuple(module for module in place.modules() if isinstance(module, nn.Linear))
+def base_head(head: nn.Module) -> nn.Module:
+    """The output embedding itself, under an adapter or alone."""
+    if not is_adapted(head):
+        return head
+    base: nn.Module = head.get_base_layer()  # type: ignore[operator]
+    return getattr(base, "_fsdp_wrapped_module", base)
+
+
+def heads_at(place: nn.Module) -> tuple[nn.Module, ...]:
+    """Everything that may come into use at ``place``: an output embedding and an adapter around it, or an original and
+    those that PEFT saves."""
+    place = getattr(place, "_fsdp_wrapped_module", place)
+    saved = getattr(place, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):
+        return tuple(head for one in (place.original_module, *saved.values()) for head in heads_at(one))  # type: ignore[arg-type]
+    return (place, *heads_at(base_head(place))) if is_adapted(place) else (place,)
 
 
 def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:

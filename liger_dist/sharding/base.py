@@ -44,6 +44,8 @@ class Facts:
     """whether the input embedding is the same parameter"""
     apart_from_embedding: bool
     """whether the engine stores the weight apart from the input embedding's; must not be where they are one"""
+    adapted: bool
+    """whether an adapter (LoRA) makes the weight that is used out of this one and its own"""
     zero_quantized: bool
     """ZeRO-3: whether DeepSpeed sends weights or gradients quantised"""
     head_choice: str
@@ -72,6 +74,16 @@ class DataParallel:
     """what the engine divides summed gradients by"""
 
 
+class Head(Protocol):
+    """What scores hidden states: an ``nn.Linear``, or the weight that an adapter makes of one."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
 class ShardingAdapter(Protocol):
     """One way to compute the loss of a head whose weight is stored in one layout."""
 
@@ -86,7 +98,7 @@ class ShardingAdapter(Protocol):
         ...
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         """The loss, called inside the head's own forward."""
         ...

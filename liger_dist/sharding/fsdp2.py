@@ -21,7 +21,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
-from .base import DataParallel, Facts
+from .base import DataParallel, Facts, Head
 
 TIED_APART = (
     "the head is tied to the embedding but FSDP2 stores them apart, so each gets one of the two gradients; put both "
@@ -57,7 +57,7 @@ class FSDP2Gathered:
         )
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         if isinstance(head.weight, DTensor):
             raise LigerDistError(

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
-from .base import DataParallel, Facts
+from .base import DataParallel, Facts, Head
 
 
 class Replicated:
@@ -38,7 +38,7 @@ class Replicated:
         )
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
 

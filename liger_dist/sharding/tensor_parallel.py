@@ -23,7 +23,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 
-from .base import DataParallel, Facts
+from .base import DataParallel, Facts, Head
 from .fsdp2 import TIED_APART, FSDP2Gathered, find_param
 
 
@@ -33,7 +33,7 @@ class TensorParallel:
     name: ClassVar[str] = "tensor-parallel"
 
     def __init__(self) -> None:
-        self._has_waited: WeakSet[nn.Module] = WeakSet()
+        self._has_waited: WeakSet[Head] = WeakSet()
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.tensor_parallel is None:
@@ -45,6 +45,11 @@ class TensorParallel:
             reasons.append(
                 f"the weight is placed {facts.tensor_parallel} over the tensor-parallel mesh; expected its rows on "
                 "one axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
+            )
+        if facts.adapted:
+            reasons.append(
+                "an adapter (LoRA) on a head that is split over a tensor-parallel axis is not supported; leave the "
+                "head out of its target_modules"
             )
         if facts.token_mean == "global" and facts.engine == "dtensor" and facts.world_size > facts.tensor_parallel_size:
             reasons.append(
@@ -62,7 +67,7 @@ class TensorParallel:
         return DataParallel(groups=(), divide_factor=1.0)
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         weight = head.weight
         if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:

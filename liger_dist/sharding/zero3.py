@@ -15,7 +15,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
-from .base import DataParallel, Facts
+from .base import DataParallel, Facts, Head
 
 
 class Zero3:
@@ -46,7 +46,7 @@ class Zero3:
         )
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: nn.Linear, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         if head.weight.dim() != 2:
             raise LigerDistError(

@@ -1,0 +1,56 @@
+"""Output embeddings with an adapter of PEFT on them.
+
+LoRA and DoRA give, for whatever their ranks, scalings and magnitudes, a map that is linear in the hidden states. So its
+weight is the map of the identity, made by the adapter's own code: every parameter is reached through its own module's
+call, where wrappers have gathered it, and autograd takes the weight's gradient back to each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+WAY_OUT = "exclude the head from target_modules, or train it whole with modules_to_save."
+
+
+def is_adapted(head: nn.Module) -> bool:
+    """Whether an adapter of PEFT computes what ``head`` gives."""
+    return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")
+
+
+def adapter_objection(head: nn.Module) -> str | None:
+    """Why the adapter on ``head`` is not linear in the hidden states, as a clause with its way out; None if it is, or
+    if there is none."""
+    if not is_adapted(head):
+        return None
+    if not hasattr(head, "lora_A"):
+        return f"an adapter of type {type(head).__module__}.{type(head).__qualname__}; expected LoRA or DoRA: {WAY_OUT}"
+    variants = getattr(head, "lora_variant", {})
+    others = [type(variant).__name__ for variant in variants.values() if not type(variant).__name__.startswith("Dora")]
+    return f"LoRA of the variant {others[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if others else None
+
+
+def has_active_dropout(head: nn.Module) -> bool:
+    """Whether the adapter drops other features for every token, so that no one weight gives its logits."""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in head.modules())
+
+
+@dataclass(frozen=True)
+class EffectiveHead:
+    """What an adapted output embedding amounts to: ``weight`` ``[V, D]`` and ``bias`` ``[V]``, with their graph."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def effective_head(head: nn.Linear, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
+    """The weight of ``forward``, the adapter's own, around ``head``."""
+    D = head.in_features
+    inputs = torch.eye(D, dtype=hidden_states.dtype, device=hidden_states.device)
+    if head.bias is None:
+        return EffectiveHead(forward(inputs).T, None)
+    outputs = forward(torch.cat([inputs, inputs.new_zeros(1, D)]))
+    return EffectiveHead((outputs[:D] - outputs[D]).T, outputs[D])

@@ -1,0 +1,160 @@
+"""The keyword arguments of one call of a model: which are the model's, and which the loss's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, get_args
+
+from torch import nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import OUTPUTS, LossArguments, as_output_names, loss_options
+
+from .plan import LossPlan
+
+IGNORE_INDEX = -100
+TAKEN_BY_DECORATORS = ("return_dict", "output_")
+"""beginnings of what transformers' decorators take before any forward sees it"""
+LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs")
+"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may bring along"""
+TOKEN_ACCURACY = "token_accuracy"
+LOGITS = "logits"
+CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a model's forward, read."""
+
+    named: dict[str, Any]
+    """the arguments by their names, those of :data:`LOSS_KEYWORDS` too"""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """what the model's forward is called with"""
+    loss: dict[str, Any]
+    """what only the loss is told"""
+    outputs: tuple[str, ...]
+    """what is asked for beside the loss, among :data:`CALL_OUTPUTS`"""
+
+    @property
+    def ignore_index(self) -> int:
+        index: int = self.named.get("ignore_index", IGNORE_INDEX)
+        return index
+
+    def arguments(self, plan: LossPlan) -> LossArguments:
+        """What defines this call's loss."""
+        smoothing = self.loss.get("label_smoothing")
+        options = loss_options(
+            ignore_index=self.ignore_index,
+            label_smoothing=plan.label_smoothing if smoothing is None else smoothing,
+            z_loss=self.loss.get("z_loss", 0.0),
+            softcap=plan.transform.softcap,
+            logit_scale=plan.transform.scale,
+            temperature=self.loss.get("temperature", 1.0),
+        )
+        token_outputs = {name for name in self.outputs if name in OUTPUTS}
+        if TOKEN_ACCURACY in self.outputs:
+            token_outputs.add("is_top1")
+        return LossArguments(
+            options=options,
+            class_weight=self.loss.get("class_weight"),
+            token_weight=self.loss.get("token_weight"),
+            num_items_in_batch=self.named.get("num_items_in_batch") if plan.takes_num_items else None,
+            outputs=tuple(name for name in OUTPUTS if name in token_outputs),
+            reports_only=True,
+        )
+
+
+class Signature:
+    """Of one model's forward, and of everything that its further keyword arguments may be meant for."""
+
+    def __init__(self, model: nn.Module, *, outputs: tuple[str, ...]) -> None:
+        parameters = signature(model.forward).parameters
+        self.names = tuple(parameters)
+        self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._owner = type(model).__name__
+        self._outputs = as_output_names(outputs)
+        _check_outputs(self._outputs)
+        self._known = frozenset(_keywords_below(model))
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Tells apart what is the model's and what the loss's.
+
+        Raises:
+            LigerDistError: a keyword that nothing in the model names and the loss does not have; loss options without
+                labels.
+        """
+        named = dict(zip(self.names, args, strict=False)) | kwargs
+        loss = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
+        if named.get("labels") is not None:
+            self._check(kwargs)
+        elif loss:
+            name = next(iter(loss))
+            raise LigerDistError(
+                f"{name} was given to {self._owner} without labels, so there is no loss that it could belong to; pass "
+                "labels, or leave it out."
+            )
+        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._outputs
+        _check_outputs(outputs)
+        options = [name for name in loss if name != "outputs"]
+        if LOGITS in outputs and options:
+            raise LigerDistError(
+                f"{options[0]} was given together with outputs={outputs}: {self._owner} computes its own loss beside "
+                f"its logits, which has no {options[0]}; leave one of them out."
+            )
+        kept = {name: value for name, value in kwargs.items() if name not in loss}
+        return Call(named=named, args=args, kwargs=kept, loss=loss, outputs=outputs)
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
+        if not self.takes_more:
+            return  # Python itself refuses what the forward does not name.
+        known = {*self.names, *LOSS_KEYWORDS, "num_items_in_batch", "ignore_index", "shift_labels", *self._known}
+        further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
+        unknown = [name for name in further if name not in _attention_keywords()] if further else []
+        if unknown:
+            raise LigerDistError(
+                f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "
+                f"expected an argument of theirs or an option of the loss ({', '.join(LOSS_KEYWORDS)}, "
+                "num_items_in_batch, ignore_index, shift_labels). It would have been dropped without a word."
+            )
+
+
+def _check_outputs(outputs: tuple[str, ...]) -> None:
+    unknown = [name for name in outputs if name not in CALL_OUTPUTS]
+    if unknown:
+        raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(CALL_OUTPUTS)}.")
+    if LOGITS in outputs and len(outputs) > 1:
+        raise LigerDistError(
+            f"outputs is {outputs}: with its logits the model computes its own loss, which gives nothing else; ask for "
+            "the logits alone, or leave them out."
+        )
+
+
+def _keywords_below(model: nn.Module) -> Iterable[str]:
+    """Names of the arguments of all modules, and those that their annotations promise to pass on."""
+    for cls in {type(module) for module in model.modules()}:
+        for parameter in signature(cls.forward).parameters.values():
+            yield parameter.name
+            yield from _typed_keywords(cls, parameter)
+
+
+def _typed_keywords(cls: type[nn.Module], parameter: Parameter) -> Iterable[str]:
+    """The keys of ``**kwargs: Unpack[SomeTypedDict]``."""
+    if parameter.kind is not Parameter.VAR_KEYWORD or parameter.annotation is Parameter.empty:
+        return
+    for typed in get_args(parameter.annotation):
+        yield from getattr(typed, "__annotations__", ())
+
+
+def _attention_keywords() -> frozenset[str]:
+    """Names of the arguments of the registered attention functions, the user's own among them."""
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import TransformersKwargs
+
+    names = {*FlashAttentionKwargs.__annotations__, *TransformersKwargs.__annotations__}
+    for function in ALL_ATTENTION_FUNCTIONS.values():
+        names |= set(signature(function).parameters)
+    return frozenset(names)

@@ -1,0 +1,139 @@
+"""Every family of transformers' language models: fused and equal to its own loss, or unfused with a reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import Family, batch_for, build, families
+from torch import Tensor, nn
+
+import liger_dist
+from liger_dist.wrap import record_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+HEAD = """# Families of models
+
+Written by `make families`: every entry of transformers' causal-LM, image-text-to-text and seq2seq mappings
+(transformers {version}), as a tiny random model from its own default config. No family is named in the library.
+
+✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64 where the family computes in
+fp64, to {fp32:g} in fp32 where it does not (marked). Otherwise the reason. {built} of {total} entries could be built
+and trained by the generic shrinking of `tests_multi_gpu/families.py`; {fused} of them are fused ({share:.0%}), none
+differs.
+
+| mapping | family | model | loss |
+|---|---|---|---|
+"""
+TOLERANCES = {torch.float64: 5e-6, torch.float32: 1e-5}
+"""of transformers' losses, which go through fp32 even for fp64 models"""
+REQUIRED_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    """fused, unfused, not built"""
+    words: str
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Family, Outcome]:
+    return {}
+
+
+@pytest.mark.parametrize("family", families(), ids=str)
+def test_equals_its_own_loss_or_says_why_not(family: Family, outcomes: dict[Family, Outcome]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outcomes[family] = outcome_of(family)
+
+
+def outcome_of(family: Family) -> Outcome:
+    try:
+        model = build(family)
+        batch = batch_for(family, model)
+        dtype, expected = own_loss(model, batch)
+    except Exception as error:
+        # Transformers' own, before any of this project's code has run.
+        return Outcome("not built", f"{type(error).__name__}: {error}")
+    try:
+        liger_dist.wrap(model, "none")
+    except liger_dist.LigerDistError as refusal:
+        return Outcome("unfused", str(refusal))
+    reason = record_of(model).unfused_reason
+    if reason is not None:
+        return Outcome("unfused", reason)
+    output, loss, gradients = trained(model, batch)
+    assert not hasattr(output, "logits"), "the loss was not fused"
+    tolerance = TOLERANCES[dtype]
+    assert abs(loss - expected[1]) <= tolerance * abs(expected[1])
+    assert gradients.keys() == expected[2].keys()
+    total = float(torch.stack([gradient.norm() for gradient in expected[2].values()]).norm())
+    for name, gradient in expected[2].items():
+        # Some gradients are zero but for rounding; they are held to a thousandth of all.
+        error = float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
+        assert error <= tolerance, f"{name}: {error}"
+    return Outcome("fused", "✓" if dtype == torch.float64 else "✓ fp32")
+
+
+def own_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.dtype, Any]:
+    """The model's own training step, in fp64 if its code lets fp64 through."""
+    try:
+        return torch.float64, trained(model.double(), batch)
+    except RuntimeError:
+        return torch.float32, trained(model.float(), batch)
+
+
+def trained(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, float, dict[str, Tensor]]:
+    """Output, loss and gradients of one step. Some families draw random numbers even without dropout."""
+    dtype = next(model.parameters()).dtype
+    cast = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = model(**cast)
+    assert output.loss is not None, "the model gives no loss for labels"
+    output.loss.backward()
+    assert torch.isfinite(output.loss), "the model's loss is not finite"
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    assert all(gradient.isfinite().all() for gradient in gradients.values()), "the model's gradients are not finite"
+    return output, float(output.loss.detach()), gradients
+
+
+def test_nearly_all_are_fused_and_the_page_says_so(
+    outcomes: dict[Family, Outcome], request: pytest.FixtureRequest
+) -> None:
+    import transformers
+
+    if len(outcomes) < len(families()):
+        pytest.skip("only a part of the families was run")
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    built = counts["fused"] + counts["unfused"]
+    assert counts["fused"] >= REQUIRED_SHARE * built, counts
+    page = HEAD.format(
+        version=transformers.__version__,
+        fp64=TOLERANCES[torch.float64],
+        fp32=TOLERANCES[torch.float32],
+        built=built,
+        total=len(outcomes),
+        fused=counts["fused"],
+        share=counts["fused"] / built,
+    )
+    for family, outcome in outcomes.items():
+        words = outcome.words if outcome.kind != "not built" else f"not built: {outcome.words}"
+        line = " ".join(words.split()).replace("|", "\\|")
+        page += f"| {family.mapping} | {family.name} | {family.model_class} | {line[:160]} |\n"
+    if request.config.getoption("--write-pages"):
+        PAGE.write_text(page)
+    written = PAGE.read_text()
+    if f"(transformers {transformers.__version__})" not in written:
+        pytest.skip("the page was written with another release of transformers")
+    assert page == written, "docs/families.md is not what this run saw; `make families` writes it"
