@@ -1,0 +1,152 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""``activation(gate) * up``, the elementwise part of gated MLPs (Shazeer 2020, arXiv:2002.05202), and its gradient.
+
+Legend: T rows, F features. Arithmetic is fp32 (fp64 for fp64 inputs), rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import Backend, runs_triton, statistics_dtype
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+"""``gelu`` is the exact one, by the error function; ``gelu_tanh`` its approximation (Hendrycks and Gimpel 2016)"""
+
+BLOCK = 1024
+_SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+_SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2.0 / math.pi))
+_INVERSE_SQRT_2_PI = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _activated(g, KIND: tl.constexpr):
+    """The activation and its derivative; tanh is written with a sigmoid, which the interpreter has as well."""
+    if KIND == "silu":
+        sigmoid = tl.sigmoid(g)
+        return g * sigmoid, sigmoid * (1.0 + g * (1.0 - sigmoid))
+    if KIND == "gelu":
+        share = 0.5 * (1.0 + tl.erf(g * _SQRT_HALF))
+        return g * share, share + g * _INVERSE_SQRT_2_PI * tl.exp(-0.5 * g * g)
+    if KIND == "gelu_tanh":
+        inner = _SQRT_2_OVER_PI * (g + _CUBIC * g * g * g)
+        share = tl.sigmoid(2.0 * inner)
+        slope = 2.0 * share * (1.0 - share) * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * g * g)
+        return g * share, share + g * slope
+    return tl.where(g > 0.0, g, 0.0), tl.where(g > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def _fwd_kernel(
+    gate_ptr, up_ptr, y_ptr, stride_gt, stride_ut, F, FP64: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask_f = offs_f < F
+    dtype = tl.float64 if FP64 else tl.float32
+    g = tl.load(gate_ptr + row * stride_gt + offs_f, mask=mask_f, other=0.0).to(dtype)
+    u = tl.load(up_ptr + row * stride_ut + offs_f, mask=mask_f, other=0.0).to(dtype)
+    activated, _ = _activated(g, KIND)
+    tl.store(y_ptr + row * F + offs_f, (activated * u).to(y_ptr.dtype.element_ty), mask=mask_f)
+
+
+@triton.jit
+def _bwd_kernel(
+    d_y_ptr,
+    gate_ptr,
+    up_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    stride_yt,
+    stride_gt,
+    stride_ut,
+    stride_dt,
+    F,
+    FP64: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask_f = offs_f < F
+    dtype = tl.float64 if FP64 else tl.float32
+    d_y = tl.load(d_y_ptr + row * stride_yt + offs_f, mask=mask_f, other=0.0).to(dtype)
+    g = tl.load(gate_ptr + row * stride_gt + offs_f, mask=mask_f, other=0.0).to(dtype)
+    u = tl.load(up_ptr + row * stride_ut + offs_f, mask=mask_f, other=0.0).to(dtype)
+    activated, slope = _activated(g, KIND)
+    tl.store(d_gate_ptr + row * stride_dt + offs_f, (d_y * u * slope).to(d_gate_ptr.dtype.element_ty), mask=mask_f)
+    tl.store(d_up_ptr + row * stride_dt + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
+
+
+def gated_activation_fwd(
+    gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
+) -> Tensor:
+    """``[T, F]`` in the inputs' dtype; both inputs have one dtype and a contiguous last dim."""
+    if not runs_triton(gate_TF, backend):
+        dtype = statistics_dtype(gate_TF.dtype)
+        return (_activate(gate_TF.to(dtype), activation) * up_TF.to(dtype)).to(gate_TF.dtype)
+    T, num_features = gate_TF.shape
+    y_TF = gate_TF.new_empty((T, num_features))
+    if y_TF.numel() > 0:
+        _fwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+            gate_TF,
+            up_TF,
+            y_TF,
+            gate_TF.stride(0),
+            up_TF.stride(0),
+            num_features,
+            FP64=gate_TF.dtype == torch.float64,
+            KIND=activation,
+            BLOCK=BLOCK,
+        )
+    return y_TF
+
+
+def gated_activation_bwd(
+    d_y_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
+) -> Tensor:
+    """``[T, 2, F]``: the gradients of gate and up beside each other."""
+    T, num_features = gate_TF.shape
+    d_both = gate_TF.new_empty((T, 2, num_features))
+    if not runs_triton(gate_TF, backend):
+        dtype = statistics_dtype(gate_TF.dtype)
+        with torch.enable_grad():
+            g = gate_TF.detach().to(dtype).requires_grad_()
+            activated = _activate(g, activation)
+        d_y = d_y_TF.to(dtype)
+        (d_gate,) = torch.autograd.grad(activated, g, d_y * up_TF.to(dtype))
+        d_both[:, 0], d_both[:, 1] = d_gate, d_y * activated.detach()
+    elif d_both.numel() > 0:
+        _bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+            d_y_TF,
+            gate_TF,
+            up_TF,
+            d_both[:, 0],
+            d_both[:, 1],
+            d_y_TF.stride(0),
+            gate_TF.stride(0),
+            up_TF.stride(0),
+            d_both.stride(0),
+            num_features,
+            FP64=gate_TF.dtype == torch.float64,
+            KIND=activation,
+            BLOCK=BLOCK,
+        )
+    return d_both
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate)
+    if activation == "relu":
+        return F.relu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")

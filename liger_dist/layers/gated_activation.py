@@ -1,0 +1,32 @@
+"""``activation(gate) * up`` as one autograd function that keeps only its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_dist_kernels import Activation, Backend, gated_activation_bwd, gated_activation_fwd
+
+from .norm import _rows
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor, activation: Activation, backend: Backend) -> Tensor:
+        ctx.activation, ctx.backend = activation, backend
+        ctx.save_for_backward(gate_TF, up_TF)
+        return gated_activation_fwd(gate_TF, up_TF, activation=activation, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate_TF, up_TF = ctx.saved_tensors
+        d_both = gated_activation_bwd(_rows(d_y_TF), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend)
+        return d_both[:, 0], d_both[:, 1], None, None
+
+
+def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
+    """``activation(gate) * up``; both ``[..., F]`` of one floating dtype."""
+    result: Tensor = _GatedActivation.apply(_rows(gate), _rows(up), activation, backend)  # type: ignore[no-untyped-call]
+    return result.reshape(gate.shape)

@@ -1,0 +1,151 @@
+"""Norms, gated activations and rotary embedding, forward and backward, against fp64 autograd of their definitions."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_linear_cross_entropy import BACKENDS, DEVICE
+from torch import Tensor
+from truth import relative_error
+
+from liger_dist.layers import gated_activation, norm, rotary
+from liger_dist_kernels import ACTIVATIONS, NormOptions, RotaryLayout
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCE)
+SHAPES = [(3, 2, 32), (7, 51), (0, 16)]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+
+def true_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: NormOptions) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True) if options.subtract_mean else x
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + options.eps)
+    y = y if weight is None else y * (options.offset + weight)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "after an addition"])
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any, with_residual: bool) -> None:
+    cases = product([False, True], [0.0, 1.0], [False, True], ["both", "weight", "neither"])
+    for subtract_mean, offset, round_before_weight, parameters in cases:
+        options = NormOptions(
+            eps=1e-5, subtract_mean=subtract_mean, offset=offset, round_before_weight=round_before_weight
+        )
+        D = shape[-1]
+        x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1) if with_residual else None
+        weight = None if parameters == "neither" else random(D, dtype=dtype, seed=2)
+        bias = random(D, dtype=dtype, seed=3) if parameters == "both" else None
+        inputs = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
+        y, total = norm(x, weight, bias, residual=residual, options=options, backend=backend)
+        leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        true_total = leaves[0] + leaves[-1] if with_residual else leaves[0]
+        true_weight, true_bias = None if weight is None else leaves[1], None if bias is None else leaves[2]
+        truth = true_norm(true_total, true_weight, true_bias, options)
+        up_y, up_total = random(*shape, dtype=dtype, seed=4), random(*shape, dtype=dtype, seed=5)
+        loss = (y * up_y).sum() + ((total * up_total).sum() if with_residual else 0)
+        true_loss = (truth * up_y.double()).sum() + ((true_total * up_total.double()).sum() if with_residual else 0)
+        assert y.dtype == dtype
+        assert relative_error(y, truth) <= TOLERANCE[dtype]
+        got = torch.autograd.grad(loss, inputs)
+        for gradient, want in zip(got, torch.autograd.grad(true_loss, leaves), strict=True):
+            assert relative_error(gradient, want) <= 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_norm_rounds_where_its_model_rounds(backend: Any) -> None:
+    x = random(9, 64, dtype=torch.bfloat16).detach()
+    weight = random(64, dtype=torch.float32, seed=1).detach()
+    n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    before, _ = norm(x, weight, options=NormOptions(eps=1e-6, round_before_weight=True), backend=backend)
+    after, _ = norm(x, weight, options=NormOptions(eps=1e-6), backend=backend)
+    assert before.dtype == torch.float32
+    # The interpreter cuts numbers off where hardware rounds them.
+    cuts_off = backend == "triton" and DEVICE == "cpu"
+    assert relative_error(before, n.bfloat16() * weight) < (8e-3 if cuts_off else 1e-6)
+    assert after.dtype == torch.bfloat16
+    assert relative_error(after, (n * weight).bfloat16()) < (8e-3 if cuts_off else 1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) -> None:
+    functions = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+    for shape in [(2, 3, 51), (5, 1100), (0, 8)]:
+        gate_up = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        with torch.no_grad():
+            gate_up *= 3
+        gate, up = gate_up.chunk(2, -1)
+        y = gated_activation(gate, up, activation=activation, backend=backend)
+        leaf = gate_up.detach().double().requires_grad_()
+        true_gate, true_up = leaf.chunk(2, -1)
+        activated = functions.get(activation, lambda x: F.gelu(x, approximate="tanh"))(true_gate)
+        upstream = random(*shape, dtype=dtype, seed=1)
+        assert relative_error(y, activated * true_up) <= TOLERANCE[dtype]
+        (got,) = torch.autograd.grad((y * upstream).sum(), gate_up)
+        (want,) = torch.autograd.grad((activated * true_up * upstream.double()).sum(), leaf)
+        assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+def true_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> Tensor:
+    """Pair by pair."""
+    R = cos.shape[-1]
+
+    def places(pairing: str, pair: int) -> tuple[int, int]:
+        if pairing == "shared":
+            return pair, pair
+        return (2 * pair, 2 * pair + 1) if pairing == "neighbours" else (pair, pair + R // 2)
+
+    columns = list(x.unbind(-1))
+    for pair in range(R // 2):
+        a, b = (x[..., place] for place in places(layout.reads, pair))
+        (cos_a, sin_a), (cos_b, sin_b) = ((cos[..., p], sin[..., p]) for p in places(layout.tables, pair))
+        write_a, write_b = places(layout.writes, pair)
+        columns[write_a], columns[write_b] = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    return torch.stack(columns, -1)
+
+
+LAYOUTS = [
+    RotaryLayout(reads=reads, writes=writes, tables=tables)
+    for reads, writes, tables in product(
+        ("halves", "neighbours"), ("halves", "neighbours"), ("halves", "neighbours", "shared")
+    )
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.reads}, {layout.writes}, {layout.tables}")
+def test_rotary(layout: RotaryLayout, dtype: torch.dtype, backend: Any) -> None:
+    for D, R in ((8, 8), (20, 6)):
+        x = random(2, 5, 3, D, dtype=dtype)
+        # Not the tables of any angle, alike in no half: the definition alone counts.
+        cos, sin = (random(2, 1, 5, R, dtype=dtype, seed=seed).detach() for seed in (1, 2))
+        y = rotary(x.transpose(1, 2), cos, sin, num_rotated=R, layout=layout, backend=backend)
+        leaf = x.detach().double().requires_grad_()
+        truth = true_rotary(leaf.transpose(1, 2), cos.double(), sin.double(), layout=layout)
+        upstream = random(2, 3, 5, D, dtype=dtype, seed=3)
+        assert relative_error(y, truth) <= TOLERANCE[dtype]
+        (got,) = torch.autograd.grad((y * upstream).sum(), x)
+        (want,) = torch.autograd.grad((truth * upstream.double()).sum(), leaf)
+        assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_of_half_the_width(backend: Any) -> None:
+    x = random(2, 3, 5, 8, dtype=torch.float32)
+    cos, sin = (random(2, 1, 5, 4, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
+    layout = RotaryLayout(tables="shared")
+    y = rotary(x, cos, sin, num_rotated=8, layout=layout, backend=backend)
+    assert relative_error(y, true_rotary(x, cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2), layout=layout)) < 1e-6
