@@ -21,6 +21,7 @@ from .norm import NormOutput as NormOutput
 from .norm import norm_bwd as norm_bwd
 from .norm import norm_fwd as norm_fwd
 from .options import LossOptions as LossOptions
+from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
 from .token_loss import TokenGradients as TokenGradients

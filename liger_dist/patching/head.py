@@ -7,10 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.errors import LigerDistError
 
+from .replaced import below_wrappers, with_base
 from .untraced import untraced
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def fuse_head(head: nn.Module, seam: Seam) -> None:
         head._liger_dist_seam = seam
         return
     head._liger_dist_seam = seam  # type: ignore[assignment]
-    head.__class__ = _replaced(type(head), _below_wrappers(type(head)), _fused(_below_wrappers(type(head))))
+    own = below_wrappers(type(head))
+    head.__class__ = with_base(type(head), own, _fused(own))
 
 
 def restore_head(head: nn.Module) -> None:
@@ -60,24 +61,13 @@ def restore_head(head: nn.Module) -> None:
     if isinstance(vars(head).get("forward"), _Preceding):
         head.forward = vars(head)["forward"].installed
     fused = next(cls for cls in type(head).__mro__ if ComputesLoss in cls.__bases__)
-    head.__class__ = _replaced(type(head), fused, fused.__bases__[1])
+    head.__class__ = with_base(type(head), fused, fused.__bases__[1])
     del head._liger_dist_seam
 
 
 @cache
 def _fused(cls: Any) -> Any:
     return FusedLMHead if cls is nn.Linear else type(cls.__name__, (ComputesLoss, cls), {"__module__": cls.__module__})
-
-
-def _below_wrappers(cls: Any) -> Any:
-    """The module's class under the one that FSDP2 makes of it."""
-    return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
-
-
-def _replaced(cls: type, old: type, new: type) -> type:
-    if cls is old:
-        return new
-    return type(cls.__name__, tuple(new if base is old else base for base in cls.__bases__), dict(vars(cls)))
 
 
 def is_tensor_parallel_forward(forward: object) -> bool:
