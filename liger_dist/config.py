@@ -28,6 +28,9 @@ class WrapConfig:
 
     fused_loss: bool = True
     """Compute the loss inside the output embedding. False shards only, for comparison."""
+    layer_kernels: bool = True
+    """Compute norms, gated MLPs, rotary embedding and residual additions by kernels, where a probe of the model's own
+    code agrees. Layers that are compiled, or that compute in fp64, keep their own code."""
     head: Head = "auto"
     """How a sharded head's weight is reached: "gather" collects it for the loss; "auto" lets the dispatcher choose."""
     outputs: tuple[str, ...] = ()

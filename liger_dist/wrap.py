@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, reasons_against
 from .errors import LigerDistError
+from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
 from .patching.probe import probe_plan
 from .patching.redirect import Wrapper
@@ -42,6 +43,7 @@ class _Wrapped:
     seam: Seam | None
     plan: LossPlan | None
     unfused_reason: str | None
+    layers: LayerReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,13 @@ class Explanation:
     """the chosen adapter; None when the loss is not fused, or when every adapter has a reason against it"""
     declined: tuple[tuple[str, tuple[str, ...]], ...]
     """every other adapter with its reasons"""
+    layers: LayerReport
+    """which layers are computed by kernels, and why others are not"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
+        rows += self.layers.lines()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -112,11 +117,20 @@ def wrap(
     initialize = initializer_of(model) if without_storage else None
     plan, reason = _probe(model, structure, config)
     seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
-    record = _Wrapped(
-        structure=structure, strategy=strategy, config=config, seam=seam, plan=plan, unfused_reason=reason
-    )
-    setattr(model, _RECORD, record)
+    layers = LayerReport()
     try:
+        if config.layer_kernels:
+            layers = replace_layers(model, structure.layers, backend=config.kernels)
+        record = _Wrapped(
+            structure=structure,
+            strategy=strategy,
+            config=config,
+            seam=seam,
+            plan=plan,
+            unfused_reason=reason,
+            layers=layers,
+        )
+        setattr(model, _RECORD, record)
         if seam is not None:
             seam.fuse()
         wrapped = _shard(model, record, mesh, initialize)
@@ -125,7 +139,8 @@ def wrap(
     except BaseException:
         if seam is not None:
             seam.remove()
-        delattr(model, _RECORD)
+        restore_layers(model)
+        vars(model).pop(_RECORD, None)
         raise
     return wrapped
 
@@ -173,6 +188,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     record = record_of(inner)
     if record.seam is not None:
         record.seam.remove()
+    restore_layers(inner)
     delattr(inner, _RECORD)
     return model if isinstance(model, FullyShardedDataParallel) else inner
 
@@ -198,7 +214,8 @@ def explain(model: nn.Module) -> Explanation:
         config=record.config,
     )
     if record.plan is None:
-        return Explanation(facts=facts, fused=f"not fused: {record.unfused_reason}", adapter=None, declined=())
+        words = f"not fused: {record.unfused_reason}"
+        return Explanation(facts=facts, fused=words, adapter=None, declined=(), layers=record.layers)
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
@@ -206,6 +223,7 @@ def explain(model: nn.Module) -> Explanation:
         fused=str(record.plan),
         adapter=chosen,
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
+        layers=record.layers,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -22,17 +23,18 @@ HEAD = """# Families of models
 Written by `make families`: every entry of transformers' causal-LM, image-text-to-text and seq2seq mappings
 (transformers {version}), as a tiny random model from its own default config. No family is named in the library.
 
-✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64 where the family computes in
-fp64, to {fp32:g} in fp32 where it does not (marked). Otherwise the reason. {built} of {total} entries could be built
-and trained by the generic shrinking of `tests_multi_gpu/families.py`; {fused} of them are fused ({share:.0%}), none
-differs.
+✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64 and to {fp32:g} in fp32 with its
+layers computed by kernels too (those that were replaced are in the last column). "fp32" alone: the family's own code
+does not let fp64 through. Otherwise the reason. {built} of {total} entries could be built and trained by the generic
+shrinking of `tests_multi_gpu/families.py`; {fused} of them are fused ({share:.0%}), none differs.
 
-| mapping | family | model | loss |
-|---|---|---|---|
+| mapping | family | model | loss | layers |
+|---|---|---|---|---|
 """
 TOLERANCES = {torch.float64: 5e-6, torch.float32: 1e-5}
 """of transformers' losses, which go through fp32 even for fp64 models"""
 REQUIRED_SHARE = 0.9
+KINDS = ("RMSNorm", "LayerNorm", "silu", "gelu", "rotary", "addition")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Outcome:
     kind: str
     """fused, unfused, not built"""
     words: str
+    layers: str = ""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def outcome_of(family: Family) -> Outcome:
     try:
         model = build(family)
         batch = batch_for(family, model)
-        dtype, expected = own_loss(model, batch)
+        expected = own_steps(model, batch)
     except Exception as error:
         # Transformers' own, before any of this project's code has run.
         return Outcome("not built", f"{type(error).__name__}: {error}")
@@ -66,28 +69,30 @@ def outcome_of(family: Family) -> Outcome:
         liger_dist.wrap(model, "none")
     except liger_dist.LigerDistError as refusal:
         return Outcome("unfused", str(refusal))
-    reason = record_of(model).unfused_reason
-    if reason is not None:
-        return Outcome("unfused", reason)
-    output, loss, gradients = trained(model, batch)
-    assert not hasattr(output, "logits"), "the loss was not fused"
-    tolerance = TOLERANCES[dtype]
-    assert abs(loss - expected[1]) <= tolerance * abs(expected[1])
-    assert gradients.keys() == expected[2].keys()
-    total = float(torch.stack([gradient.norm() for gradient in expected[2].values()]).norm())
-    for name, gradient in expected[2].items():
-        # Some gradients are zero but for rounding; they are held to a thousandth of all.
-        error = float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
-        assert error <= tolerance, f"{name}: {error}"
-    return Outcome("fused", "✓" if dtype == torch.float64 else "✓ fp32")
+    record = record_of(model)
+    layers = ", ".join(kind for kind in KINDS if any(kind in what for what, _ in record.layers.replaced))
+    for dtype, (_, own_loss, own_gradients) in expected.items():
+        output, loss, gradients = trained(model.to(dtype), batch)
+        assert hasattr(output, "logits") == (record.unfused_reason is not None)
+        tolerance = TOLERANCES[dtype]
+        assert abs(loss - own_loss) <= tolerance * abs(own_loss)
+        assert gradients.keys() == own_gradients.keys()
+        total = float(torch.stack([gradient.norm() for gradient in own_gradients.values()]).norm())
+        for name, gradient in own_gradients.items():
+            # Some gradients are zero but for rounding; they are held to a thousandth of all.
+            error = float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
+            assert error <= tolerance, f"{dtype} {name}: {error}"
+    if record.unfused_reason is not None:
+        return Outcome("unfused", record.unfused_reason, layers)
+    return Outcome("fused", "✓" if torch.float64 in expected else "✓ fp32", layers)
 
 
-def own_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.dtype, Any]:
-    """The model's own training step, in fp64 if its code lets fp64 through."""
-    try:
-        return torch.float64, trained(model.double(), batch)
-    except RuntimeError:
-        return torch.float32, trained(model.float(), batch)
+def own_steps(model: nn.Module, batch: dict[str, Any]) -> dict[torch.dtype, tuple[Any, float, dict[str, Tensor]]]:
+    """The model's own training step in fp32, and in fp64 if its code lets fp64 through."""
+    steps = {torch.float32: trained(model.float(), batch)}
+    with contextlib.suppress(RuntimeError):
+        steps[torch.float64] = trained(model.double(), batch)
+    return steps
 
 
 def trained(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, float, dict[str, Tensor]]:
@@ -130,7 +135,7 @@ def test_nearly_all_are_fused_and_the_page_says_so(
     for family, outcome in outcomes.items():
         words = outcome.words if outcome.kind != "not built" else f"not built: {outcome.words}"
         line = " ".join(words.split()).replace("|", "\\|")
-        page += f"| {family.mapping} | {family.name} | {family.model_class} | {line[:160]} |\n"
+        page += f"| {family.mapping} | {family.name} | {family.model_class} | {line[:160]} | {outcome.layers} |\n"
     if request.config.getoption("--write-pages"):
         PAGE.write_text(page)
     written = PAGE.read_text()

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ._triton_utils import Backend, runs_triton, statistics_dtype
 
-
 Pairing = Literal["halves", "neighbours"]
 
 

@@ -105,9 +105,7 @@ def _plan(module: nn.Module, roles: tuple[str, str | None, str], backend: Backen
     values = [3 * torch.randn(1, 4, 8, generator=generator) for _ in range(2)]
     for gate_first in (True, False) if up is None else (True,):
         for activation in ACTIVATIONS:
-            plan = GatedPlan(
-                gate=gate, up=up, down=down, gate_first=gate_first, activation=activation, backend=backend
-            )
+            plan = GatedPlan(gate=gate, up=up, down=down, gate_first=gate_first, activation=activation, backend=backend)
             if all(_agrees(module, plan, values, training) for training in (False, True)):
                 return plan
     return None
@@ -166,13 +164,11 @@ def _make_forward(cls: type[nn.Module]) -> Forward:
 def _gated(gate: Tensor, up: Tensor, plan: GatedPlan) -> Tensor:
     if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
         # Projections may give DTensors, or under an adapter another dtype.
-        return _ACTIVATE[plan.activation](gate) * up
+        return _activate(gate, plan.activation) * up
     return gated_activation(gate, up, activation=plan.activation, backend=plan.backend)
 
 
-_ACTIVATE = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
-}
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation in ("gelu", "gelu_tanh"):
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.silu(gate) if activation == "silu" else F.relu(gate)

@@ -19,9 +19,9 @@ from .replaced import LeftAloneError, Replaced, restore_forward
 class LayerReport:
     """What became of a model's layers."""
 
-    replaced: tuple[tuple[str, int], ...]
+    replaced: tuple[tuple[str, int], ...] = ()
     """a description of the modules and what they compute, and how many there are"""
-    left: tuple[tuple[str, str], ...]
+    left: tuple[tuple[str, str], ...] = ()
     """a class of modules and why it was left alone"""
 
     def lines(self) -> list[tuple[str, str]]:

@@ -21,6 +21,4 @@ def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
     if torch.compiler.is_compiling() or not is_local(tensor):
         return True
     assert isinstance(tensor, Tensor)
-    return tensor.dtype not in KERNEL_DTYPES or (
-        not under_autocast and torch.is_autocast_enabled(tensor.device.type)
-    )
+    return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))

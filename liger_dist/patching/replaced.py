@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -84,7 +84,7 @@ def is_replaced(module: nn.Module, kind: str) -> bool:
     return isinstance(module, Replaced) and module._liger_dist_kind == kind
 
 
-def below_wrappers(cls: type[nn.Module]) -> Any:
+def below_wrappers(cls: Any) -> Any:
     """The module's class under the one that FSDP2 makes of it."""
     return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
 
@@ -96,7 +96,7 @@ def with_base(cls: type, old: type, new: type) -> Any:
     return type(cls.__name__, tuple(new if base is old else base for base in cls.__bases__), dict(vars(cls)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _class_for(kind: str, base: Any) -> Any:
     members = {
         "forward": _FORWARDS[kind](base),
@@ -108,7 +108,7 @@ def _class_for(kind: str, base: Any) -> Any:
     return type(base.__name__, (Replaced, base), members)
 
 
-def _blank(kind: str, base: type[nn.Module]) -> nn.Module:
+def _blank(kind: str, base: Any) -> nn.Module:
     cls = _class_for(kind, base)
     module: nn.Module = cls.__new__(cls)
     return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from inspect import Parameter, signature
 from itertools import product
 from types import FunctionType
@@ -27,7 +27,7 @@ from .rewrite import rewritten
 
 KIND = "rotary embedding"
 TOLERANCE = 1e-5
-TABLES = (("cos", "sin"), ("sin", "cos"), ("freqs_cis",), ("freqs_ci",))
+TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
 HARMLESS = ("unsqueeze_dim", "position_ids", "mrope_section")
 """parameters beside tensors and tables whose meaning is known"""
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 5, 12
@@ -47,6 +47,11 @@ class RotaryPlan:
     """where the tables lack the heads' dim, unless the call says so"""
     partial: bool
     """whether features beyond the tables pass"""
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether cos and sin come as one complex table."""
+        return len(self.tables) == 1
 
     def __str__(self) -> str:
         layout = self.layout
@@ -94,17 +99,13 @@ def _arguments(given: dict[str, Any], plan: RotaryPlan) -> tuple[list[Tensor], T
         fits = width == x.shape[-1] or (plan.partial and width < x.shape[-1])
         broadcasts = all(a in (1, b) for a, b in zip(cos.shape[:-1], x.shape[:-1], strict=True))
         # Tables of a wider dtype would widen what many functions return.
-        if not fits or not broadcasts or (cos.dtype != x.dtype and not plan_keeps_dtype(plan)):
+        if not fits or not broadcasts or (cos.dtype != x.dtype and not plan.is_complex):
             return None
     return tensors, cos, sin, width
 
 
-def plan_keeps_dtype(plan: RotaryPlan) -> bool:
-    return plan.tables[0].startswith("freqs")
-
-
 def _cos_and_sin(tables: list[Tensor], plan: RotaryPlan) -> tuple[Tensor, Tensor]:
-    if len(plan.tables) == 1:
+    if plan.is_complex:
         return tables[0].real, tables[0].imag
     by_name = dict(zip(plan.tables, tables, strict=True))
     return by_name["cos"], by_name["sin"]
@@ -143,7 +144,7 @@ def replace(module: nn.Module, backend: Backend) -> str:
     return f"rotary ({', '.join(str(call.plan) for call in calls.values())})"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _calls(cls: Any) -> dict[str, _Call]:
     found = {}
     for name in _names(cls):
@@ -155,7 +156,7 @@ def _calls(cls: Any) -> dict[str, _Call]:
 
 
 @forward_of(KIND)
-def _make_forward(cls: type[nn.Module]) -> Forward:
+def _make_forward(cls: Any) -> Forward:
     calls = {f"_liger_dist_{name}": call for name, call in _calls(cls).items()}
 
     def exchange(definition: ast.FunctionDef) -> bool:
@@ -173,20 +174,20 @@ def _make_forward(cls: type[nn.Module]) -> Forward:
     return rewritten(cls.forward, exchange, {**calls, "_liger_dist_plan_of": plan_of})
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan_of_function(function: Any) -> RotaryPlan | None:
     """The plan that reproduces ``function``; None when none does."""
     parameters = signature(function).parameters
-    tables = next((names for names in TABLES if all(name in parameters for name in names)), None)
-    if tables is None:
+    known = next((names for names in TABLES if all(name in parameters for name in names)), None)
+    if known is None:
         return None
     places = list(parameters)
-    first = min(places.index(name) for name in tables)
-    further = [name for name in places[first:] if name not in tables]
+    first = min(places.index(name) for name in known)
+    further = [name for name in places[first:] if name not in known]
     optional = all(name in HARMLESS or parameters[name].default is not Parameter.empty for name in further)
     if first == 0 or not optional or any(name not in HARMLESS for name in further):
         return None
-    tables = tuple(name for name in places if name in tables)
+    tables = tuple(name for name in places if name in known)
     for plan in _plans(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
         if _reproduces(function, plan):
             narrow = RotaryPlan(**{**vars(plan), "partial": True})
@@ -197,7 +198,9 @@ def plan_of_function(function: Any) -> RotaryPlan | None:
 def _plans(tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: bool) -> Iterator[RotaryPlan]:
     is_complex = len(tables) == 1
     pairings: tuple[Pairing, ...] = get_args(Pairing)
-    for heads_dim, half_tables in product((1, 2), (True,) if is_complex else (False,) if is_multimodal else (False, True)):
+    for heads_dim, half_tables in product(
+        (1, 2), (True,) if is_complex else (False,) if is_multimodal else (False, True)
+    ):
         for reads, writes in product(pairings, pairings):
             for places in ("shared",) if half_tables else (*pairings, "shared"):
                 yield RotaryPlan(
@@ -227,7 +230,7 @@ def _reproduces(function: Callable[..., Any], plan: RotaryPlan) -> bool:
         cos, sin = torch.cat([half, half], -1)
     else:
         cos, sin = torch.randn(2, *lead, width, generator=generator)
-    if len(plan.tables) == 1:
+    if plan.is_complex:
         given[plan.tables[0]] = torch.complex(cos, sin)
     else:
         given |= {"cos": cos, "sin": sin}
