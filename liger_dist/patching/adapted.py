@@ -35,7 +35,9 @@ def adapter_objection(head: nn.Module) -> str | None:
 
 def has_active_dropout(head: nn.Module) -> bool:
     """Whether the adapter drops other features for every token, so that no one weight gives its logits."""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in head.modules())
+    return is_adapted(head) and any(
+        isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in head.modules()
+    )
 
 
 @dataclass(frozen=True)

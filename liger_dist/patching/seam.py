@@ -271,11 +271,9 @@ class Seam:
             self.redirect.check_inside()
         self._adapter(head)
         precede_installed_forward(head)
-        if has_active_dropout(head):
-            self._say_once(
-                "the adapter on its output embedding has dropout, which is another weight for every token; set "
-                "lora_dropout=0.0 or leave the head out of target_modules"
-            )
+        reason = self._reason_to_leave(head)
+        if reason is not None:
+            self._say_once(reason)
             return call.args, call.kwargs
         labels, is_aligned = self._targets(call.named, call.ignore_index)
         loss = call.arguments(self.plan)
@@ -293,6 +291,18 @@ class Seam:
             # A training forward never reads a cache, and some attention masks change when one is built.
             call.kwargs["use_cache"] = False
         return call.args, call.kwargs
+
+    def _reason_to_leave(self, head: nn.Module) -> str | None:
+        """Why this call's loss is the model's own, by what may have changed since wrapping."""
+        if has_active_dropout(head):
+            return (
+                "the adapter on its output embedding has dropout, which is another weight for every token; set "
+                "lora_dropout=0.0 or leave the head out of target_modules"
+            )
+        loss_function = None if self._owner is None else vars(self._owner).get("_loss_function")
+        if self._owner is not None and loss_function != self.loss_function:
+            return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
+        return None
 
     def _say_once(self, reason: str) -> None:
         if not self._has_said:

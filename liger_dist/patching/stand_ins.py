@@ -38,8 +38,9 @@ class StandIn(nn.Module):
 
 def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
     """Responds with ``hidden_states``: a model with its usual output, any other module with the tensor."""
-    from transformers import PreTrainedModel
+    # From where it is defined: the package's own namespace remembers what is asked of it.
     from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_utils import PreTrainedModel
 
     class Output(BaseModelOutputWithPast):  # type: ignore[misc]
         def __getattr__(self, name: str) -> None:

@@ -1,0 +1,230 @@
+"""Layers that wrap replaces: found by structure, held to the model's own code, left alone with a reason, restored."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch, make_model
+from torch import Tensor, nn
+from truth import relative_error
+
+import liger_dist
+from liger_dist.patching.layers import LayerReport, replace_layers, restore_layers
+from liger_dist.patching.replaced import Replaced
+from liger_dist.sharding.devices import compute_device
+
+
+def replaced_in(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Replaced)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_every_kind_is_replaced_and_restored(family: str) -> None:
+    model: Any = make_model(family, dtype=torch.float32)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    liger_dist.wrap(model)
+    layer = model.model.layers[0]
+    expected = {
+        "RMSNorm": [model.model.norm, layer.input_layernorm, layer.post_attention_layernorm],
+        "DecoderLayer": [layer],
+        "Attention": [layer.self_attn],
+        "MLP": [layer.mlp],
+    }
+    for name, modules in expected.items():
+        for module in modules:
+            assert isinstance(module, Replaced)
+            assert type(module).__name__ == type(model).__name__.replace("ForCausalLM", name)
+    assert all(isinstance(module, classes[name]) for name, module in model.named_modules())
+    assert model.state_dict().keys() == state.keys()
+    model(**make_batch(0)).loss.backward()
+    liger_dist.unwrap(model)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_explain_lists_what_was_replaced_and_what_was_left() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    model.model.layers[1].mlp = Clamped(model.model.layers[1].mlp)
+    liger_dist.wrap(model)
+    table = str(liger_dist.explain(model))
+    assert "5 x LlamaRMSNorm: RMSNorm (eps 1e-06, rounded before the weight)" in table
+    assert "1 x LlamaMLP: silu(gate_proj) * up_proj" in table
+    assert "2 x LlamaAttention: rotary (pairs halves)" in table
+    assert "2 x LlamaDecoderLayer: addition and norm at once" in table
+    assert "Clamped (gated MLP): it does not compute down(activation(gate) * up)" in table
+    off = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(layer_kernels=False))
+    assert not replaced_in(off)
+
+
+def test_no_layer_is_replaced_that_computes_in_fp64() -> None:
+    """Its forward is another one, but the model's own arithmetic runs."""
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
+    assert torch.equal(model(**make_batch(0)).loss, reference(**make_batch(0)).loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("way", ["plain", "autocast", "bf16", "checkpointing"])
+def test_gradients_are_as_exact_as_the_models_own(family: str, way: str) -> None:
+    """Against fp64: not more than 1.5 times the error of the model's own layers."""
+    truth = make_model(family)
+    own, ours = (make_model(family, dtype=torch.float32) for _ in range(2))
+    if way == "bf16":
+        truth, own, ours = truth.bfloat16().double(), own.bfloat16(), ours.bfloat16()
+    liger_dist.wrap(ours)
+    if way == "checkpointing":
+        ours.gradient_checkpointing_enable()  # type: ignore[operator]
+    liger_dist.wrap(own, config=liger_dist.WrapConfig(layer_kernels=False))
+    batch = make_batch(0)
+    device = compute_device().type
+    for model in (truth, own, ours):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=way == "autocast" and model is not truth):
+            loss = model(**batch).loss
+        loss.backward()
+    errors: list[list[float]] = [[], []]
+    for name, parameter in truth.named_parameters():
+        for place, model in enumerate((own, ours)):
+            errors[place].append(float((model.get_parameter(name).grad.double() - parameter.grad).norm()))  # type: ignore[union-attr,operator]
+    own_error, our_error = (torch.tensor(values).norm() for values in errors)
+    assert float(our_error) <= 1.5 * float(own_error) + 1e-7
+
+
+class Clamped(nn.Module):
+    """A gated MLP with something between its parts."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)).clamp(max=1.0) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Norm(nn.Module):
+    """A family of norms, most of which are not what their name says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.eps, self.way = 1e-6, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, x = x.dtype, x.float()
+        mean_square = x.square().mean(-1, keepdim=True)
+        if self.way == "detached":
+            mean_square = mean_square.detach()
+        if self.way == "absolute":
+            mean_square = x.abs().mean(-1, keepdim=True).square()
+        if self.way == "eps outside":
+            return (self.weight * x / (mean_square.sqrt() + self.eps)).to(dtype)
+        if self.way == "first half":
+            mean_square = x[..., :8].square().mean(-1, keepdim=True)
+        return (self.weight * (x * torch.rsqrt(mean_square + self.eps))).to(dtype)
+
+
+@pytest.mark.parametrize("way", ["exact", "detached", "absolute", "eps outside", "first half"])
+def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
+    model = nn.Sequential(Norm(way))
+    x = torch.randn(3, 16)
+    expected = model(x)
+    report = replace_layers(model, (), backend="reference")
+    assert bool(replaced_in(model)) == (way == "exact"), report
+    assert bool(report.left) == (way != "exact")
+    assert relative_error(model(x), expected) < 1e-6
+
+
+def test_an_attention_of_its_own_module_rotates_as_before() -> None:
+    """A rotary function that is no rotation keeps its attention as it is."""
+    from transformers.models.llama import modeling_llama
+
+    namespace = dict(vars(modeling_llama))
+    namespace["apply_rotary_pos_emb"] = stretched
+    own = modeling_llama.LlamaAttention.forward
+    forward = type(own)(own.__code__, namespace, own.__name__, own.__defaults__, own.__closure__)
+    attention = type("LlamaAttention", (modeling_llama.LlamaAttention,), {"forward": forward})
+    model: Any = make_model("llama", dtype=torch.float32)
+    model.model.layers[0].self_attn.__class__ = attention
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    assert not isinstance(model.model.layers[0].self_attn, Replaced)
+    assert isinstance(model.model.layers[1].self_attn, Replaced)
+    assert "none of the known layouts" in str(liger_dist.explain(model))
+    assert relative_error(model(**make_batch(0)).loss, reference(**make_batch(0)).loss) < 1e-6
+
+
+def stretched(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+    return 1.5 * q, k
+
+
+def test_a_function_put_in_place_of_the_rotary_one_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model, reference = make_model("llama", dtype=torch.float32), make_model("llama", dtype=torch.float32)
+    liger_dist.wrap(model)
+    before = model(**make_batch(0)).loss
+    own = modeling_llama.apply_rotary_pos_emb
+    doubled = lambda q, k, *rest: tuple(2 * x for x in own(q, k, *rest))  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", doubled)
+    after = model(**make_batch(0)).loss
+    assert relative_error(after, before) > 1e-3
+    assert relative_error(after, reference(**make_batch(0)).loss) < 1e-5
+
+
+def test_a_layer_whose_instance_has_a_forward_is_left_alone() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    norm = model.model.norm
+    norm.forward = lambda x: 3 * x
+    expected = model(**make_batch(0)).loss
+    liger_dist.wrap(model)
+    assert not isinstance(norm, Replaced)
+    assert relative_error(model(**make_batch(0)).loss, expected) < 1e-5
+
+
+def test_hooks_on_layers_still_run() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.register_forward_hook(lambda module, inputs, output, name=name: seen.append(name))
+    liger_dist.wrap(model)
+    model(**make_batch(0)).loss.backward()
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_keep_their_kernels(way: str) -> None:
+    model = make_model("llama", dtype=torch.float32)
+    liger_dist.wrap(model)
+    expected = model(**make_batch(0)).loss
+    if way == "deepcopy":
+        twin: Any = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert replaced_in(twin) == replaced_in(model)
+    assert torch.equal(twin(**make_batch(0)).loss, expected)
+    liger_dist.unwrap(twin)
+    assert not replaced_in(twin)
+    assert replaced_in(model)
+
+
+def test_restoring_twice_does_nothing() -> None:
+    model = make_model("llama", dtype=torch.float32)
+    restore_layers(model)
+    assert replace_layers(model, (), backend="auto") != LayerReport()
+    restore_layers(model)
+    restore_layers(model)
+    assert not replaced_in(model)
