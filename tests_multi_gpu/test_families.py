@@ -23,9 +23,9 @@ HEAD = """# Families of models
 Written by `make families`: every entry of transformers' causal-LM, image-text-to-text and seq2seq mappings
 (transformers {version}), as a tiny random model from its own default config. No family is named in the library.
 
-✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64 and to {fp32:g} in fp32 with its
-layers computed by kernels too (those that were replaced are in the last column). "fp32" alone: the family's own code
-does not let fp64 through. Otherwise the reason. {built} of {total} entries could be built and trained by the generic
+✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64, and in fp32, with its layers
+computed by kernels too (the last column has those), to {fp32:g} or 1.5 times the error of its own fp32 gradients
+against fp64. "fp32" alone: the family's own code does not let fp64 through. Otherwise the reason. {built} of {total} entries could be built and trained by the generic
 shrinking of `tests_multi_gpu/families.py`; {fused} of them are fused ({share:.0%}), none differs.
 
 | mapping | family | model | loss | layers |
@@ -77,14 +77,23 @@ def outcome_of(family: Family) -> Outcome:
         tolerance = TOLERANCES[dtype]
         assert abs(loss - own_loss) <= tolerance * abs(own_loss)
         assert gradients.keys() == own_gradients.keys()
-        total = float(torch.stack([gradient.norm() for gradient in own_gradients.values()]).norm())
-        for name, gradient in own_gradients.items():
-            # Some gradients are zero but for rounding; they are held to a thousandth of all.
-            error = float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
-            assert error <= tolerance, f"{dtype} {name}: {error}"
+        # The truth of an ill-conditioned family is fp64, which its own fp32 gradients may miss by more.
+        _, _, truth = expected.get(torch.float64, expected[dtype])
+        own_errors, errors = relative_errors(own_gradients, truth), relative_errors(gradients, truth)
+        for name, error in errors.items():
+            assert error <= max(tolerance, 1.5 * own_errors[name]), f"{dtype} {name}: {error}, own {own_errors[name]}"
     if record.unfused_reason is not None:
         return Outcome("unfused", record.unfused_reason, layers)
     return Outcome("fused", "✓" if torch.float64 in expected else "✓ fp32", layers)
+
+
+def relative_errors(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Some gradients are zero but for rounding; they are held to a thousandth of all."""
+    total = float(torch.stack([gradient.norm() for gradient in truth.values()]).norm())
+    return {
+        name: float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
+        for name, gradient in truth.items()
+    }
 
 
 def own_steps(model: nn.Module, batch: dict[str, Any]) -> dict[torch.dtype, tuple[Any, float, dict[str, Tensor]]]:

@@ -42,7 +42,8 @@ def _activated(g, KIND: tl.constexpr):
         share = tl.sigmoid(2.0 * inner)
         slope = 2.0 * share * (1.0 - share) * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * g * g)
         return g * share, share + g * slope
-    return tl.where(g > 0.0, g, 0.0), tl.where(g > 0.0, 1.0, 0.0)
+    slope = (g > 0.0).to(g.dtype)
+    return g * slope, slope
 
 
 @triton.jit

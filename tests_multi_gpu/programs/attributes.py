@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WATCHED = ("torch", "transformers")
 Snapshot = dict[tuple[str, str], Any]
 
@@ -24,12 +25,12 @@ def make_model() -> Any:
         num_key_value_heads=1,
         max_position_embeddings=64,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(DEVICE)
 
 
 def train(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.arange(24).reshape(2, 12)
+    ids = torch.arange(24, device=DEVICE).reshape(2, 12)
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
