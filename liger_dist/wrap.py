@@ -158,9 +158,8 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
         if tensor_parallel is not None and not isinstance(structure.head.weight, DTensor):
             if initialize is None:
                 model.to(device)
-            embedding = structure.embedding if structure.tied else None
             heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
-            parallelize_heads(model, heads, embedding, mesh=tensor_parallel)
+            parallelize_heads(model, heads, structure.tied_to, mesh=tensor_parallel)
     if record.strategy == "fsdp2" and data_parallel is not None:
         tail = [module for module in (structure.final_norm, place) if module is not None]
         units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail)

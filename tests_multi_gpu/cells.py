@@ -55,12 +55,12 @@ class Cell:
 
     @property
     def tied(self) -> bool:
-        return "tied" in self.model.split()
+        return "tied" in self.model.split() or self.model == "encoder-decoder"
 
     @property
     def tolerance(self) -> float:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
-        return 1e-5 if self.engine == "zero" else 1e-6
+        return 1e-5 if self.engine == "zero" or self.model == "fp32" else 1e-6
 
 
 USUAL = ("untied", "uneven", "training")
@@ -161,7 +161,18 @@ PRINCIPAL = [
 """One layout of each kind: these meet every model, kind of data and use."""
 
 ADAPTED = ("LoRA on the head", "DoRA on the head", "LoRA on the tied head", "LoRA on the biased head")
-MODELS = ("tied", "bias", "frozen backbone", "frozen head", "saved head", "saved head, named adapter", *ADAPTED)
+OTHERS = ("fp32", "encoder-decoder")
+"""layers computed by kernels, which fp64 ones are not; two stacks, tied, with a cross entropy of the forward's own"""
+MODELS = (
+    "tied",
+    "bias",
+    "frozen backbone",
+    "frozen head",
+    "saved head",
+    "saved head, named adapter",
+    *OTHERS,
+    *ADAPTED,
+)
 REFUSED_MODELS = ("quantised head",)
 DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
 USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")

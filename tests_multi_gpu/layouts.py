@@ -122,8 +122,7 @@ class FSDP1(Session):
             self.root = self.wrap("fsdp1", mesh=mesh, **_precision(layout), **options)
             return
         model = self.wrap("auto")
-        decoder = next(module for module in model.modules() if type(module).__name__.endswith("Model"))
-        units = {*decoder.layers}
+        units = {*_layers(model)}
         if layout.get("own_unit"):
             units |= {*_head_modules(model, self.cell)}
         precision = _precision(layout)
@@ -184,18 +183,17 @@ class FSDP2(Session):
             self.root = self.wrap("fsdp2", mesh=mesh, reshard_after_forward=reshard, **_precision(layout), **offload)
             return
         model = self.wrap("auto")
-        decoder = next(module for module in model.modules() if type(module).__name__.endswith("Model"))
         options = {
             "mesh": mesh,
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(**_precision(layout)) if layout.get("bf16") else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if layout.get("offload") else OffloadPolicy(),
         }
-        for layer in decoder.layers:
+        for layer in _layers(model):
             fully_shard(layer, **options)
         heads = _head_modules(model, self.cell)
         if layout["head"] == "tail":
-            fully_shard([decoder.norm, *heads], **options)
+            fully_shard([model.get_submodule("model.norm"), *heads], **options)
         elif layout["head"] == "own":
             for head in heads:
                 fully_shard(head, **options)
@@ -210,6 +208,11 @@ class FSDP2(Session):
         self.root.set_requires_gradient_sync(is_on)  # type: ignore[operator]
         yield
         self.root.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """What the model says must not be split."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]  # type: ignore[operator]
 
 
 def _head_modules(model: nn.Module, cell: Cell) -> list[nn.Module]:

@@ -22,8 +22,23 @@ FAMILIES = ("llama", "qwen2", "gemma2")
 
 
 def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: int = 2) -> Any:
-    from transformers import Gemma2Config, LlamaConfig, Qwen2Config
+    from transformers import Gemma2Config, LlamaConfig, Qwen2Config, T5Config
 
+    if family == "t5":
+        return T5Config(
+            vocab_size=VOCAB_SIZE,
+            d_model=HIDDEN_SIZE,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_heads=heads,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+            initializer_factor=0.3,
+            tie_word_embeddings=tied,
+            decoder_start_token_id=0,
+            attn_implementation="eager",
+        )
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
     extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
     return classes[family](
@@ -54,10 +69,11 @@ def make_model(
     bias: bool = False,
 ) -> nn.Module:
     """The same weights on every rank."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(family, tied=tied, padded=padded, heads=heads)).to(dtype)
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    model = auto.from_config(make_config(family, tied=tied, padded=padded, heads=heads)).to(dtype)
     if bias:
         model.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, dtype=dtype))
     assert isinstance(model, nn.Module)
@@ -79,8 +95,12 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
     From its logits: the model's own loss goes through fp32 and would not be the truth.
     """
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
+    labels = batch["labels"]
+    if model.config.is_encoder_decoder:  # type: ignore[union-attr]
+        started = model._shift_right(labels)  # type: ignore[operator]
+        logits = model(input_ids=batch["input_ids"], decoder_input_ids=started, use_cache=False).logits
+    else:
+        logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1], labels[:, 1:]
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
     return total, int((labels != -100).sum())
 

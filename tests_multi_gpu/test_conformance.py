@@ -128,7 +128,9 @@ def train(cell: Cell) -> dict[str, float]:
 def build(cell: Cell) -> nn.Module:
     """The model of a cell, the same on every rank."""
     family = next((f for f in ("qwen2", "gemma2") if f in cell.model), "llama")
-    dtype = torch.float32 if cell.engine == "zero" or cell.layout.get("bf16") else torch.float64
+    family = "t5" if cell.model == "encoder-decoder" else family
+    is_single = cell.engine == "zero" or cell.layout.get("bf16") or cell.model == "fp32"
+    dtype = torch.float32 if is_single else torch.float64
     heads = 4 if cell.layout.get("plan") == "transformers" else 2
     model: Any = make_model(family, tied=cell.tied, dtype=dtype, heads=heads, bias="bias" in cell.model)
     head = model.lm_head.weight

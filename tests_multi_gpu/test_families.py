@@ -24,9 +24,11 @@ Written by `make families`: every entry of transformers' causal-LM, image-text-t
 (transformers {version}), as a tiny random model from its own default config. No family is named in the library.
 
 ✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64, and in fp32, with its layers
-computed by kernels too (the last column has those), to {fp32:g} or 1.5 times the error of its own fp32 gradients
-against fp64. "fp32" alone: the family's own code does not let fp64 through. Otherwise the reason. {built} of {total} entries could be built and trained by the generic
-shrinking of `tests_multi_gpu/families.py`; {fused} of them are fused ({share:.0%}), none differs.
+computed by kernels too (the last column has those), to {fp32:g} or three times the error of its own fp32 gradients
+against fp64. "fp32" alone: the family's own code does not let fp64 through. Otherwise the reason.
+
+{built} of {total} entries could be built and trained by the generic shrinking of `tests_multi_gpu/families.py`; {fused}
+of them are fused ({share:.0%}), none differs.
 
 | mapping | family | model | loss | layers |
 |---|---|---|---|---|
@@ -81,7 +83,7 @@ def outcome_of(family: Family) -> Outcome:
         _, _, truth = expected.get(torch.float64, expected[dtype])
         own_errors, errors = relative_errors(own_gradients, truth), relative_errors(gradients, truth)
         for name, error in errors.items():
-            assert error <= max(tolerance, 1.5 * own_errors[name]), f"{dtype} {name}: {error}, own {own_errors[name]}"
+            assert error <= max(tolerance, 3 * own_errors[name]), f"{dtype} {name}: {error}, own {own_errors[name]}"
     if record.unfused_reason is not None:
         return Outcome("unfused", record.unfused_reason, layers)
     return Outcome("fused", "✓" if torch.float64 in expected else "✓ fp32", layers)

@@ -57,7 +57,11 @@ class LossRequest:
         carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
         self.output = _detached(output)
         carried = placed_like(hidden_states, carried)
-        return carried if self.seam.plan.passes_plain else FusedLogits.carrying(carried, self)
+        return self.carrier(carried) if type(carried) is Tensor else carried
+
+    def carrier(self, logits: Tensor) -> Tensor:
+        """``logits`` without width as the model's code needs them."""
+        return logits if self.seam.plan.passes_plain else FusedLogits.carrying(logits, self)
 
     def aligned_labels(self) -> Tensor:
         """Each token's target; with labels of the next tokens, the last one has none."""

@@ -93,6 +93,7 @@ class Seam:
         self._hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            self._place.register_forward_hook(self._after_head),
         )
 
     def remove(self) -> None:
@@ -346,6 +347,13 @@ class Seam:
             check_range(labels, vocab_size=vocab_size, ignore_index=ignore_index)
         call.arguments(self.plan).check(vocab_size=vocab_size, labels_shape=labels.shape)
         return head
+
+    @untraced
+    def _after_head(self, head: nn.Module, args: Any, output: Any) -> Any:
+        """Tensor parallelism takes DTensors from the head and hands out others; those carry the loss from here."""
+        request = self._current()
+        is_carrying = request is not None and request.output is not None and type(output) is Tensor
+        return request.carrier(output) if is_carrying and output.shape[-1] == 0 else None  # type: ignore[union-attr]
 
     @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

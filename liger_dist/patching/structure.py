@@ -21,13 +21,17 @@ class Structure:
     """where the model keeps its output embedding; an adapter may have put a module of its own there"""
     head: nn.Linear
     """the output embedding itself, inside of what an adapter has put there"""
-    tied: bool
-    """whether the input embedding is the head's own parameter"""
-    embedding: nn.Module | None
+    tied_to: tuple[nn.Module, ...]
+    """the modules whose weight is the head's own parameter: input embeddings, one or several"""
     layers: tuple[nn.Module, ...]
     """the decoder layers, in order; empty when the model keeps no list of them"""
     final_norm: nn.Module | None
     """the norm between the last layer and the head, when it could be told by its place and name"""
+
+    @property
+    def tied(self) -> bool:
+        """Whether an embedding is the head's own parameter."""
+        return bool(self.tied_to)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -57,14 +61,11 @@ def find_structure(model: nn.Module) -> Structure:
             "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
         )
     head_name = next(name for name, module in model.named_modules() if module is place)
-    get_embedding = getattr(model, "get_input_embeddings", None)
-    embedding = get_embedding() if callable(get_embedding) else None
     layers, parent = _find_layers(model)
     return Structure(
         head_name=head_name,
         head=head,
-        tied=embedding is not None and getattr(embedding, "weight", None) is head.weight,
-        embedding=embedding,
+        tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
         layers=layers,
         final_norm=_find_final_norm(parent, layers),
     )
@@ -110,8 +111,10 @@ def heads_at(place: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
-    """The longest list of modules of a class that the model declares unsplittable, or of one class, with its owner."""
+    """The longest list of modules of a class that the model declares unsplittable, or of one class, with its owner; of
+    an encoder-decoder, all such lists, with the owner of the last."""
     declared = frozenset(getattr(model, "_no_split_modules", None) or ())
+    both_stacks = bool(declared) and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     best: tuple[tuple[nn.Module, ...], nn.Module] = ((), model)
     for owner in model.modules():
         for child in owner.children():
@@ -120,7 +123,9 @@ def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
             is_stack = (
                 all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1
             )
-            if is_stack and len(child) > len(best[0]):
+            if is_stack and both_stacks:
+                best = (*best[0], *child), owner
+            elif is_stack and len(child) > len(best[0]):
                 best = tuple(child), owner
     return best
 
@@ -134,7 +139,7 @@ def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Mod
     if not layers:
         return None
     children = list(parent.children())
-    place = next(i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and child[0] is layers[0])
+    place = next(i for i, child in enumerate(children) if layers[-1] in child.children())
     after = [child for child in children[place + 1 :] if "norm" in type(child).__name__.lower()]
     return after[-1] if after else None
 

@@ -104,9 +104,9 @@ def first_row(weight: DTensor) -> int:
 
 
 def parallelize_heads(
-    model: nn.Module, heads: Sequence[nn.Linear], embedding: nn.Module | None, *, mesh: DeviceMesh
+    model: nn.Module, heads: Sequence[nn.Linear], embeddings: Sequence[nn.Module], *, mesh: DeviceMesh
 ) -> None:
-    """Splits the heads' rows over the 1-D ``mesh``, and those of the ``embedding`` that a single head is tied to.
+    """Splits the heads' rows over the 1-D ``mesh``, and those of the ``embeddings`` that a single head is tied to.
     Every other parameter stays whole. The values of the mesh's first process count.
     """
     group = mesh.get_group()
@@ -116,7 +116,7 @@ def parallelize_heads(
     # A head that other code has to run as usual still returns whole logits.
     for head in heads:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
-    if embedding is not None:
+    for embedding in embeddings:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
         embedding.weight = heads[0].weight
 
