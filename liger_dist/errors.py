@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class LigerDistError(ValueError):
     """A request that cannot be carried out: the message states the value, what was expected and the way out."""
@@ -15,3 +17,13 @@ class NoAdapterError(LigerDistError):
 class LogitsNotComputedError(LigerDistError, AttributeError):
     """Logits of a call that computed only its loss were asked for. An AttributeError too, so that ``hasattr`` and
     ``getattr`` with a default find none."""
+
+
+def refuse_second_order(what: str, way_out: str) -> None:
+    """In a backward: its own gradients are not defined, and must not be taken for zero.
+
+    Raises:
+        LigerDistError: the backward runs with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise LigerDistError(f"second-order gradients (create_graph=True) are not available from {what}; {way_out}.")

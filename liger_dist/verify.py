@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import LigerDistError
+from .patching.call import LOGITS
 from .patching.seam import Seam
 from .sharding.devices import collective_device
 from .sharding.gradients import backward, clear_gradients, local_gradients, unfinished_step
@@ -242,6 +243,8 @@ def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | Non
         call = seam.signature.read((), batch | {"labels": labels.cpu()})
         if call.loss:
             return f"the batch has {next(iter(call.loss))}, which the model's own loss does not know; leave it out"
+        if LOGITS in call.outputs:
+            return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         seam.check_at_entry(call)
     except LigerDistError as error:
         return str(error).rstrip(".")

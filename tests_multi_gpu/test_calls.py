@@ -54,6 +54,10 @@ def test_reports_may_be_asked_for_once_and_in_evaluation() -> None:
         assert 0 <= float(output.token_accuracy) <= 1
         assert list(model(**make_batch(0), outputs=())) == ["loss"]
         assert model(input_ids=make_batch(0)["input_ids"]).logits.shape[-1] == 101
+    with_logits = make_model("llama")
+    liger_dist.wrap(with_logits, config=liger_dist.WrapConfig(outputs=("logits",)))
+    assert not hasattr(with_logits(**make_batch(0)), "logits")
+    assert with_logits.eval()(**make_batch(0)).logits.shape == (3, 12, 101)
     for wrong in ("accuracy", ("logits", "entropy")):
         with pytest.raises(liger_dist.LigerDistError, match="outputs"):
             liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(outputs=wrong))  # type: ignore[arg-type]

@@ -221,6 +221,15 @@ def test_copies_keep_their_kernels(way: str) -> None:
     assert replaced_in(model)
 
 
+def test_second_order_gradients_are_refused_with_a_way_out() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
+    embeds = model.get_input_embeddings()(make_batch(0)["input_ids"]).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, labels=make_batch(0)["labels"]).loss
+    with pytest.raises(liger_dist.LigerDistError, match="layer_kernels=False"):
+        torch.autograd.grad(loss, embeds, create_graph=True)
+
+
 def test_restoring_twice_does_nothing() -> None:
     model = make_model("llama", dtype=torch.float32)
     restore_layers(model)

@@ -71,6 +71,21 @@ def test_a_copy_is_wrapped_and_independent(way: str) -> None:
     assert not hasattr(model(**make_batch(0)), "logits")
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_wrapped_model_is_saved_and_loaded_as_any_other(family: str, tmp_path: Any) -> None:
+    model: Any = make_model(family, dtype=torch.float32)
+    liger_dist.wrap(model)
+    model(**make_batch(0)).loss.backward()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).to(compute_device())
+    assert type(loaded) is type(model)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    liger_dist.wrap(loaded)
+    assert torch.equal(loaded(**make_batch(0)).loss, model(**make_batch(0)).loss)
+    model.load_state_dict(loaded.state_dict())
+
+
 def test_threads_do_not_mix_their_labels() -> None:
     model = make_model("llama")
     liger_dist.wrap(model)

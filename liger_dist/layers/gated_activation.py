@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .norm import _rows
@@ -21,6 +22,7 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         gate_TF, up_TF = ctx.saved_tensors
         d_both = gated_activation_bwd(_rows(d_y_TF), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend)
         return d_both[:, 0], d_both[:, 1], None, None

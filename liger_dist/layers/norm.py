@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, NormOptions, NormOutput, norm_bwd, norm_fwd
 
 
@@ -30,6 +31,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_TD: Tensor | None, d_sum_TD: Tensor | None = None) -> tuple[Any, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         sum_TD, mean_T, rstd_T, weight_D = ctx.saved_tensors
         if d_y_TD is None:
             return d_sum_TD, None, None, d_sum_TD if ctx.has_residual else None, None, None

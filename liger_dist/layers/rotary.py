@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, RotaryLayout, rotate
 
 
@@ -21,6 +22,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         cos, sin = ctx.saved_tensors
         d_x = rotate(
             _dense(d_y),

@@ -104,19 +104,6 @@ def loss_options(
         raise LigerDistError(str(error)) from error
 
 
-def refuse_second_order() -> None:
-    """In a backward: its own gradients are not defined, and must not be taken for zero.
-
-    Raises:
-        LigerDistError: the backward runs with ``create_graph=True``.
-    """
-    if torch.is_grad_enabled():
-        raise LigerDistError(
-            "second-order gradients (create_graph=True) are not available from this fused loss; use "
-            "torch.nn.functional.cross_entropy on the logits for them."
-        )
-
-
 def as_output_names(outputs: Sequence[str]) -> tuple[str, ...]:
     """A single name is a common slip: it would read as a sequence of letters."""
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)

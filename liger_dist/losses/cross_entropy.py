@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_dist.errors import LigerDistError
+from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
-from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options, refuse_second_order
+from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
 from .labels import check_labels, select_targets
 from .normalization import Reduction
 from .scales import Scales, token_scales
@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
     ) -> tuple[Tensor, None]:
-        refuse_second_order()
+        refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: _Problem = ctx.problem
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor

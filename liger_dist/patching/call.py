@@ -71,6 +71,7 @@ class Signature:
     """Of one model's forward, and of everything that its further keyword arguments may be meant for."""
 
     def __init__(self, model: nn.Module, *, outputs: tuple[str, ...]) -> None:
+        self._model = model
         parameters = signature(model.forward).parameters
         self.names = tuple(parameters)
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -96,7 +97,7 @@ class Signature:
                 f"{name} was given to {self._owner} without labels, so there is no loss that it could belong to; pass "
                 "labels, or leave it out."
             )
-        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._outputs
+        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs()
         _check_outputs(outputs)
         options = [name for name in loss if name != "outputs"]
         if LOGITS in outputs and options:
@@ -106,6 +107,10 @@ class Signature:
             )
         kept = {name: value for name, value in kwargs.items() if name not in loss}
         return Call(named=named, args=args, kwargs=kept, loss=loss, outputs=outputs)
+
+    def _usual_outputs(self) -> tuple[str, ...]:
+        """Of a call that does not say. Training stays fused where evaluation wants logits."""
+        return () if LOGITS in self._outputs and self._model.training else self._outputs
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         if not self.takes_more:

@@ -16,9 +16,10 @@ def is_local(tensor: object) -> bool:
 
 
 def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
-    """Whether a layer given this tensor is left to its own code: while it is compiled (the compiler fuses it itself),
-    under autocast if it behaves differently there, and for dtypes that kernels are not meant for."""
-    if torch.compiler.is_compiling() or not is_local(tensor):
+    """Whether a layer given this tensor is left to its own code: while it is compiled (the compiler fuses it itself) or
+    transformed by torch.func, under autocast if it behaves differently there, and for dtypes that kernels are not meant
+    for."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not is_local(tensor):
         return True
     assert isinstance(tensor, Tensor)
     return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))

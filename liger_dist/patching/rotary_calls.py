@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import replace as replace_in
 from functools import cache
 from inspect import Parameter, signature
 from itertools import product
@@ -75,7 +76,8 @@ class _Call:
             return self.function(*args, **kwargs)
         tensors, cos, sin, num_rotated = arguments
         rotated = tuple(
-            rotary(x, cos, sin, num_rotated=num_rotated, layout=self.plan.layout, backend=backend) for x in tensors
+            rotary(x, cos, sin, num_rotated=num_rotated, layout=self.plan.layout, backend=backend).reshape(own.shape)
+            for x, own in zip(tensors, (given[name] for name in self.plan.tensors), strict=True)
         )
         return rotated if len(rotated) > 1 else rotated[0]
 
@@ -84,9 +86,14 @@ def _arguments(given: dict[str, Any], plan: RotaryPlan) -> tuple[list[Tensor], T
     """Tensors, tables and number of rotated features of a call; None for one that is not understood."""
     tensors = [given[name] for name in plan.tensors]
     tables = [given[name] for name in plan.tables]
-    if any(runs_own_code(x) or x.dim() != 4 for x in tensors) or not all(map(is_local, tables)):
+    if any(map(runs_own_code, tensors)) or not all(map(is_local, tables)):
         return None
-    if any(table.requires_grad for table in tables):
+    if any(table.requires_grad for table in tables) or given.get("position_ids") is not None:
+        return None
+    if all(x.dim() == 3 for x in tensors) and tables[0].dim() == 2 and plan.heads_dim == 2:
+        # Vision towers pack their sequences into one.
+        tensors, tables = [x[None] for x in tensors], [table[None] for table in tables]
+    if any(x.dim() != 4 for x in tensors):
         return None
     cos, sin = _cos_and_sin(tables, plan)
     if given.get("mrope_section") is not None:
@@ -189,9 +196,13 @@ def plan_of_function(function: Any) -> RotaryPlan | None:
         return None
     tables = tuple(name for name in places if name in known)
     for plan in _plans(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
-        if _reproduces(function, plan):
-            narrow = RotaryPlan(**{**vars(plan), "partial": True})
-            return narrow if not plan.half_tables and _reproduces(function, narrow) else plan
+        # Where a call may say where the heads are, both places have to be right.
+        dims = (1, 2) if "unsqueeze_dim" in parameters else (plan.heads_dim,)
+        if all(_reproduces(function, replace_in(plan, heads_dim=dim)) for dim in dims):
+            narrow = replace_in(plan, partial=True)
+            plan = narrow if not plan.half_tables and _reproduces(function, narrow) else plan
+            default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else plan.heads_dim
+            return replace_in(plan, heads_dim=default)
     return None
 
 
@@ -234,8 +245,8 @@ def _reproduces(function: Callable[..., Any], plan: RotaryPlan) -> bool:
         given[plan.tables[0]] = torch.complex(cos, sin)
     else:
         given |= {"cos": cos, "sin": sin}
-    if "unsqueeze_dim" in parameters and parameters["unsqueeze_dim"].default != plan.heads_dim:
-        return False
+    if "unsqueeze_dim" in parameters:
+        given["unsqueeze_dim"] = plan.heads_dim
     results: list[tuple[Tensor, ...]] = []
     for own in (True, False):
         leaves = [
