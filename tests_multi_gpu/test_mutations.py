@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -15,12 +17,17 @@ from torch.distributed.tensor import Replicate
 
 import liger_dist
 from liger_dist.losses import linear_cross_entropy, vocab_parallel
+from liger_dist.patching import norms, probe, request
 from liger_dist.patching.redirect import Redirect
 from liger_dist.sharding import fsdp1, tensor_parallel
 from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1
 from liger_dist.sharding.fsdp2 import FSDP2Gathered
 from liger_dist.sharding.replicated import Replicated
+
+# Their packages name functions alike.
+norm = import_module("liger_dist.layers.norm")
+wrap_module = import_module("liger_dist.wrap")
 
 TP = Cell(engine="tp", world=4)
 PLANNED = Cell(engine="tp", layout={"plan": "transformers"})
@@ -78,7 +85,60 @@ def upstream_gradient_forgotten() -> Any:
     )
 
 
+def adapter_ignored() -> Any:
+    return mock.patch.object(request, "effective_head", lambda base, forward, hidden_states: base)
+
+
+def every_label_taken_for_the_next_tokens() -> Any:
+    return mock.patch.object(probe._Probe, "_targets", _targets_next)
+
+
+def _targets_next(self: Any, arrival: Any) -> str:
+    self.rows = slice(None)
+    return "next"
+
+
+def one_embedding_split_of_several() -> Any:
+    own = wrap_module.parallelize_heads
+
+    def parallelize(model: Any, heads: Any, embeddings: Any, *, mesh: Any) -> None:
+        own(model, heads, embeddings[:1], mesh=mesh)
+
+    return mock.patch.object(wrap_module, "parallelize_heads", parallelize)
+
+
+def norm_gradient_without_its_projection() -> Any:
+    own = norm.norm_bwd
+
+    def norm_bwd(d_y: Any, d_sum: Any, saved: Any, weight: Any, **options: Any) -> Any:
+        gradients = own(d_y, d_sum, saved, weight, **options)
+        scale = 1.0 if weight is None else weight
+        return gradients._replace(d_x_TD=d_y * scale * saved.rstd_T[:, None] + (0 if d_sum is None else d_sum))
+
+    return mock.patch.object(norm, "norm_bwd", norm_bwd)
+
+
+def residual_gradient_lost() -> Any:
+    own = norm.norm_bwd
+    return mock.patch.object(
+        norm, "norm_bwd", lambda d_y, d_sum, saved, weight, **options: own(d_y, None, saved, weight, **options)
+    )
+
+
+def trusting_every_probe() -> Any:
+    """So that a wrong kernel is not simply left out by its probe."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(norms._Probe, "agrees_backward", return_value=True))
+    return stack
+
+
+FP32 = replace(DDP, model="fp32")
 MUTATIONS = {
+    "adapter on the head": (adapter_ignored, replace(_fsdp2(), model="LoRA on the head")),
+    "labels of an encoder-decoder": (every_label_taken_for_the_next_tokens, replace(DDP, model="encoder-decoder")),
+    "several tied embeddings": (one_embedding_split_of_several, replace(TP, model="encoder-decoder")),
+    "norm gradient": (norm_gradient_without_its_projection, FP32),
+    "residual gradient": (residual_gradient_lost, FP32),
     "gradient reduction": (no_reduction_of_the_hidden_gradient, PLANNED),
     "gradient reduction of DTensors": (gradient_taken_for_reduced, TP),
     "row offset": (rows_counted_from_the_local_number, TP),
@@ -109,10 +169,11 @@ def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: 
 
 def largest_error(name: str) -> float:
     mutate, cell = MUTATIONS[name]
-    with mutate():
+    # After the probes, which would leave a wrong kernel out.
+    with trusting_every_probe(), mutate():
         try:
             errors = train(replace(cell, refused="")).values()
-        except liger_dist.LigerDistError:
-            # Two lines guard it; the other one has spoken.
+        except (liger_dist.LigerDistError, KeyError):
+            # Two lines guard it, and the other one has spoken; or a parameter has no gradient at all.
             return math.inf
     return math.inf if any(map(math.isnan, errors)) else max(errors)
