@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ class _Wrapped:
     plan: LossPlan | None
     unfused_reason: str | None
     layers: LayerReport
+    owner: str
+    """by which replaced layers are told from those of other wrapped models inside this one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,8 @@ def wrap(
     """
     config = config or WrapConfig()
     _check_strategy(strategy, mesh, config)
-    if is_wrapped(model):
+    outer, model = model, _without_adapters(model)
+    if is_wrapped(outer):
         raise LigerDistError(
             f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
         )
@@ -117,10 +121,10 @@ def wrap(
     initialize = initializer_of(model) if without_storage else None
     plan, reason = _probe(model, structure, config)
     seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
-    layers = LayerReport()
+    layers, owner = LayerReport(), uuid.uuid4().hex
     try:
         if config.layer_kernels:
-            layers = replace_layers(model, structure.layers, backend=config.kernels)
+            layers = replace_layers(model, structure.layers, backend=config.kernels, owner=owner)
         record = _Wrapped(
             structure=structure,
             strategy=strategy,
@@ -129,24 +133,35 @@ def wrap(
             plan=plan,
             unfused_reason=reason,
             layers=layers,
+            owner=owner,
         )
         setattr(model, _RECORD, record)
         if seam is not None:
             seam.fuse()
-        wrapped = _shard(model, record, mesh, initialize)
+        wrapped = _shard(outer, model, record, mesh, initialize)
         if seam is not None and seam.redirect is not None and isinstance(wrapped, Wrapper):
             seam.redirect.attach(wrapped)
     except BaseException:
         if seam is not None:
             seam.remove()
-        restore_layers(model)
+        restore_layers(model, owner=owner)
         vars(model).pop(_RECORD, None)
         raise
     return wrapped
 
 
-def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: Initializer | None) -> nn.Module:
-    """Everything that :func:`wrap` does after the head has its new class."""
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """The base model inside PEFT's, which has the adapters in it; what is changed is changed there."""
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else model
+    return base if isinstance(base, nn.Module) else model
+
+
+def _shard(
+    outer: nn.Module, model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: Initializer | None
+) -> nn.Module:
+    """Everything that :func:`wrap` does after the head has its new class; ``outer`` is ``model``, or PEFT's around
+    it."""
     structure, config, device = record.structure, record.config, compute_device()
     place = model.get_submodule(structure.head_name)
     if config.activation_checkpointing:
@@ -172,8 +187,8 @@ def _shard(model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: In
         materialize(model, initialize, layers=structure.layers, device=at)
     if record.strategy == "fsdp1" and data_parallel is not None:
         own_unit = None if structure.tied else active_head(place)
-        return fsdp1.shard(model, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
-    return replicate(model.to(device)) if record.strategy == "ddp" else model
+        return fsdp1.shard(outer, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
+    return replicate(outer.to(device)) if record.strategy == "ddp" else outer
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -187,9 +202,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     record = record_of(inner)
     if record.seam is not None:
         record.seam.remove()
-    restore_layers(inner)
+    restore_layers(inner, owner=record.owner)
     delattr(inner, _RECORD)
-    return model if isinstance(model, FullyShardedDataParallel) else inner
+    if isinstance(model, FullyShardedDataParallel):
+        return model
+    outer = model.module if isinstance(model, Wrapper) else model
+    return outer if _without_adapters(outer) is inner else inner
 
 
 def explain(model: nn.Module) -> Explanation:

@@ -135,7 +135,7 @@ def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     model = nn.Sequential(Norm(way))
     x = torch.randn(3, 16)
     expected = model(x)
-    report = replace_layers(model, (), backend="reference")
+    report = replace_layers(model, (), backend="reference", owner="test")
     assert bool(replaced_in(model)) == (way == "exact"), report
     assert bool(report.left) == (way != "exact")
     assert relative_error(model(x), expected) < 1e-6
@@ -232,8 +232,8 @@ def test_second_order_gradients_are_refused_with_a_way_out() -> None:
 
 def test_restoring_twice_does_nothing() -> None:
     model = make_model("llama", dtype=torch.float32)
-    restore_layers(model)
-    assert replace_layers(model, (), backend="auto") != LayerReport()
-    restore_layers(model)
-    restore_layers(model)
+    restore_layers(model, owner="test")
+    assert replace_layers(model, (), backend="auto", owner="test") != LayerReport()
+    restore_layers(model, owner="test")
+    restore_layers(model, owner="test")
     assert not replaced_in(model)

@@ -55,6 +55,9 @@ def _rotate_kernel(
     stride_s0,
     stride_s1,
     stride_s2,
+    stride_y0,
+    stride_y1,
+    stride_y2,
     D: tl.constexpr,
     HALF: tl.constexpr,
     READS_NEIGHBOURS: tl.constexpr,
@@ -73,7 +76,7 @@ def _rotate_kernel(
     x_row = x_ptr + index_0 * stride_x0 + index_1 * stride_x1 + index_2 * stride_x2
     cos_row = cos_ptr + index_0 * stride_c0 + index_1 * stride_c1 + index_2 * stride_c2
     sin_row = sin_ptr + index_0 * stride_s0 + index_1 * stride_s1 + index_2 * stride_s2
-    y_row = y_ptr + row * D
+    y_row = y_ptr + index_0 * stride_y0 + index_1 * stride_y1 + index_2 * stride_y2
     dtype = tl.float64 if FP64 else tl.float32
     pair = tl.arange(0, BLOCK_HALF)
     mask = pair < HALF
@@ -112,7 +115,7 @@ def rotate(
     backward: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """``x`` rotated, or with ``backward`` its gradient from that of the result; contiguous, the dtype of ``x``.
+    """``x`` rotated, or with ``backward`` its gradient from that of the result; dtype and strides of ``x``.
 
     Args:
         x: ``[A, B, C, D]``, the last dim contiguous.
@@ -123,7 +126,7 @@ def rotate(
     if not runs_triton(x, backend):
         return reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward)
     D, R = x.shape[-1], num_rotated
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x)
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     if y.numel() > 0:
         _rotate_kernel[(y.numel() // D,)](
@@ -136,6 +139,7 @@ def rotate(
             *x.stride()[:3],
             *cos.stride()[:3],
             *sin.stride()[:3],
+            *y.stride()[:3],
             D=D,
             HALF=R // 2,
             READS_NEIGHBOURS=reads == "neighbours",
@@ -168,7 +172,10 @@ def reference(
     else:
         rotated = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
     joined = torch.stack(rotated, -1).flatten(-2) if writes == "neighbours" else torch.cat(rotated, -1)
-    return torch.cat([joined.to(x.dtype), x[..., R:]], -1)
+    # In the layout of x, as arithmetic would give it: models look at it with other shapes.
+    y = torch.empty_like(x)
+    y[..., :R], y[..., R:] = joined, x[..., R:]
+    return y
 
 
 def _pairs(x: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:

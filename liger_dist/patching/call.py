@@ -19,6 +19,8 @@ TAKEN_BY_DECORATORS = ("return_dict", "output_")
 """beginnings of what transformers' decorators take before any forward sees it"""
 LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs")
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may bring along"""
+LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
+"""what the models of transformers hand to their losses themselves"""
 TOKEN_ACCURACY = "token_accuracy"
 LOGITS = "logits"
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
@@ -115,9 +117,11 @@ class Signature:
     def _check(self, kwargs: dict[str, Any]) -> None:
         if not self.takes_more:
             return  # Python itself refuses what the forward does not name.
-        known = {*self.names, *LOSS_KEYWORDS, "num_items_in_batch", "ignore_index", "shift_labels", *self._known}
+        known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
         further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
-        unknown = [name for name in further if name not in _attention_keywords()] if further else []
+        # A forward of the user's own may read any of them.
+        is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist."))
+        unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
         if unknown:
             raise LigerDistError(
                 f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "
@@ -139,7 +143,8 @@ def _check_outputs(outputs: tuple[str, ...]) -> None:
 
 def _keywords_below(model: nn.Module) -> Iterable[str]:
     """Names of the arguments of all modules, and those that their annotations promise to pass on."""
-    for cls in {type(module) for module in model.modules()}:
+    classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__ if "forward" in vars(cls)}
+    for cls in classes:
         for parameter in signature(cls.forward).parameters.values():
             yield parameter.name
             yield from _typed_keywords(cls, parameter)

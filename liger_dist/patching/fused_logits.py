@@ -7,6 +7,7 @@ leaves this tensor as it is. Whatever would read numbers that were never compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -25,18 +26,23 @@ HOW_TO_GET_LOGITS = (
     "outputs=('token_accuracy', 'entropy', 'log_prob') along with the labels."
 )
 
-_TRANSFORMS = """
+_SHAPES_AND_DTYPES = """
     view reshape flatten unflatten contiguous clone squeeze unsqueeze transpose permute swapaxes movedim
     float double half bfloat16 to type type_as cpu cuda __getitem__ narrow masked_select index_select
+"""
+_ARITHMETIC = """
     mul __mul__ __rmul__ mul_ __imul__ div true_divide __truediv__ div_ __itruediv__ __rtruediv__
     add __add__ __radd__ add_ __iadd__ sub __sub__ tanh tanh_ clamp
 """
 _ABOUT_THE_TENSOR = """
     __get__ __set__ __len__ __repr__ __format__ __hash__ size dim ndimension numel nelement stride storage_offset
-    is_floating_point is_complex is_conj is_neg is_contiguous element_size get_device data_ptr untyped_storage
+    is_floating_point is_complex is_conj is_neg is_contiguous is_sparse is_quantized is_same_size
+    element_size get_device data_ptr untyped_storage
     record_stream register_hook retain_grad requires_grad_ detach alias view_as as_subclass _is_view is_inference
 """
-_PASSING = frozenset(_TRANSFORMS.split())
+_CROSS_ENTROPY = signature(F.cross_entropy)
+_PASSING = frozenset(_SHAPES_AND_DTYPES.split())
+_CHANGING = frozenset(_ARITHMETIC.split())
 _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
 
 
@@ -44,12 +50,20 @@ class FusedLogits(Tensor):
     """``[..., 0]``; see the module. Made by :meth:`carrying` only."""
 
     _request: LossRequest
+    _changes: list[tuple[Any, ...]]
+    """the arithmetic that the model's code has done to logits so far, in the probe and in every call"""
 
     @staticmethod
     def carrying(logits: Tensor, request: LossRequest) -> FusedLogits:
         carrier = logits.as_subclass(FusedLogits)
-        carrier._request = request
+        carrier._request, carrier._changes = request, []
         return carrier
+
+    @property
+    def changes(self) -> tuple[tuple[Any, ...], ...]:
+        """Name and numbers of each operation; a tensor counts as one, whatever its values."""
+        changes: list[tuple[Any, ...]] = vars(self)["_changes"]
+        return tuple(changes)
 
     @classmethod
     @untraced
@@ -62,9 +76,17 @@ class FusedLogits(Tensor):
             raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
         if func is F.cross_entropy:
             request = vars(carrier)["_request"]
-            return request.seam.inline_loss(carrier, request, kwargs)
+            given = dict(_CROSS_ENTROPY.bind(*args, **kwargs).arguments)
+            targets = given.pop("target")
+            del given["input"]
+            return request.seam.inline_loss(carrier, request, targets, given)
         name = func.__name__
         if name in _PASSING:
+            return carrier
+        if name in _CHANGING:
+            operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
+            numbers = ("tensor" if isinstance(value, Tensor) else value for value in operands)
+            vars(carrier)["_changes"].append((name.strip("_"), *numbers))
             return carrier
         if name not in _DESCRIBING:
             raise LogitsNotComputedError(f"{name} was called on fused logits: {HOW_TO_GET_LOGITS}")

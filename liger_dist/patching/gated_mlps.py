@@ -19,9 +19,19 @@ from torch import Tensor, nn
 from liger_dist.layers import gated_activation
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend
 
+from .hooks import has_hooks
 from .local import is_local, runs_own_code
-from .replaced import Forward, LeftAloneError, forward_of, plan_of, probing, replace_forward
-from .stand_ins import swapped
+from .replaced import (
+    Forward,
+    LeftAloneError,
+    forward_of,
+    own_forward,
+    plan_of,
+    probing,
+    replace_forward,
+    settings_of,
+)
+from .stand_ins import StandIn, swapped, without_hooks
 
 KIND = "gated MLP"
 TOLERANCE = 1e-5
@@ -36,6 +46,10 @@ class GatedPlan:
     gate_first: bool
     activation: Activation
     backend: Backend
+    others: dict[str, nn.Module]
+    """its other parts, such as the activation, as they were"""
+    settings: dict[str, Any]
+    """what the module's numbers were"""
 
     def __str__(self) -> str:
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}"
@@ -46,33 +60,38 @@ class GatedPlan:
 
 
 class _Given(nn.Module):
-    """Stands in for a projection: hands out given numbers, or what it gets."""
+    """Stands in for a projection: hands out given numbers for ``expected`` hidden states, or what it gets."""
 
-    def __init__(self, values: Tensor | None) -> None:
+    def __init__(self, values: Tensor | None, expected: Tensor) -> None:
         super().__init__()
-        self.values = values
+        self.values, self.expected = values, expected
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.values is None else self.values
+        if self.values is None:
+            return x
+        if x is not self.expected:
+            raise LeftAloneError("it does something to its input before projecting it")
+        return self.values
 
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether its projections have the shapes of a gated MLP's, and its forward takes hidden states alone."""
     required = [p for p in signature(module.forward).parameters.values() if p.default is Parameter.empty]
-    return len(required) == 1 and next(_roles(module), None) is not None
+    is_one_input = len(required) == 1
+    return is_one_input and not module._parameters and not module._buffers and next(_roles(module), None) is not None
 
 
-def replace(module: nn.Module, backend: Backend) -> GatedPlan:
+def replace(module: nn.Module, backend: Backend, *, owner: str) -> GatedPlan:
     """Replaces the forward of a candidate.
 
     Raises:
         LeftAloneError: it computes something else.
     """
-    with probing():
+    with probing(module):
         plan = next((plan for roles in _roles(module) if (plan := _plan(module, roles, backend)) is not None), None)
     if plan is None:
         raise LeftAloneError("it does not compute down(activation(gate) * up) with a known activation")
-    replace_forward(module, KIND, plan)
+    replace_forward(module, KIND, plan, owner=owner)
     return plan
 
 
@@ -101,11 +120,21 @@ def _shape(module: nn.Module | None) -> tuple[int, int] | None:
 
 def _plan(module: nn.Module, roles: tuple[str, str | None, str], backend: Backend) -> GatedPlan | None:
     gate, up, down = roles
+    others = {name: part for name, part in module._modules.items() if part is not None and name not in roles}
     generator = torch.Generator().manual_seed(0)
     values = [3 * torch.randn(1, 4, 8, generator=generator) for _ in range(2)]
     for gate_first in (True, False) if up is None else (True,):
         for activation in ACTIVATIONS:
-            plan = GatedPlan(gate=gate, up=up, down=down, gate_first=gate_first, activation=activation, backend=backend)
+            plan = GatedPlan(
+                gate=gate,
+                up=up,
+                down=down,
+                gate_first=gate_first,
+                activation=activation,
+                backend=backend,
+                others=others,
+                settings=settings_of(module),
+            )
             if all(_agrees(module, plan, values, training) for training in (False, True)):
                 return plan
     return None
@@ -137,28 +166,37 @@ def _own(module: nn.Module, plan: GatedPlan, gate: Tensor, up: Tensor, training:
     given = {plan.gate: gate if plan.up else torch.cat(halves, -1), plan.down: None}
     if plan.up is not None:
         given[plan.up] = up
+    hidden_states = torch.linspace(-2, 3, 32).reshape(1, 4, 8).requires_grad_()
     modes = [part for part in module.modules() if part.training != training]
     with ExitStack() as stack:
         for part in modes:
             stack.enter_context(swapped(vars(part), "training", training))
         for name, value in given.items():
-            stack.enter_context(swapped(module._modules, name, _Given(value)))
-        return type(module).forward(module, torch.zeros(1, 4, 8))
+            stack.enter_context(swapped(module._modules, name, _Given(value, hidden_states)))
+        for name, part in plan.others.items():
+            # Without the hooks on them, which are not meant for probes.
+            stack.enter_context(swapped(module._modules, name, StandIn(part, without_hooks)))
+        return type(module).forward(module, hidden_states)
 
 
 @forward_of(KIND)
-def _make_forward(cls: type[nn.Module]) -> Forward:
-    own = cls.forward
-
+def _make_forward(own: Forward) -> Forward:
     def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        plan: GatedPlan = plan_of(self)
-        if args or kwargs or runs_own_code(hidden_states):
-            return own(self, hidden_states, *args, **kwargs)
+        plan: GatedPlan | None = plan_of(self)
+        if plan is None or args or kwargs or runs_own_code(hidden_states) or not _is_as_probed(self, plan, own):
+            return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
         projected: Any = getattr(self, plan.gate)(hidden_states)
         gate, up = (projected, getattr(self, plan.up)(hidden_states)) if plan.up else plan.split(projected)
         return getattr(self, plan.down)(_gated(gate, up, plan))
 
     return forward
+
+
+def _is_as_probed(module: nn.Module, plan: GatedPlan, own: Forward) -> bool:
+    """Whether nothing has been changed, and nobody listens to the parts that are not called any more."""
+    parts = plan.others.items()
+    same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
+    return same and own_forward(module, own) is None and plan.settings == settings_of(module)
 
 
 def _gated(gate: Tensor, up: Tensor, plan: GatedPlan) -> Tensor:

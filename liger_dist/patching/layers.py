@@ -30,9 +30,11 @@ class LayerReport:
         return rows + [("left alone", f"{what}: {why}") for what, why in self.left]
 
 
-def replace_layers(model: nn.Module, decoder_layers: tuple[nn.Module, ...], *, backend: Backend) -> LayerReport:
+def replace_layers(
+    model: nn.Module, decoder_layers: tuple[nn.Module, ...], *, backend: Backend, owner: str
+) -> LayerReport:
     """Replaces norms, gated MLPs, calls of rotary functions and residual additions of ``model``, where its own code is
-    reproduced by the kernels'."""
+    reproduced by the kernels'. ``owner`` is a name for whoever will call :func:`restore_layers`."""
     replaced: Counter[str] = Counter()
     left: dict[str, str] = {}
 
@@ -47,18 +49,18 @@ def replace_layers(model: nn.Module, decoder_layers: tuple[nn.Module, ...], *, b
         if isinstance(module, Replaced):
             continue
         if norms.is_candidate(module):
-            attempt(module, norms.KIND, partial(norms.replace, module, backend))
+            attempt(module, norms.KIND, partial(norms.replace, module, backend, owner=owner))
         elif gated_mlps.is_candidate(module):
-            attempt(module, gated_mlps.KIND, partial(gated_mlps.replace, module, backend))
+            attempt(module, gated_mlps.KIND, partial(gated_mlps.replace, module, backend, owner=owner))
         elif rotary_calls.is_candidate(module):
-            attempt(module, rotary_calls.KIND, partial(rotary_calls.replace, module, backend))
+            attempt(module, rotary_calls.KIND, partial(rotary_calls.replace, module, backend, owner=owner))
         elif module in decoder_layers:
-            attempt(module, residuals.KIND, partial(residuals.replace, module))
+            attempt(module, residuals.KIND, partial(residuals.replace, module, owner=owner))
     return LayerReport(replaced=tuple(replaced.items()), left=tuple(left.items()))
 
 
-def restore_layers(model: nn.Module) -> None:
+def restore_layers(model: nn.Module, *, owner: str) -> None:
     """Undoes :func:`replace_layers`, also in copies that an adapter has made of some modules."""
     for module in model.modules():
         if isinstance(module, Replaced):
-            restore_forward(module)
+            restore_forward(module, owner=owner)

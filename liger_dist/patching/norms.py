@@ -17,7 +17,16 @@ from liger_dist.layers import norm
 from liger_dist_kernels import Backend, NormOptions
 
 from .local import is_local, runs_own_code
-from .replaced import Forward, LeftAloneError, forward_of, plan_of, probing, replace_forward
+from .replaced import (
+    Forward,
+    LeftAloneError,
+    forward_of,
+    own_forward,
+    plan_of,
+    probing,
+    replace_forward,
+    settings_of,
+)
 from .stand_ins import swapped
 
 KIND = "norm"
@@ -30,6 +39,10 @@ WIDTH = 32
 class NormPlan:
     options: NormOptions
     backend: Backend
+    parameters: tuple[str, ...]
+    """weight and bias, if it has them"""
+    settings: dict[str, Any]
+    """what the module's numbers were"""
     under_autocast: bool
     """whether the module does the same under autocast"""
 
@@ -48,15 +61,15 @@ def is_candidate(module: nn.Module) -> bool:
     return named and not module._modules and set(module._parameters) <= {"weight", "bias"}
 
 
-def replace(module: nn.Module, backend: Backend) -> NormPlan:
+def replace(module: nn.Module, backend: Backend, *, owner: str) -> NormPlan:
     """Replaces the forward of a candidate.
 
     Raises:
         LeftAloneError: it computes something else.
     """
-    with probing():
+    with probing(module):
         plan = _plan(module, backend)
-    replace_forward(module, KIND, plan)
+    replace_forward(module, KIND, plan, owner=owner)
     return plan
 
 
@@ -64,7 +77,7 @@ def _plan(module: nn.Module, backend: Backend) -> NormPlan:
     given = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     # ZeRO-3 keeps the full shape beside an empty tensor.
     shapes = {tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in given.values()}
-    if any(len(shape) != 1 or shape[0] == 0 for shape in shapes) or len(shapes) > 1:
+    if any(len(shape) != 1 or shape[0] < 2 for shape in shapes) or len(shapes) > 1:
         raise LeftAloneError(f"its parameters have the shapes {sorted(shapes)}")
     width = shapes.pop()[0] if shapes else (getattr(module, "normalized_shape", None) or (WIDTH,))[-1]
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +93,15 @@ def _plan(module: nn.Module, backend: Backend) -> NormPlan:
     rounded = probe.rounding(options)
     if rounded is None:
         raise LeftAloneError("it rounds in a way that is not known")
-    return NormPlan(options=rounded, backend=backend, under_autocast=probe.same_under_autocast(rounded))
+    # Torch's own norms are among what autocast gives another dtype, on GPUs at least.
+    is_torchs = type(module).__module__.startswith("torch.") or rounded.subtract_mean
+    return NormPlan(
+        options=rounded,
+        backend=backend,
+        parameters=tuple(given),
+        settings=settings_of(module),
+        under_autocast=not is_torchs and probe.same_under_autocast(rounded),
+    )
 
 
 class _Probe:
@@ -89,8 +110,9 @@ class _Probe:
     def __init__(self, module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> None:
         self.module, self.x, self.values = module, x, values
 
-    def own(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+    def own(self, x: Tensor, values: dict[str, Tensor], *, training: bool = False) -> Tensor:
         with ExitStack() as stack:
+            stack.enter_context(swapped(vars(self.module), "training", training))
             for name, value in values.items():
                 stack.enter_context(swapped(self.module._parameters, name, value))
             result: Tensor = type(self.module).forward(self.module, x)
@@ -104,6 +126,8 @@ class _Probe:
         with torch.no_grad():
             expected = self.own(self.x, self.values)
             if not isinstance(expected, Tensor) or expected.shape != self.x.shape:
+                return None
+            if not torch.equal(self.own(self.x, self.values, training=True), expected):
                 return None
             numbers = {value for value in vars(self.module).values() if isinstance(value, float) and 0 < value < 0.1}
             for eps in sorted(numbers | {torch.finfo(torch.float32).eps}):
@@ -153,20 +177,32 @@ def _agree(ours: Tensor, own: Tensor) -> bool:
 
 
 @forward_of(KIND)
-def _make_forward(cls: type[nn.Module]) -> Forward:
-    own = cls.forward
-
+def _make_forward(own: Forward) -> Forward:
     def forward(self: nn.Module, hidden_states: Any, *args: Any, liger_dist_residual: Any = None, **kwargs: Any) -> Any:
         residual, plan = liger_dist_residual, plan_of(self)
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        tensors = [tensor for tensor in (hidden_states, residual, weight, bias) if tensor is not None]
-        own_code = args or kwargs or runs_own_code(hidden_states, under_autocast=plan.under_autocast)
-        if own_code or not all(is_local(tensor) for tensor in tensors):
+        parameters = None if plan is None or args or kwargs else _parameters(self, plan, own, hidden_states, residual)
+        if parameters is None:
+            run = own_forward(self, own) or own
             if residual is None:
-                return own(self, hidden_states, *args, **kwargs)
+                return run(self, hidden_states, *args, **kwargs)
             total = residual + hidden_states
-            return own(self, total, *args, **kwargs), total
+            return run(self, total, *args, **kwargs), total
+        weight, bias = parameters
         y, total = norm(hidden_states, weight, bias, residual=residual, options=plan.options, backend=plan.backend)
         return y if residual is None else (y, total)
 
     return forward
+
+
+def _parameters(
+    module: nn.Module, plan: NormPlan, own: Forward, hidden_states: Any, residual: Any
+) -> tuple[Any, Any] | None:
+    """Weight and bias for the kernel; None where the module's own code has to run."""
+    if runs_own_code(hidden_states, under_autocast=plan.under_autocast) or own_forward(module, own) is not None:
+        return None
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in plan.parameters}
+    width = hidden_states.shape[-1]
+    fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
+    if not fits or not (residual is None or is_local(residual)) or plan.settings != settings_of(module):
+        return None
+    return found.get("weight"), found.get("bias")

@@ -6,11 +6,9 @@ import dataclasses
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from liger_dist.errors import LigerDistError, LogitsNotComputedError
 
-from .fused_logits import HOW_TO_GET_LOGITS, FusedLogits
+from .fused_logits import HOW_TO_GET_LOGITS
 
 if TYPE_CHECKING:
     from .request import LossRequest
@@ -36,8 +34,8 @@ class WithoutLogits:
 
 
 def fused_output(output: Any, request: LossRequest) -> Any:
-    """A model's ``output`` of a fused call as one of :class:`WithoutLogits`, with the request's reports as fields. A
-    tuple keeps its places; the logits in it refuse to be read.
+    """A model's ``output`` of a fused call as one of :class:`WithoutLogits`, with the request's reports as fields. Any
+    other container stays as it is; the logits in it refuse to be read.
 
     Raises:
         LigerDistError: reports were asked for, and the model returns a tuple.
@@ -53,11 +51,6 @@ def fused_output(output: Any, request: LossRequest) -> Any:
         raise LigerDistError(
             f"outputs={tuple(reports)} were asked for, but {type(request.seam.model).__name__} returns a "
             f"{type(output).__name__}, which has no names for them; call it with return_dict=True."
-        )
-    if isinstance(output, tuple):
-        return tuple(
-            FusedLogits.carrying(item.detach(), request) if type(item) is Tensor and item.shape[-1:] == (0,) else item
-            for item in output
         )
     return output
 

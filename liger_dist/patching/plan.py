@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class LossPlan:
     takes_num_items: bool
     """whether ``num_items_in_batch`` reaches the loss"""
     label_smoothing: float = 0.0
-    passes_plain: bool = True
-    """whether a plain tensor without width passes through the model's code, which ``torch.compile`` can trace"""
+    changes: tuple[tuple[Any, ...], ...] = ()
+    """the arithmetic between head and loss, by which a call that does something else is told"""
 
     def __str__(self) -> str:
         where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")

@@ -9,6 +9,7 @@ of logits, as training will.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class _Probe:
         self.attention_mask = (torch.arange(PROBE_TOKENS)[None] != PROBE_TOKENS - 1).long()
         self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
         self.arrivals: list[_Arrival] = []
+        self.finished: list[FusedLogits] = []
 
     def plan(self) -> LossPlan:
         parameters = signature(self.model.forward).parameters
@@ -116,7 +118,7 @@ class _Probe:
             owner=arrival.owner,
             takes_num_items=items is not None,
             label_smoothing=smoothing,
-            passes_plain=self._passes_plain(arrival.owner),
+            changes=self._changes(),
         )
 
     def _targets(self, arrival: _Arrival) -> Targets:
@@ -166,6 +168,24 @@ class _Probe:
                 if buffer is not None and buffer.numel() == self.logits.shape[-1]:
                     yield f"{owner}.{name}".lstrip(".")
 
+    def _tensors_on_the_way(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """Parameters and buffers of the modules on the way to the head, with values that do something: a bias that
+        starts at 0 or a scale that starts at 1 would not show."""
+        path = self.structure.head_name.split(".")
+        class_buffers = set(self._class_buffers())
+        for depth in range(len(path)):
+            owner_name = ".".join(path[:depth])
+            owner = self.model.get_submodule(owner_name)
+            for tensors in (owner._parameters, owner._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or not tensor.is_floating_point():
+                        continue
+                    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+                    numbers = torch.linspace(0.3, 0.7, max(math.prod(shape), 1), dtype=torch.float64).reshape(shape)
+                    if f"{owner_name}.{name}".lstrip(".") in class_buffers:
+                        numbers = self.added.reshape(shape)
+                    yield tensors, name, numbers
+
     def _followed_logits(self) -> Tensor:
         """The probe's logits; a cross entropy that any tensor made from them arrives at is noted."""
         arrivals = self.arrivals
@@ -185,29 +205,23 @@ class _Probe:
 
         return self.logits.clone().as_subclass(Followed)
 
-    def _passes_plain(self, owner: str | None) -> bool:
-        """Whether a plain tensor without width can carry a loss through the same code, or needs to be
-        :class:`FusedLogits`.
-
-        Raises:
-            NotFusableError: not even those can.
-        """
+    def _changes(self) -> tuple[tuple[Any, ...], ...]:
+        """What the same code does to a loss in the place of logits: it has to let it pass."""
+        finished: list[FusedLogits] = []
 
         class Request:
             class seam:
                 @staticmethod
-                def inline_loss(*_: Any) -> Tensor:
+                def inline_loss(logits: FusedLogits, *_: Any) -> Tensor:
+                    finished.append(logits)
                     return torch.zeros(())
 
-        plain = self.logits.new_empty((*self.logits.shape[:-1], 0))
-        if owner is not None:
-            try:
-                self._run(plain)
-                return True
-            except NotFusableError:
-                pass
-        self._run(FusedLogits.carrying(plain, Request()))  # type: ignore[arg-type]
-        return False
+        carrier = FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), Request())  # type: ignore[arg-type]
+        self.finished = finished
+        self._run(carrier)
+        if len(finished) != 1:
+            raise NotFusableError("its forward does not hand its logits to its loss a second time")
+        return finished[0].changes
 
     def _run(self, logits: Tensor) -> None:
         structure, model = self.structure, self.model
@@ -215,12 +229,8 @@ class _Probe:
         place = model.get_submodule(structure.head_name)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for name in self._class_buffers():
-                owner, _, attribute = name.rpartition(".")
-                buffers = model.get_submodule(owner)._buffers
-                buffer = buffers[attribute]
-                assert buffer is not None
-                stack.enter_context(swapped(buffers, attribute, self.added.reshape(buffer.shape)))
+            for tensors, name, instead in list(self._tensors_on_the_way()):
+                stack.enter_context(swapped(tensors, name, instead))
             for name, owner_module in _loss_owners(model, structure.head_name):
                 stack.enter_context(swapped(vars(owner_module), "_loss_function", self._noting(name, owner_module)))
             head = _Head(place, logits)
@@ -250,7 +260,8 @@ class _Probe:
             given = dict(signature(own_loss).bind(*args, **kwargs).arguments)
             given |= given.pop("kwargs", {})
             logits, targets = given["logits"], given["labels"]
-            if logits.shape[-1] == 0:
+            if isinstance(logits, FusedLogits):
+                self.finished.append(logits)
                 return torch.zeros(())
             shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
             if shift_labels is not None:
@@ -270,7 +281,7 @@ class _Probe:
         """Arguments of the model's forward that might change its loss."""
         parameters = signature(self.model.forward).parameters
         takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-        ids = torch.zeros_like(self.labels)
+        ids = torch.arange(PROBE_TOKENS)[None].flip(-1)
         inputs: dict[str, Any] = {"labels": self.labels}
         if takes_more or "num_items_in_batch" in parameters:
             inputs["num_items_in_batch"] = PROBE_ITEMS

@@ -1,6 +1,7 @@
 """Modules whose forward is another one for a while: by a subclass of their own class, put on the instance.
 
-Parameters, names, state dict, ``isinstance`` and the class's name stay; nothing but the instance changes.
+Parameters, names, state dict, ``isinstance`` and the class's name stay; nothing but the instance changes. A replaced
+forward falls back to the module's own wherever the module is not what it was when its plan was made.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 Forward = Callable[..., Any]
-_FORWARDS: dict[str, Callable[[type[nn.Module]], Forward]] = {}
+_FORWARDS: dict[str, Callable[[Forward], Forward]] = {}
 _PLAN = "_liger_dist_plan"
+_OWNER = "_liger_dist_owner"
+_SIMPLE = (bool, int, float, str, type(None))
 
 
 class LeftAloneError(Exception):
@@ -23,14 +27,20 @@ class LeftAloneError(Exception):
 
 
 @contextmanager
-def probing() -> Iterator[None]:
-    """Within: what a model's own code raises on probe values is a reason to leave it alone."""
+def probing(module: nn.Module) -> Iterator[None]:
+    """Within: what the module's own code raises on probe values is a reason to leave it alone; random numbers, and
+    what the code notes on the module, are as before afterwards."""
+    before = dict(vars(module))
     try:
-        yield
+        with torch.random.fork_rng([]):
+            yield
     except LeftAloneError:
         raise
     except Exception as error:
         raise LeftAloneError(f"its own forward cannot be probed ({type(error).__name__}: {error})") from error
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
 
 
 class Replaced:
@@ -44,17 +54,17 @@ class Replaced:
         return _blank, (self._liger_dist_kind, self._liger_dist_base), vars(self)
 
 
-def forward_of(kind: str) -> Callable[[Callable[[type[nn.Module]], Forward]], Callable[[type[nn.Module]], Forward]]:
-    """Registers what makes the forward of one kind of replacement for a class of modules."""
+def forward_of(kind: str) -> Callable[[Callable[[Forward], Forward]], Callable[[Forward], Forward]]:
+    """Registers what makes the forward of one kind of replacement out of a class's own."""
 
-    def register(make: Callable[[type[nn.Module]], Forward]) -> Callable[[type[nn.Module]], Forward]:
+    def register(make: Callable[[Forward], Forward]) -> Callable[[Forward], Forward]:
         _FORWARDS[kind] = make
         return make
 
     return register
 
 
-def replace_forward(module: nn.Module, kind: str, plan: Any) -> None:
+def replace_forward(module: nn.Module, kind: str, plan: Any, *, owner: str) -> None:
     """Gives the instance the forward that was registered for ``kind``, which reads its ``plan``.
 
     Raises:
@@ -63,25 +73,45 @@ def replace_forward(module: nn.Module, kind: str, plan: Any) -> None:
     if "forward" in vars(module):
         raise LeftAloneError("its forward has been replaced on the instance")
     base = below_wrappers(type(module))
-    replaced = _class_for(kind, base)
+    replaced = _class_for(kind, base, base.forward)
     setattr(module, _PLAN, plan)
+    setattr(module, _OWNER, owner)
     module.__class__ = with_base(type(module), base, replaced)
 
 
-def restore_forward(module: nn.Module) -> None:
-    """Undoes :func:`replace_forward`."""
-    replaced: Any = below_wrappers(type(module))
+def restore_forward(module: nn.Module, *, owner: str) -> None:
+    """Undoes :func:`replace_forward` of the same owner."""
+    if vars(module).get(_OWNER) != owner:
+        return
+    replaced: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
     module.__class__ = with_base(type(module), replaced, replaced._liger_dist_base)
     delattr(module, _PLAN)
+    delattr(module, _OWNER)
 
 
 def plan_of(module: nn.Module) -> Any:
-    """What the module's replaced forward goes by."""
-    return vars(module)[_PLAN]
+    """What the module's replaced forward goes by; None when it has been restored and somebody has kept the forward."""
+    return vars(module).get(_PLAN)
+
+
+def own_forward(module: nn.Module, probed: Forward) -> Forward | None:
+    """The forward that the module's class has now, if it is another one than was probed."""
+    base = getattr(type(module), "_liger_dist_base", None)
+    current = None if base is None else base.forward
+    return current if current is not probed else None
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The numbers and names on a module that its forward may go by."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in _SIMPLE and name not in ("training", _PLAN, _OWNER) and not name.startswith("_is_hf")
+    }
 
 
 def is_replaced(module: nn.Module, kind: str) -> bool:
-    return isinstance(module, Replaced) and module._liger_dist_kind == kind
+    return isinstance(module, Replaced) and module._liger_dist_kind == kind and plan_of(module) is not None
 
 
 def below_wrappers(cls: Any) -> Any:
@@ -90,16 +120,17 @@ def below_wrappers(cls: Any) -> Any:
 
 
 def with_base(cls: type, old: type, new: type) -> Any:
-    """``cls`` with ``new`` in the place of ``old``, which is itself or one of its bases."""
+    """``cls`` with ``new`` in the place of ``old``, which is itself or an ancestor."""
     if cls is old:
         return new
-    return type(cls.__name__, tuple(new if base is old else base for base in cls.__bases__), dict(vars(cls)))
+    bases = tuple(with_base(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, dict(vars(cls)))
 
 
 @cache
-def _class_for(kind: str, base: Any) -> Any:
+def _class_for(kind: str, base: Any, forward: Any) -> Any:
     members = {
-        "forward": _FORWARDS[kind](base),
+        "forward": _FORWARDS[kind](forward),
         "_liger_dist_kind": kind,
         "_liger_dist_base": base,
         "__module__": base.__module__,
@@ -109,6 +140,6 @@ def _class_for(kind: str, base: Any) -> Any:
 
 
 def _blank(kind: str, base: Any) -> nn.Module:
-    cls = _class_for(kind, base)
+    cls = _class_for(kind, base, base.forward)
     module: nn.Module = cls.__new__(cls)
     return module

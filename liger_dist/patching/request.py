@@ -57,11 +57,7 @@ class LossRequest:
         carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
         self.output = _detached(output)
         carried = placed_like(hidden_states, carried)
-        return self.carrier(carried) if type(carried) is Tensor else carried
-
-    def carrier(self, logits: Tensor) -> Tensor:
-        """``logits`` without width as the model's code needs them."""
-        return logits if self.seam.plan.passes_plain else FusedLogits.carrying(logits, self)
+        return FusedLogits.carrying(carried, self) if type(carried) is Tensor else carried
 
     def aligned_labels(self) -> Tensor:
         """Each token's target; with labels of the next tokens, the last one has none."""
@@ -69,20 +65,51 @@ class LossRequest:
             return self.labels
         return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.loss.options.ignore_index)
 
-    def deliver(self, logits: Tensor) -> Tensor:
-        """The loss, in the place where the model computes it from ``logits``.
+    def deliver(self, logits: Tensor, targets: Any) -> Tensor:
+        """The loss, in the place where the model computes it from ``logits`` and its targets.
 
         Raises:
-            LigerDistError: the model computes a second one.
+            LigerDistError: the model computes a second one, or did something to the logits or the labels that it did
+                not do when it was wrapped.
         """
+        name = type(self.seam.model).__name__
+        if isinstance(logits, FusedLogits):
+            if logits.changes != self.seam.plan.changes:
+                raise LigerDistError(
+                    f"{name} did {_listed(logits.changes)} to its logits, but {_listed(self.seam.plan.changes)} when "
+                    "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
+                    "a change, or use WrapConfig(fused_loss=False)."
+                )
+            logits = logits.as_subclass(Tensor)
+        self._check_targets(targets, name)
         if self.delivered:
             raise LigerDistError(
-                f"{type(self.seam.model).__name__} computes a second loss from the logits of one call, which were "
+                f"{name} computes a second loss from the logits of one call, which were "
                 "never computed; wrap it with WrapConfig(fused_loss=False)."
             )
         self.delivered = True
         loss: Tensor = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         return loss
+
+    def _check_targets(self, targets: Any, name: str) -> None:
+        """Whether the labels that arrived are those that the loss was computed with. What was only given another shape
+        shares their storage; copies are compared, on a GPU by an assertion there."""
+        if not isinstance(targets, Tensor) or _storage(targets) == _storage(self.labels):
+            return
+        aligned = self.aligned_labels()
+        expected = [x for x in (self.labels, aligned, aligned[..., :-1]) if x.numel() == targets.numel()]
+        given = targets.reshape(-1)
+        if expected:
+            same = torch.stack([(x.reshape(-1).to(given.device) == given).all() for x in expected]).any()
+            problem = (
+                f"{name} changed its labels before its loss, in a way that it did not show when it was wrapped; the "
+                "loss was computed with those of the call. Change them before the call, or use "
+                "WrapConfig(fused_loss=False)."
+            )
+            if given.is_cuda:
+                torch._assert_async(same, problem)
+            elif not bool(same):
+                raise LigerDistError(problem)
 
     def differences(self, given: dict[str, Any], *, takes_num_items: bool) -> tuple[tuple[str, bool], ...]:
         """Whether the model hands its loss function other arguments than this loss was computed with. Tensors may have
@@ -110,6 +137,14 @@ class LossRequest:
 def _detached(output: LossOutput) -> LossOutput:
     values: dict[str, Any] = {name: None if value is None else value.detach() for name, value in vars(output).items()}
     return replace(output, **values)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
+    return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
 
 
 class _LossToLogits(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from . import norms
+from .hooks import has_hooks
 from .local import is_local
 from .replaced import Forward, forward_of, is_replaced, replace_forward
 from .rewrite import rewritten
@@ -20,29 +21,29 @@ KIND = "residual addition and norm"
 _HELPER = "_liger_dist_add_and_normalize"
 
 
-def replace(module: nn.Module) -> str:
+def replace(module: nn.Module, *, owner: str) -> str:
     """Replaces the forward of a decoder layer.
 
     Raises:
         LeftAloneError: it has no such statements, or no plain source.
     """
-    replace_forward(module, KIND, None)
+    replace_forward(module, KIND, True, owner=owner)
     return "addition and norm at once"
 
 
 @forward_of(KIND)
-def _make_forward(cls: type[nn.Module]) -> Forward:
-    forward = cls.forward
+def _make_forward(forward: Any) -> Forward:
     if forward.__name__ == "forward" and forward.__code__.co_name == "forward_with_checkpointing":
         # Transformers wraps the forward of every subclass of its layers anew, so also that of the one made here.
-        forward = forward.__wrapped__  # type: ignore[attr-defined]
-    return rewritten(forward, _fuse_additions, {_HELPER: _add_and_normalize})
+        forward = forward.__wrapped__
+    made: Forward = rewritten(forward, _fuse_additions, {_HELPER: _add_and_normalize})
+    return made
 
 
 def _add_and_normalize(norm: nn.Module, residual: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """The normalised sum and the sum; the norm is called as a module, with all its hooks."""
+    """The normalised sum and the sum. The norm is called as a module, and on the sum alone where somebody listens."""
     is_plain = is_local(residual) and is_local(hidden_states) and residual.shape == hidden_states.shape
-    if is_plain and residual.dtype == hidden_states.dtype and is_replaced(norm, norms.KIND):
+    if is_plain and residual.dtype == hidden_states.dtype and is_replaced(norm, norms.KIND) and not has_hooks(norm):
         normalized, total = norm(hidden_states, liger_dist_residual=residual)
         return normalized, total
     total = residual + hidden_states

@@ -66,10 +66,10 @@ class _Call:
         self.function, self.name, self.plan = function, name, plan
         self._signature = signature(function)
 
-    def __call__(self, backend: Backend, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, backend: Backend | None, *args: Any, **kwargs: Any) -> Any:
         current = self.function.__globals__.get(self.name, self.function)
-        if current is not self.function:
-            return current(*args, **kwargs)  # Somebody has put another one in its place.
+        if current is not self.function or backend is None:
+            return current(*args, **kwargs)  # Somebody has put another one in its place, or the module is restored.
         given = self._signature.bind(*args, **kwargs).arguments
         arguments = None if torch.compiler.is_compiling() else _arguments(given, self.plan)
         if arguments is None:
@@ -126,36 +126,35 @@ def _sections(table: Tensor, sections: list[int]) -> Tensor:
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether its forward calls a function that is named as one that rotates."""
-    return bool(_names(below_wrappers(type(module))))
+    return bool(_names(below_wrappers(type(module)).forward))
 
 
-def _names(cls: type[nn.Module]) -> list[str]:
-    """Of the globals that the forward of ``cls`` calls to rotate."""
-    forward = cls.forward
+def _names(forward: Any) -> list[str]:
+    """Of the globals that ``forward`` calls to rotate."""
     if not isinstance(forward, FunctionType):
         return []
     named = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
     return [name for name in named if isinstance(forward.__globals__.get(name), FunctionType)]
 
 
-def replace(module: nn.Module, backend: Backend) -> str:
+def replace(module: nn.Module, backend: Backend, *, owner: str) -> str:
     """Replaces the forward of an attention that calls a rotary function.
 
     Raises:
         LeftAloneError: the function is none of the known layouts, or the forward has no plain source.
     """
-    calls = _calls(below_wrappers(type(module)))
+    calls = _calls(below_wrappers(type(module)).forward)
     if not calls:
         raise LeftAloneError("its rotary function is none of the known layouts")
-    replace_forward(module, KIND, backend)
+    replace_forward(module, KIND, backend, owner=owner)
     return f"rotary ({', '.join(str(call.plan) for call in calls.values())})"
 
 
 @cache
-def _calls(cls: Any) -> dict[str, _Call]:
+def _calls(forward: Any) -> dict[str, _Call]:
     found = {}
-    for name in _names(cls):
-        function: FunctionType = cls.forward.__globals__[name]
+    for name in _names(forward):
+        function: FunctionType = forward.__globals__[name]
         plan = plan_of_function(function)
         if plan is not None:
             found[name] = _Call(function, name, plan)
@@ -163,8 +162,8 @@ def _calls(cls: Any) -> dict[str, _Call]:
 
 
 @forward_of(KIND)
-def _make_forward(cls: Any) -> Forward:
-    calls = {f"_liger_dist_{name}": call for name, call in _calls(cls).items()}
+def _make_forward(forward: Any) -> Forward:
+    calls = {f"_liger_dist_{name}": call for name, call in _calls(forward).items()}
 
     def exchange(definition: ast.FunctionDef) -> bool:
         found = False
@@ -178,7 +177,7 @@ def _make_forward(cls: Any) -> Forward:
                     found = True
         return found
 
-    return rewritten(cls.forward, exchange, {**calls, "_liger_dist_plan_of": plan_of})
+    return rewritten(forward, exchange, {**calls, "_liger_dist_plan_of": plan_of})
 
 
 @cache

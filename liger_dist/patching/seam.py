@@ -33,6 +33,7 @@ from .adapted import adapter_objection, has_active_dropout
 from .call import IGNORE_INDEX, LOGITS, Call, Signature
 from .fused_logits import FusedLogits
 from .head import fuse_head, precede_installed_forward, restore_head
+from .local import is_transformed
 from .output import fused_output
 from .plan import LossPlan
 from .redirect import Redirect
@@ -236,9 +237,11 @@ class Seam:
                     f"the loss was computed with the {name} that {type(self.model).__name__} was called with, but the "
                     "model hands another one to its loss function; wrap it with WrapConfig(fused_loss=False)."
                 )
-        return request.deliver(logits.as_subclass(Tensor) if isinstance(logits, FusedLogits) else logits)
+        targets = kwargs["labels"] if "labels" in kwargs else args[1]
+        shifted = kwargs.get("shift_labels")
+        return request.deliver(logits, targets if shifted is None or self.plan.targets == "same" else shifted)
 
-    def inline_loss(self, logits: FusedLogits, request: LossRequest, options: dict[str, Any]) -> Tensor:
+    def inline_loss(self, logits: FusedLogits, request: LossRequest, targets: Any, options: dict[str, Any]) -> Tensor:
         """In the place of a cross entropy that the model's forward calls itself.
 
         Raises:
@@ -252,7 +255,7 @@ class Seam:
                 f"({', '.join(changed) or 'weight'}) than when it was wrapped; the loss was computed already. Unwrap "
                 "it and wrap it again, or use WrapConfig(fused_loss=False)."
             )
-        return request.deliver(logits.as_subclass(Tensor))
+        return request.deliver(logits, targets)
 
     @untraced
     def _before_forward(
@@ -300,6 +303,8 @@ class Seam:
                 "the adapter on its output embedding has dropout, which is another weight for every token; set "
                 "lora_dropout=0.0 or leave the head out of target_modules"
             )
+        if is_transformed():
+            return "torch.func or forward-mode differentiation is at work, which the fused loss does not know"
         loss_function = None if self._owner is None else vars(self._owner).get("_loss_function")
         if self._owner is not None and loss_function != self.loss_function:
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
@@ -344,7 +349,8 @@ class Seam:
         tokens = inputs.shape[:2] if inputs is not None and same_tokens else labels.shape
         check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=ignore_index)
         if labels.device.type == "cpu":
-            check_range(labels, vocab_size=vocab_size, ignore_index=ignore_index)
+            scored = labels if self._targets(named, ignore_index)[1] else labels[..., 1:]
+            check_range(scored, vocab_size=vocab_size, ignore_index=ignore_index)
         call.arguments(self.plan).check(vocab_size=vocab_size, labels_shape=labels.shape)
         return head
 
@@ -353,7 +359,7 @@ class Seam:
         """Tensor parallelism takes DTensors from the head and hands out others; those carry the loss from here."""
         request = self._current()
         is_carrying = request is not None and request.output is not None and type(output) is Tensor
-        return request.carrier(output) if is_carrying and output.shape[-1] == 0 else None  # type: ignore[union-attr]
+        return FusedLogits.carrying(output, request) if is_carrying and output.shape[-1] == 0 else None  # type: ignore[arg-type]
 
     @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -53,7 +53,7 @@ def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, .
     return respond
 
 
-def _own_forward(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's own code, without the hooks around it."""
     return real.forward(*args, **kwargs)
 
@@ -76,7 +76,7 @@ def stand_ins(
                     continue
                 instead: nn.Module = StandIn(child, respond)
                 if name == on_path:
-                    instead = head if depth == len(path) - 1 else StandIn(child, _own_forward)
+                    instead = head if depth == len(path) - 1 else StandIn(child, without_hooks)
                 stack.enter_context(swapped(owner._modules, name, instead))
             assert below is not None
             owner = below
