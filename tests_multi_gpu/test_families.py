@@ -152,4 +152,6 @@ def test_nearly_all_are_fused_and_the_page_says_so(
     written = PAGE.read_text()
     if f"(transformers {transformers.__version__})" not in written:
         pytest.skip("the page was written with another release of transformers")
+    if torch.cuda.is_available():
+        pytest.skip("the page is of a run without a GPU, where optional packages of some families are missing")
     assert page == written, "docs/families.md is not what this run saw; `make families` writes it"

@@ -160,8 +160,8 @@ def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: 
     try:
         largest = max(workers.run(largest_error, name))
     except RuntimeError as error:
-        # On a GPU the comparison of tokens ends the program.
-        if "device-side assert" not in str(error):
+        # On a GPU the comparison of tokens ends the program, at whatever operation comes next.
+        if "device-side assert" not in str(error) and "CUDA error" not in str(error):
             raise
         return
     assert largest > 100 * cell.tolerance
