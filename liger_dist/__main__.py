@@ -1,7 +1,12 @@
 """``python -m liger_dist``: what torchrun can start."""
 
+import os
 import sys
 
 from .cli import main
 
-sys.exit(main())
+status = main()
+sys.stdout.flush()
+sys.stderr.flush()
+# Threads of a process group may outlive it and abort the interpreter's own shutdown; there is nothing left to do.
+os._exit(status)

@@ -103,3 +103,4 @@ def test_two_processes(script: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("verdict          ok") == 1
+    assert "UserWarning" not in finished.stderr, finished.stderr

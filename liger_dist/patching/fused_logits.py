@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class FusedLogits(Tensor):
 
     @staticmethod
     def carrying(logits: Tensor, request: LossRequest) -> FusedLogits:
-        carrier = logits.as_subclass(FusedLogits)
+        carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
         carrier._request, carrier._changes = request, []
         return carrier
 
@@ -94,3 +95,15 @@ class FusedLogits(Tensor):
         if isinstance(result, FusedLogits):
             vars(result).update(vars(carrier))
         return result
+
+
+class _Carry(torch.autograd.Function):
+    """A subclass that is no view: FSDP2 warns of views that leave a module."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return Tensor._make_subclass(FusedLogits, logits.detach())
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream
