@@ -174,6 +174,9 @@ def test_an_unusual_loss_call_that_is_understood_is_fused(name: str) -> None:
     output.loss.backward()
     expected.loss.backward()
     assert max(gradient_errors(model, reference).values()) < 1e-5
+    if name == "mask":
+        with pytest.raises(liger_dist.LigerDistError, match=r"attention_mask has shape \(3, 11\)"):
+            model(**batch | {"attention_mask": batch["attention_mask"][:, 1:]})
 
 
 @pytest.mark.parametrize("name", ["ignore_index", "vocabulary", "training", "twice"])

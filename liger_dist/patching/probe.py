@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -207,21 +208,15 @@ class _Probe:
 
     def _changes(self) -> tuple[tuple[Any, ...], ...]:
         """What the same code does to a loss in the place of logits: it has to let it pass."""
-        finished: list[FusedLogits] = []
-
-        class Request:
-            class seam:
-                @staticmethod
-                def inline_loss(logits: FusedLogits, *_: Any) -> Tensor:
-                    finished.append(logits)
-                    return torch.zeros(())
-
-        carrier = FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), Request())  # type: ignore[arg-type]
-        self.finished = finished
-        self._run(carrier)
-        if len(finished) != 1:
+        request: Any = SimpleNamespace(seam=SimpleNamespace(inline_loss=lambda logits, *_: self._finish(logits)))
+        self._run(FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), request))
+        if len(self.finished) != 1:
             raise NotFusableError("its forward does not hand its logits to its loss a second time")
-        return finished[0].changes
+        return self.finished[0].changes
+
+    def _finish(self, logits: FusedLogits) -> Tensor:
+        self.finished.append(logits)
+        return torch.zeros(())
 
     def _run(self, logits: Tensor) -> None:
         structure, model = self.structure, self.model
@@ -261,8 +256,7 @@ class _Probe:
             given |= given.pop("kwargs", {})
             logits, targets = given["logits"], given["labels"]
             if isinstance(logits, FusedLogits):
-                self.finished.append(logits)
-                return torch.zeros(())
+                return self._finish(logits)
             shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
             if shift_labels is not None:
                 targets = shift_labels

@@ -258,7 +258,9 @@ def _reproduces(function: Callable[..., Any], plan: RotaryPlan) -> bool:
                 try:
                     outputs = function(**named)
                 except Exception:
-                    return False  # These shapes are not the function's.
+                    # Whatever somebody else's function raises on these shapes: the plan is not its layout. One that has
+                    # none leaves its attention alone, with that reason in explain.
+                    return False
             else:
                 arguments = _arguments(named, plan)
                 if arguments is None:

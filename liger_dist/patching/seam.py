@@ -328,6 +328,12 @@ class Seam:
             return shifted, True
         attention_mask = named.get("attention_mask")
         if self.plan.targets == "next_attended" and attention_mask is not None:
+            if attention_mask.shape != labels.shape:
+                raise LigerDistError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)} and labels have shape "
+                    f"{tuple(labels.shape)}; {type(self.model).__name__} scores the tokens that its mask has, so "
+                    "expected one shape. Pass the mask of the labels, or use WrapConfig(fused_loss=False)."
+                )
             labels = labels.masked_fill(attention_mask.to(labels.device) == 0, ignore_index)
         return labels, False
 
