@@ -7,6 +7,7 @@ from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from .cross_entropy import merge_statistics as merge_statistics
+from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
@@ -24,6 +25,7 @@ from .options import LossOptions as LossOptions
 from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
+from .scale import scale_in_place as scale_in_place
 from .token_loss import TokenGradients as TokenGradients
 from .token_loss import TokenTerms as TokenTerms
 from .token_loss import gradient_coefficients as gradient_coefficients

@@ -4,12 +4,13 @@
 Legend: T tokens, V vocabulary. ``z`` are transformed logits (see :class:`LossOptions`), ``y`` is a token's label.
 
 The two sweeps know nothing of reductions, weights or upstream gradients: per-token numbers go in and come out, and
-``token_loss.py`` turns them into losses and coefficients. Statistics of slices of the vocabulary can be merged.
+``token_loss.py`` turns them into losses and coefficients. Statistics of slices of the vocabulary can be merged. Where
+the upstream gradients are known beforehand, ``cross_entropy_fwd_bwd.py`` does both in one launch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -73,64 +74,124 @@ class GradientCoefficients(NamedTuple):
 
 
 # V is a constexpr: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
+#
+# A tile is [LANES, VECTOR]: VECTOR logits are the 16 bytes that a thread loads at once, so that maxima and sums over a
+# lane stay in one thread, and a row's threads meet only once, behind its last tile.
+
+
+@triton.jit
+def load_logits(
+    row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``z`` and its derivative by the raw logit. What lies outside the vocabulary is -inf, never 0."""
+    dtype = tl.float64 if FP64 else tl.float32
+    raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
+    if TRANSFORMS:
+        capped_logit, slope = capped(raw, scale, softcap, HAS_SOFTCAP)
+        return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
+    return raw, 1.0
+
+
+@triton.jit
+def merged(max_x, sum_x, dot_x):
+    """Maximum, sum and dot product of parts whose own ones are relative to their own maxima."""
+    total_max = tl.max(max_x)
+    # Parts, or a row, whose logits are all -inf must not turn into inf - inf.
+    distance = max_x - tl.where(total_max == float("-inf"), 0.0, total_max)
+    shrink = tl.exp(distance)
+    moved = tl.where(shrink == 0.0, 0.0, distance * sum_x)
+    return total_max, tl.sum(shrink * sum_x), tl.sum(shrink * (dot_x + moved))
+
+
+@triton.jit
+def statistics_of_piece(
+    row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Fields of :class:`SoftmaxStatistics` of the columns ``[first, last)``, at most PIECE of them."""
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    max_l = tl.full((LANES,), float("-inf"), dtype)
+    sum_l = tl.zeros((LANES,), dtype)
+    dot_l = tl.zeros((LANES,), dtype)
+    weighted_l = tl.zeros((LANES,), dtype)
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        mask_v = offs_v < last
+        z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+        new_max = tl.maximum(max_l, tl.max(z, 1))
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.exp(max_l - anchor)
+        distance = z - anchor[:, None]
+        e = tl.exp(distance)
+        if (label >= first + start) & (label < first + start + LANES * VECTOR):
+            e = tl.where(offs_v == label, 0.0, e)
+        if WITH_ENTROPY:
+            moved = tl.where(max_l == float("-inf"), 0.0, (max_l - anchor) * sum_l)
+            dot_l = shrink * (dot_l + moved) + tl.sum(tl.where(e > 0.0, e * distance, 0.0), 1)
+        if WITH_SMOOTHING:
+            counted = tl.where(mask_v, z, 0.0)
+            if HAS_CLASS_WEIGHT:
+                counted *= tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+            weighted_l += tl.sum(counted, 1)
+        sum_l = shrink * sum_l + tl.sum(e, 1)
+        max_l = new_max
+    row_max, sum_other, dot_other = merged(max_l, sum_l, dot_l)
+    is_here = (label >= first) & (label < last)
+    z_target, _ = load_logits(
+        row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+    )
+    target = tl.where(is_here, z_target, 0.0)
+    return row_max, sum_other, target, dot_other, tl.sum(weighted_l)
+
+
+@triton.jit
+def write_gradient_of_piece(
+    out_row_ptr, row_ptr, label, first, last, end, class_weight_ptr, lse, miss, nll, mass, entropy, smoothing, scale,
+    softcap, inverse_temperature,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, and zeros in ``[last, end)``."""
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        mask_v = offs_v < last
+        z, slope = load_logits(
+            row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+        )
+        p = tl.exp(z - lse)
+        gradient = (nll + mass) * p
+        if (label >= first + start) & (label < first + start + LANES * VECTOR):
+            gradient = tl.where(offs_v == label, mass * p - nll * miss, gradient)
+        if HAS_ENTROPY:
+            gradient += tl.where(p > 0.0, entropy * p * z, 0.0)
+        if HAS_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+            else:
+                gradient -= smoothing
+        gradient = tl.where(mask_v, gradient * slope, 0.0) if TRANSFORMS else gradient
+        tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=offs_v < end)
 
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr,
-    stride_t,
-    labels_ptr,
-    class_weight_ptr,
-    max_ptr,
-    sum_other_ptr,
-    target_ptr,
-    dot_other_ptr,
-    weighted_sum_ptr,
-    V: tl.constexpr,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    logits_ptr, stride_t, labels_ptr, class_weight_ptr,
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr,
+    V: tl.constexpr, scale, softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    dtype = max_ptr.dtype.element_ty
-    label = tl.load(labels_ptr + row)
-    row_max = tl.full((), float("-inf"), dtype)
-    sum_other = tl.zeros((), dtype)
-    target = tl.zeros((), dtype)
-    dot_other = tl.zeros((), dtype)
-    weighted_sum = tl.zeros((), dtype)
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        raw = tl.load(logits_ptr + row * stride_t + offs_v, mask=mask_v, other=0.0).to(dtype)
-        capped_logit, _ = capped(raw, scale, softcap, HAS_SOFTCAP)
-        z = capped_logit * inverse_temperature
-        if WITH_SMOOTHING:
-            if HAS_CLASS_WEIGHT:
-                class_weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
-                weighted_sum += tl.sum(tl.where(mask_v, z * class_weight, 0.0))
-            else:
-                weighted_sum += tl.sum(tl.where(mask_v, z, 0.0))
-        is_target = offs_v == label
-        target += tl.sum(tl.where(is_target, z, 0.0))
-        # The tail of the last block lies outside the vocabulary: -inf, never 0.
-        z = tl.where(mask_v, z, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(z))
-        # A block whose logits are all -inf must not turn into inf - inf.
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = tl.exp(row_max - anchor)
-        distance = z - anchor
-        e = tl.where(is_target, 0.0, tl.exp(distance))
-        if WITH_ENTROPY:
-            moved = tl.where(row_max == float("-inf"), 0.0, (row_max - anchor) * sum_other)
-            dot_other = shrink * (dot_other + moved) + tl.sum(tl.where(e > 0.0, e * distance, 0.0))
-        sum_other = shrink * sum_other + tl.sum(e)
-        row_max = new_max
+    row_max, sum_other, target, dot_other, weighted_sum = statistics_of_piece(
+        logits_ptr + row * stride_t, tl.load(labels_ptr + row), 0, V, class_weight_ptr, scale, softcap,
+        inverse_temperature, V, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING,
+        HAS_CLASS_WEIGHT,
+    )  # fmt: skip
     tl.store(max_ptr + row, row_max)
     tl.store(sum_other_ptr + row, sum_other)
     tl.store(target_ptr + row, target)
@@ -142,61 +203,55 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    out_ptr,
-    stride_out_t,
-    logits_ptr,
-    stride_t,
-    labels_ptr,
-    class_weight_ptr,
-    lse_ptr,
-    miss_ptr,
-    nll_ptr,
-    mass_ptr,
-    entropy_ptr,
-    smoothing_ptr,
-    V: tl.constexpr,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_MASS: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr,
+    lse_ptr, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, smoothing_ptr,
+    V: tl.constexpr, scale, softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_MASS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    dtype = lse_ptr.dtype.element_ty
+    first = tl.program_id(1) * LANES * VECTOR
     label = tl.load(labels_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    miss = tl.load(miss_ptr + row)
-    nll = tl.load(nll_ptr + row)
-    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_v = offs_v < V
-    raw = tl.load(logits_ptr + row * stride_t + offs_v, mask=mask_v, other=0.0).to(dtype)
-    capped_logit, slope = capped(raw, scale, softcap, HAS_SOFTCAP)
-    z = capped_logit * inverse_temperature
-    p = tl.exp(z - lse)
-    gradient = tl.where(offs_v == label, -nll * miss, nll * p)
+    # A token that counts nothing stays out even when its logits are not finite: they are not read.
+    last = tl.where(label < 0, first, V)
+    lse = tl.where(label < 0, 0.0, tl.load(lse_ptr + row))
+    mass = lse * 0.0
+    entropy = lse * 0.0
+    smoothing = lse * 0.0
     if HAS_MASS:
-        gradient += tl.load(mass_ptr + row) * p
+        mass = tl.load(mass_ptr + row)
     if HAS_ENTROPY:
-        gradient += tl.where(p > 0.0, tl.load(entropy_ptr + row) * p * z, 0.0)
+        entropy = tl.load(entropy_ptr + row)
     if HAS_SMOOTHING:
-        smoothing = tl.load(smoothing_ptr + row)
-        if HAS_CLASS_WEIGHT:
-            gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
-        else:
-            gradient -= smoothing
-    gradient = gradient * slope * (scale * inverse_temperature)
-    # A token that counts nothing stays out even when its logits are not finite.
-    gradient = tl.where(label < 0, 0.0, gradient)
-    tl.store(out_ptr + row * stride_out_t + offs_v, gradient.to(out_ptr.dtype.element_ty), mask=mask_v)
+        smoothing = tl.where(label < 0, 0.0, tl.load(smoothing_ptr + row))
+    write_gradient_of_piece(
+        out_ptr + row * stride_out_t, logits_ptr + row * stride_t, label, first, last, V, class_weight_ptr, lse,
+        tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass, entropy, smoothing, scale, softcap, inverse_temperature,
+        LANES * VECTOR, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT,
+    )  # fmt: skip
 
 
-def _launch_shape(num_columns: int) -> tuple[int, int]:
-    block = min(triton.next_power_of_2(num_columns), 8192)
-    return block, 8 if block >= 4096 else 4
+def transform_arguments(options: LossOptions) -> dict[str, Any]:
+    """What :func:`load_logits` needs to know of ``options``."""
+    return {
+        "scale": options.logit_scale,
+        "softcap": options.softcap or 1.0,
+        "inverse_temperature": 1.0 / options.temperature,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "TRANSFORMS": options.softcap is not None or options.logit_scale != 1.0 or options.temperature != 1.0,
+    }
+
+
+def tile_arguments(logits_TV: Tensor, most: int = 8192) -> dict[str, Any]:
+    """Tiles of at most ``most`` 16-bit logits, or as many bytes of others."""
+    vector = 16 // logits_TV.element_size()
+    columns = min(triton.next_power_of_2(logits_TV.shape[1]), most * 2 // logits_TV.element_size())
+    return {
+        "VECTOR": vector,
+        "LANES": max(columns // vector, 1),
+        "FP64": logits_TV.dtype == torch.float64,
+        "num_warps": 8 if columns * logits_TV.element_size() >= 8192 else 4,
+    }
 
 
 def cross_entropy_fwd(
@@ -230,7 +285,6 @@ def cross_entropy_fwd(
     dtype = statistics_dtype(logits_TV.dtype)
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
     if T > 0:
-        BLOCK_V, num_warps = _launch_shape(V)
         _statistics_kernel[(T,)](
             logits_TV,
             logits_TV.stride(0),
@@ -242,15 +296,11 @@ def cross_entropy_fwd(
             dot_other_T,
             weighted_sum_T,
             V,
-            options.logit_scale,
-            options.softcap or 1.0,
-            1.0 / options.temperature,
-            HAS_SOFTCAP=options.softcap is not None,
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
-            BLOCK_V=BLOCK_V,
-            num_warps=num_warps,
+            **transform_arguments(options),
+            **tile_arguments(logits_TV),
         )
     return SoftmaxStatistics(
         max_T,
@@ -286,10 +336,10 @@ def cross_entropy_bwd(
     T, V = logits_TV.shape
     if T == 0 or V == 0:
         return out_TV
-    BLOCK_V, num_warps = _launch_shape(V)
+    tile = tile_arguments(logits_TV)
     unused = coefficients.lse_T
     mass_T, entropy_T, smoothing_T = coefficients.mass_T, coefficients.entropy_T, coefficients.smoothing_T
-    _gradient_kernel[(T, triton.cdiv(V, BLOCK_V))](
+    _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
         logits_TV,
@@ -303,16 +353,12 @@ def cross_entropy_bwd(
         entropy_T if entropy_T is not None else unused,
         smoothing_T if smoothing_T is not None else unused,
         V,
-        options.logit_scale,
-        options.softcap or 1.0,
-        1.0 / options.temperature,
-        HAS_SOFTCAP=options.softcap is not None,
         HAS_MASS=mass_T is not None,
         HAS_ENTROPY=entropy_T is not None,
         HAS_SMOOTHING=smoothing_T is not None,
         HAS_CLASS_WEIGHT=class_weight_V is not None,
-        BLOCK_V=BLOCK_V,
-        num_warps=num_warps,
+        **transform_arguments(options),
+        **tile,
     )
     return out_TV
 

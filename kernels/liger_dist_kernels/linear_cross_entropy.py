@@ -2,10 +2,10 @@
 
 Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk.
 
-The GEMMs are cuBLAS (or the CPU's BLAS); what lies between them are the two sweeps of ``cross_entropy.py``, over one
-``[c, V]`` buffer that holds a chunk's logits and then, in place, their gradient. For a scalar loss the gradients are
-made beside the loss (three GEMM passes); with per-token upstream gradients the logits are recomputed in the backward
-(four). The chunked loop with gradients in the forward follows Hsu et al. 2024, "Liger Kernel", section 3.2.
+The GEMMs are cuBLAS (or the CPU's BLAS); between them one pass turns a ``[c, V]`` buffer of logits into their gradient
+in place. For a scalar loss the gradients are made beside the loss (three GEMM passes); with per-token upstream
+gradients the logits are recomputed in the backward (four). The chunked loop with gradients in the forward follows Hsu
+et al. 2024, "Liger Kernel", section 3.2.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ._triton_utils import Backend, statistics_dtype
 from .cross_entropy import SoftmaxStatistics, cross_entropy_bwd, cross_entropy_fwd
+from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
 from .options import LossOptions
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
 
-DEFAULT_MEMORY_BUDGET = 512 * 2**20
+DEFAULT_MEMORY_BUDGET = 2**30
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,16 @@ class ChunkPlan:
 
 
 def plan_chunks(num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None) -> ChunkPlan:
-    """Equal chunks whose logits fit ``memory_budget`` bytes (default 512 MiB), at least two of them when there are
-    two tokens, so that no buffer of tokens x vocabulary is ever made. A function of shapes alone."""
+    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (default 1 GiB; a single token
+    may exceed it). A function of shapes alone.
+
+    Few, because every chunk reads the weight again and, from the third on, an fp32 sum of weight gradients as well,
+    which is larger than the buffer: two chunks of 1 GiB take less memory than four of 512 MiB.
+    """
     if num_tokens == 0:
         return ChunkPlan(rows=0, num_chunks=0)
     budget = DEFAULT_MEMORY_BUDGET if memory_budget is None else memory_budget
-    largest = max(1, min(budget // (vocab_size * itemsize), (num_tokens + 1) // 2))
-    num_chunks = -(-num_tokens // largest)
+    num_chunks = -(-num_tokens // max(1, budget // (vocab_size * itemsize)))
     rows = -(-num_tokens // num_chunks)
     return ChunkPlan(rows=rows, num_chunks=-(-num_tokens // rows))
 
@@ -51,7 +55,7 @@ class LinearCrossEntropyResult(NamedTuple):
     terms: TokenTerms
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
-    """in the weight's dtype, or fp32 when it was accumulated over three or more chunks of a 16-bit dtype"""
+    """in the weight's dtype, or fp32 for fp16 weights; the caller's own sum where one was given"""
     d_bias_V: Tensor | None
     """fp32 (fp64 for fp64 weights)"""
 
@@ -89,19 +93,21 @@ class VocabularySlice:
 
 class _WeightGradient:
     """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for one or two chunks, otherwise in
-    the dtype of the statistics, because a sum of many 16-bit roundings drifts.
-    Always so for fp16, which could overflow."""
+    the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which could overflow.
+    A caller's own sum is added to in its dtype."""
 
-    def __init__(self, weight_VD: Tensor, num_chunks: int) -> None:
-        is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
-        dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
-        self.sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
-        if num_chunks == 0:
-            self.sum_VD.zero_()
-        self._is_first = True
+    def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None) -> None:
+        self._is_first, self._is_own, self._weight_dtype = sum_VD is None, sum_VD is None, weight_VD.dtype
+        if sum_VD is None:
+            is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
+            dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
+            sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
+            if num_chunks == 0:
+                sum_VD.zero_()
+        self._sum_VD = sum_VD
 
     def add(self, d_logits_cV: Tensor, hidden_cD: Tensor) -> None:
-        d_logits_Vc, out = d_logits_cV.T, self.sum_VD
+        d_logits_Vc, out = d_logits_cV.T, self._sum_VD
         same_dtype = out.dtype == hidden_cD.dtype
         if not same_dtype and out.is_cuda:
             if self._is_first:
@@ -113,6 +119,13 @@ class _WeightGradient:
             beta = 0 if self._is_first else 1
             torch.addmm(out, d_logits_Vc.to(out.dtype), hidden_cD.to(out.dtype), beta=beta, out=out)
         self._is_first = False
+
+    def total(self) -> Tensor:
+        """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by the
+        number of tokens first."""
+        if self._is_own and self._weight_dtype != torch.float16:
+            return self._sum_VD.to(self._weight_dtype)
+        return self._sum_VD
 
 
 def _chunks(plan: ChunkPlan, num_tokens: int) -> Iterator[slice]:
@@ -143,6 +156,7 @@ def linear_cross_entropy(
     needs: GradientNeeds = GradientNeeds(),
     with_entropy: bool = False,
     vocabulary: VocabularySlice | None = None,
+    weight_gradient_VD: Tensor | None = None,
     memory_budget: int | None = None,
     backend: Backend = "auto",
 ) -> LinearCrossEntropyResult:
@@ -162,6 +176,8 @@ def linear_cross_entropy(
         with_entropy: also return each token's entropy.
         vocabulary: ``weight_VD`` and ``bias_V`` are this slice of a head. The terms and the gradients of both are
             complete, ``d_hidden_TD`` is this slice's part of a sum.
+        weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
+            gradient of its own: no further memory, and nothing is rounded between micro-batches.
         memory_budget: bytes of the logits buffer; see :func:`plan_chunks`.
         backend: Triton kernels or the plain-torch reference; see :func:`runs_triton`.
     """
@@ -172,67 +188,77 @@ def linear_cross_entropy(
     plan = plan_chunks(T, V if vocabulary is None else vocabulary.largest, hidden_TD.element_size(), memory_budget)
     buffer_cV = hidden_TD.new_empty((plan.rows, V))
     d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device) if needs.hidden else None
-    d_weight = _WeightGradient(weight_VD, plan.num_chunks) if needs.weight else None
+    d_weight = _WeightGradient(weight_VD, plan.num_chunks, weight_gradient_VD) if needs.weight else None
     d_bias_V = weight_VD.new_zeros(V, dtype=statistics_dtype(weight_VD.dtype)) if needs.bias else None
     own_labels_T, own_class_weight_V, vocab_size = labels_T, class_weight_V, V
     if vocabulary is not None:
         own_labels_T, vocab_size = vocabulary.own_labels(labels_T, V), vocabulary.vocab_size
         if class_weight_V is not None:
             own_class_weight_V = class_weight_V[vocabulary.start : vocabulary.start + V]
-    terms: list[TokenTerms] = []
+    described: dict[str, Any] = {"options": options, "vocab_size": vocab_size, "class_weight_V": class_weight_V}
+    at_once = vocabulary is None and gradients is not None and gradients[2:] == (None, None)
+    parts: list[SoftmaxStatistics] = []
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
         hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]
         logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV)
-        statistics = cross_entropy_fwd(
-            logits_cV,
-            own_labels_c,
-            options=options,
-            class_weight_V=own_class_weight_V,
-            with_entropy=with_entropy,
-            backend=backend,
-        )
-        if vocabulary is not None:
-            statistics = vocabulary.complete(statistics)
-        terms_c = token_terms(
-            statistics, labels_c, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
-        )
-        terms.append(terms_c)
-        if gradients is None or not needs or T == 0:
-            continue
-        coefficients = gradient_coefficients(
-            terms_c,
-            _cut(gradients, rows),
-            labels_c,
-            options=options,
-            vocab_size=vocab_size,
-            class_weight_V=class_weight_V,
-        )
-        d_logits_cV = cross_entropy_bwd(
-            logits_cV,
-            own_labels_c,
-            coefficients,
-            options=options,
-            class_weight_V=own_class_weight_V,
-            out_TV=logits_cV,
-            backend=backend,
-        )
+        if needs and at_once and T > 0:
+            assert gradients is not None
+            parts.append(
+                cross_entropy_fwd_bwd(
+                    logits_cV,
+                    labels_c,
+                    _cut(gradients, rows),
+                    options=options,
+                    class_weight_V=class_weight_V,
+                    with_entropy=with_entropy,
+                    out_TV=logits_cV,
+                    backend=backend,
+                )
+            )
+        else:
+            statistics = cross_entropy_fwd(
+                logits_cV,
+                own_labels_c,
+                options=options,
+                class_weight_V=own_class_weight_V,
+                with_entropy=with_entropy,
+                backend=backend,
+            )
+            parts.append(statistics if vocabulary is None else vocabulary.complete(statistics))
+            if gradients is None or not needs or T == 0:
+                continue
+            cross_entropy_bwd(
+                logits_cV,
+                own_labels_c,
+                gradient_coefficients(
+                    token_terms(parts[-1], labels_c, **described),
+                    _cut(gradients, rows),
+                    labels_c,
+                    **described,
+                ),
+                options=options,
+                class_weight_V=own_class_weight_V,
+                out_TV=logits_cV,
+                backend=backend,
+            )
         if d_hidden_TD is not None:
-            torch.mm(d_logits_cV, weight_VD, out=d_hidden_TD[rows])
+            torch.mm(logits_cV, weight_VD, out=d_hidden_TD[rows])
         if d_weight is not None:
-            d_weight.add(d_logits_cV, hidden_cD)
+            d_weight.add(logits_cV, hidden_cD)
         if d_bias_V is not None:
-            d_bias_V += d_logits_cV.sum(0, dtype=d_bias_V.dtype)
+            d_bias_V += logits_cV.sum(0, dtype=d_bias_V.dtype)
+    del buffer_cV, logits_cV
     return LinearCrossEntropyResult(
-        terms=_join(terms),
+        terms=token_terms(_join(parts), labels_T, **described),
         d_hidden_TD=d_hidden_TD,
-        d_weight_VD=None if d_weight is None else d_weight.sum_VD,
+        d_weight_VD=None if d_weight is None else d_weight.total(),
         d_bias_V=d_bias_V,
     )
 
 
-def _join(parts: list[TokenTerms]) -> TokenTerms:
+def _join(parts: list[SoftmaxStatistics]) -> SoftmaxStatistics:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*parts, strict=True)
     joined: list[Any] = [None if column[0] is None else torch.cat(column) for column in columns]
-    return TokenTerms(*joined)
+    return SoftmaxStatistics(*joined)

@@ -23,7 +23,7 @@ from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kern
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
 from .labels import check_labels, select_targets
 from .normalization import Reduction
-from .scales import Scales, token_scales
+from .scales import Scales, scaled, token_scales
 
 DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
 
@@ -97,7 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if problem.gradients_in_forward:
             if d_loss is None:
                 return None, None, None, None
-            gradients = [None if saved is None else _scaled(saved, d_loss, dtype) for saved, dtype in _saved(ctx)]
+            backend = problem.execution.backend
+            gradients = [
+                None if saved is None else scaled(saved, d_loss, dtype, backend=backend)
+                for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ]
         else:
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
             upstream = upstream._replace(log_prob_T=d_log_prob_T, entropy_T=d_entropy_T)
@@ -105,16 +109,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             unscaled = problem.run(hidden_TD, weight_VD, bias_V, upstream)[1]
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
         return gradients[0], gradients[1], gradients[2], None
-
-
-def _saved(ctx: Any) -> list[tuple[Tensor | None, torch.dtype]]:
-    return list(zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-
-
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * scale`` in ``dtype``, in one pass, leaving ``gradient`` for a second backward."""
-    out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
-    return torch.mul(gradient, scale, out=out)
 
 
 def fused_linear_cross_entropy(

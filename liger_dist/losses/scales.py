@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_dist_kernels import TokenGradients, TokenTerms
+from liger_dist_kernels import Backend, TokenGradients, TokenTerms, scale_in_place
 
 from .arguments import Execution, LossArguments
 from .normalization import Reduction, denominator
@@ -74,3 +74,17 @@ def token_scales(
     if keeps_apart:
         return Scales(cross_entropy_T=counts_T, z_loss_T=counts_T * (by_class / z_divisor), factor=1.0 / by_class)
     return Scales(cross_entropy_T=counts_T / by_class, z_loss_T=counts_T / z_divisor)
+
+
+def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
+    """A gradient that was made in the forward, times its upstream gradient (0-d), in ``dtype``. To be called in a
+    backward.
+
+    The saved gradient itself is handed out when nobody can ask for it again: the graph is not retained. Its largest
+    cost is then gone, because an upstream gradient is mostly 1.
+    """
+    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_last and saved.dtype == dtype:
+        return scale_in_place(saved, scale, backend=backend)
+    out = torch.empty(saved.shape, dtype=dtype, device=saved.device)
+    return torch.mul(saved, scale, out=out)

@@ -1,0 +1,1 @@
+"""Measurements of the kernels on a GPU, beside bare GEMMs, a plain copy and other libraries."""

@@ -1,0 +1,186 @@
+"""How everything here is measured.
+
+All implementations of one problem run in turn, one call each, round after round, in an order that rotates: what the
+clocks and the temperature do then happens to all of them. A figure is the median over rounds, with the 20th and 80th
+percentile. What is published is a ratio to something measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "quack-kernels", "cut-cross-entropy", "transformers")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of a problem."""
+
+    name: str
+    run: Callable[[], object]
+    """one call; what it returns is dropped"""
+    accuracy: str = ""
+    """what its rounding is comparable to"""
+
+
+@dataclass
+class Row:
+    """What was seen of one candidate."""
+
+    problem: str
+    name: str
+    accuracy: str
+    median_ms: float = float("nan")
+    p20_ms: float = float("nan")
+    p80_ms: float = float("nan")
+    extra_mib: float = float("nan")
+    """peak memory of a call beyond what was there before it"""
+    figures: dict[str, float] = field(default_factory=dict)
+    """errors, ratios and whatever else belongs to it"""
+    failure: str = ""
+
+
+def measure(problem: str, candidates: Sequence[Candidate], *, rounds: int = 20, warmups: int = 3) -> list[Row]:
+    """Medians over ``rounds``. A candidate that raises is reported with its sentence, and the others go on."""
+    rows = {c.name: Row(problem, c.name, c.accuracy) for c in candidates}
+    alive = []
+    for candidate in tqdm(candidates, desc=f"{problem}: warm-up", leave=False):
+        try:
+            for _ in range(warmups):
+                candidate.run()
+            torch.cuda.synchronize()
+            rows[candidate.name].extra_mib = peak_mib(candidate.run)
+            alive.append(candidate)
+        except Exception as error:  # Another library's refusal is a result of the table.
+            rows[candidate.name].failure = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            print(f"{problem}: {candidate.name}: {rows[candidate.name].failure}", file=sys.stderr)
+    times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {c.name: [] for c in alive}
+    for index in tqdm(range(rounds), desc=problem, leave=False):
+        for offset in range(len(alive)):
+            candidate = alive[(index + offset) % len(alive)]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # Keeps the GPU busy while the host issues the call, as the layers in front of it would.
+            torch.cuda._sleep(500_000)
+            start.record()
+            candidate.run()
+            end.record()
+            times[candidate.name].append((start, end))
+        torch.cuda.synchronize()
+    for name, events in times.items():
+        seen = sorted(start.elapsed_time(end) for start, end in events)
+        rows[name].median_ms = statistics.median(seen)
+        rows[name].p20_ms, rows[name].p80_ms = seen[len(seen) // 5], seen[-1 - len(seen) // 5]
+    return list(rows.values())
+
+
+def peak_mib(run: Callable[[], object]) -> float:
+    """Peak allocation of a call beyond what was allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def host_us(run: Callable[[], object], calls: int = 50) -> float:
+    """Time the host needs to issue a call, in microseconds: median, with an empty queue in front of each."""
+    import time
+
+    seen = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        seen.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(seen)
+
+
+def graph_ms(run: Callable[[int], object], *, sets: int, replays: int = 12) -> float:
+    """Device time of one call: ``sets`` calls, each on inputs of its own so that none finds its data in the cache, in
+    one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for index in range(min(sets, 3)):
+            run(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(sets):
+            run(index)
+    seen = []
+    for _ in range(replays + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seen.append(start.elapsed_time(end) / sets)
+    del graph
+    return statistics.median(seen[2:])
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, clocks and date, for the head of a results file."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    query = "clocks.sm,clocks.mem,power.limit,temperature.gpu"
+    smi = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": versions,
+        "clocks after the run (SM, memory, power limit, temperature)": smi.stdout.strip(),
+        "date": date.today().isoformat(),
+        "command": "python -m " + " ".join([Path(sys.argv[0]).parent.name + "." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+    }
+
+
+def save(name: str, rows: Sequence[Row], directory: Path) -> None:
+    """Adds the rows to ``<directory>/<name>.json``, replacing those of the same problem."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    problems = {row.problem for row in rows}
+    kept = [r for r in json.loads(path.read_text())["rows"] if r["problem"] not in problems] if path.exists() else []
+    content = {"environment": environment(), "rows": [*kept, *map(asdict, rows)]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=20, help="calls of each implementation that are timed")
+    parser.add_argument("--only", default="", help="problems whose name contains this")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    return parser
+
+
+def show(rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """A short table on the terminal."""
+    for row in rows:
+        if row.failure:
+            print(f"  {row.name:<28} {row.failure}")
+            continue
+        figures = "  ".join(f"{name} {row.figures[name]:.3g}" for name in columns if name in row.figures)
+        print(f"  {row.name:<28} {row.median_ms:8.3f} ms ({row.p20_ms:.3f}-{row.p80_ms:.3f})  {figures}", flush=True)

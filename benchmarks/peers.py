@@ -1,0 +1,89 @@
+"""Other libraries, each imported only where it is installed, with the accuracy class of its weight gradient.
+
+"fp32 sum": chunks, or all tokens, are added up in fp32. "bf16 sum": in the weight's dtype, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def linear_cross_entropies() -> list[tuple[str, Loss, str]]:
+    """Name, ``loss(hidden_TD, weight_VD, labels_T)`` and accuracy class of every one that is installed."""
+    found: list[tuple[str, Loss, str]] = []
+    if find_spec("liger_kernel"):
+        found += [
+            ("Liger default", liger(), "bf16 sum"),
+            ("Liger x8", liger(chunk_mem_const=8), "bf16 sum"),
+            ("Liger fp32", liger(accum_dtype=torch.float32), "fp32 sum"),
+            ("Liger fp32 x4", liger(accum_dtype=torch.float32, chunk_mem_const=4), "fp32 sum"),
+            ("Liger fp32 x8", liger(accum_dtype=torch.float32, chunk_mem_const=8), "fp32 sum"),
+        ]
+    if find_spec("trl"):
+        found.append(("TRL", trl(), "fp32 sum"))
+    if find_spec("cut_cross_entropy"):
+        found.append(("Apple CCE", cut_cross_entropy(), "bf16 sum"))
+    if find_spec("quack") and find_spec("cutlass"):
+        found += [("QuACK", quack(use_scaled_exp=False), "fp32 sum"), ("QuACK scaled-exp", quack(), "fp32 sum")]
+    if hasattr(F, "linear_cross_entropy"):
+        found.append(("torch linear_cross_entropy", F.linear_cross_entropy, "bf16 sum"))
+    compiled: Any = torch.compile(plain)
+    return [*found, ("torch.compile", compiled, "fp32 sum"), ("torch", plain, "fp32 sum")]
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """A bf16 product and torch's cross entropy in fp32, as models write it."""
+    return F.cross_entropy((hidden @ weight.T).float(), labels)
+
+
+def liger(**options: Any) -> Loss:
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    names = ("bias", "ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap")
+    first = (None, None, -100, 0.0, 0.0, "mean", None)
+    assert len(names) == len(first)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        rest = (False, options.get("accum_dtype"), False, False, False, None, None, options.get("chunk_mem_const", 1))
+        result = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *first, *rest)
+        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+    return loss
+
+
+def trl() -> Loss:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # type: ignore[import-not-found]
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        valid = labels >= 0
+        log_probs = ChunkedLogProbFunction.apply(hidden, weight, None, labels.clamp_min(0), 1.0, 32768, None, 1.0, ())[0]
+        return -(log_probs * valid).sum() / valid.sum()  # type: ignore[no-any-return]
+
+    return loss
+
+
+def cut_cross_entropy() -> Loss:
+    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+
+    return linear_cross_entropy  # type: ignore[no-any-return]
+
+
+def quack(use_scaled_exp: bool | None = None) -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # type: ignore[import-not-found]
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return chunked_linear_cross_entropy(  # type: ignore[no-any-return]
+            hidden, weight, labels, use_scaled_exp=use_scaled_exp
+        )
+
+    return loss

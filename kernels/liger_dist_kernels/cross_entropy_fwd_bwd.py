@@ -1,0 +1,222 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Softmax statistics and the gradient of each row of logits in one launch, for upstream gradients known beforehand.
+
+Legend: T tokens, V vocabulary.
+
+A row is read from memory once. It is cut into pieces of about 16000 logits, one program each; the programs of a row
+tell each other the statistics of their pieces and write the gradient of theirs, which they find in the L2 cache still.
+Programs take their pieces by ticket, rows in order: whatever waits, the first unfinished row has all its programs
+running or next in line, so the launch always gets on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import Backend, runs_triton, statistics_dtype
+from .cross_entropy import (
+    SoftmaxStatistics,
+    cross_entropy_bwd_reference,
+    cross_entropy_fwd_reference,
+    merged,
+    statistics_of_piece,
+    tile_arguments,
+    transform_arguments,
+    write_gradient_of_piece,
+)
+from .options import LossOptions
+from .token_loss import TokenGradients, gradient_coefficients, token_terms
+
+PIECE_BYTES = 32 * 2**10
+
+
+@triton.jit
+def _kernel(
+    out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr, class_weight_sum_ptr,
+    d_cross_entropy_ptr, d_z_loss_ptr, max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr,
+    piece_ptr, arrived_ptr, ticket_ptr,
+    V: tl.constexpr, label_smoothing, z_loss, scale, softcap, inverse_temperature,
+    PIECES: tl.constexpr, PIECES_POWER: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    if PIECES > 1:
+        ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    else:
+        ticket = tl.program_id(0)
+    row = (ticket // PIECES).to(tl.int64)
+    piece = ticket % PIECES
+    label = tl.load(labels_ptr + row)
+    row_ptr = logits_ptr + row * stride_t
+    first = piece * PIECE
+    end = tl.minimum(first + PIECE, V)
+    # A token that counts nothing stays out even when its logits are not finite: they are not read.
+    last = tl.where(label < 0, first, end)
+    row_max, sum_other, target, dot_other, weighted_sum = statistics_of_piece(
+        row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64,
+        TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+    )  # fmt: skip
+    if PIECES > 1:
+        piece_ptr += row * (PIECES * 5)
+        tl.store(piece_ptr + piece, row_max)
+        tl.store(piece_ptr + PIECES + piece, sum_other)
+        tl.store(piece_ptr + 2 * PIECES + piece, target)
+        tl.store(piece_ptr + 3 * PIECES + piece, dot_other)
+        tl.store(piece_ptr + 4 * PIECES + piece, weighted_sum)
+        tl.atomic_add(arrived_ptr + row, 1, sem="release")
+        while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < PIECES:
+            pass
+        offs = tl.arange(0, PIECES_POWER)
+        mask = offs < PIECES
+        max_x = tl.load(piece_ptr + offs, mask=mask, other=float("-inf"), volatile=True)
+        sum_x = tl.load(piece_ptr + PIECES + offs, mask=mask, other=0.0, volatile=True)
+        target = tl.sum(tl.load(piece_ptr + 2 * PIECES + offs, mask=mask, other=0.0, volatile=True))
+        dot_x = tl.load(piece_ptr + 3 * PIECES + offs, mask=mask, other=0.0, volatile=True)
+        weighted_sum = tl.sum(tl.load(piece_ptr + 4 * PIECES + offs, mask=mask, other=0.0, volatile=True))
+        row_max, sum_other, dot_other = merged(max_x, sum_x, dot_x)
+    if piece == 0:
+        tl.store(max_ptr + row, row_max)
+        tl.store(sum_other_ptr + row, sum_other)
+        tl.store(target_ptr + row, target)
+        if WITH_ENTROPY:
+            tl.store(dot_other_ptr + row, dot_other)
+        if WITH_SMOOTHING:
+            tl.store(weighted_sum_ptr + row, weighted_sum)
+    # As token_loss.py computes the coefficients of these two upstream gradients.
+    anchor = tl.where(label < 0, 0.0, row_max)
+    total = sum_other + tl.exp(target - anchor)
+    lse = anchor + tl.log(total)
+    upstream = tl.where(label < 0, 0.0, tl.load(d_cross_entropy_ptr + row))
+    nll = upstream
+    mass = lse * 0.0
+    smoothing = lse * 0.0
+    if WITH_SMOOTHING:
+        nll = upstream * (1.0 - label_smoothing)
+        smoothing = upstream * (label_smoothing / V)
+        mass = smoothing * (tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else 1.0 * V)
+    if HAS_CLASS_WEIGHT:
+        nll *= tl.load(class_weight_ptr + tl.maximum(label, 0)).to(nll.dtype)
+    if HAS_Z_LOSS:
+        mass += tl.where(label < 0, 0.0, tl.load(d_z_loss_ptr + row)) * (2.0 * z_loss) * lse
+    write_gradient_of_piece(
+        out_ptr + row * stride_out_t, row_ptr, label, first, last, end, class_weight_ptr, lse, sum_other / total, nll,
+        mass, mass, smoothing, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP,
+        False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+    )  # fmt: skip
+
+
+def cross_entropy_fwd_bwd(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    gradients: TokenGradients,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    with_entropy: bool = False,
+    out_TV: Tensor,
+    backend: Backend = "auto",
+) -> SoftmaxStatistics:
+    """Softmax statistics of each row, and in ``out_TV`` the gradient by the raw logits.
+
+    Args:
+        logits_TV: ``[T, V]`` floating, unit stride along V, V > 0. Whole rows, not a slice of the vocabulary.
+        labels_T: ``[T]`` int64 in ``[0, V)``; negative for a token that takes no part. Its gradient is 0, its
+            statistics mean nothing.
+        gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]`` in the dtype of the statistics.
+        class_weight_V: ``[V]`` floating.
+        with_entropy: also sum what the entropy needs. It gets no gradient here.
+        out_TV: as ``logits_TV``, or ``logits_TV`` itself.
+        backend: see :func:`runs_triton`.
+    """
+    if not runs_triton(logits_TV, backend):
+        return reference(
+            logits_TV,
+            labels_T,
+            gradients,
+            options=options,
+            class_weight_V=class_weight_V,
+            with_entropy=with_entropy,
+            out_TV=out_TV,
+        )
+    T, V = logits_TV.shape
+    dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.label_smoothing > 0
+    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
+    if T > 0:
+        pieces = _num_pieces(logits_TV)
+        piece = triton.cdiv(triton.cdiv(V, pieces), 128) * 128
+        counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
+        _kernel[(T * pieces,)](
+            out_TV,
+            out_TV.stride(0),
+            logits_TV,
+            logits_TV.stride(0),
+            labels_T,
+            class_weight_V,
+            None if class_weight_V is None else class_weight_V.to(dtype).sum(),
+            gradients.cross_entropy_T,
+            gradients.z_loss_T,
+            max_T,
+            sum_other_T,
+            target_T,
+            dot_other_T,
+            weighted_sum_T,
+            logits_TV.new_empty((T, pieces, 5) if pieces > 1 else 1, dtype=dtype),
+            counters,
+            counters[-1:],
+            V,
+            options.label_smoothing,
+            options.z_loss,
+            PIECES=pieces,
+            PIECES_POWER=triton.next_power_of_2(pieces),
+            PIECE=piece,
+            HAS_Z_LOSS=options.z_loss != 0,
+            WITH_ENTROPY=with_entropy,
+            WITH_SMOOTHING=with_smoothing,
+            HAS_CLASS_WEIGHT=class_weight_V is not None,
+            # Four programs of eight warps on a multiprocessor: enough rows under way to hide that some wait.
+            maxnreg=64,
+            **transform_arguments(options),
+            **tile_arguments(logits_TV),
+        )
+    return SoftmaxStatistics(
+        max_T,
+        sum_other_T,
+        target_T,
+        dot_other_T if with_entropy else None,
+        weighted_sum_T if with_smoothing else None,
+    )
+
+
+def _num_pieces(logits_TV: Tensor) -> int:
+    # Programs wait for each other, and the interpreter runs them one after another.
+    if not logits_TV.is_cuda:
+        return 1
+    return triton.cdiv(logits_TV.shape[1] * logits_TV.element_size(), PIECE_BYTES)
+
+
+def reference(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    gradients: TokenGradients,
+    *,
+    options: LossOptions,
+    class_weight_V: Tensor | None = None,
+    with_entropy: bool = False,
+    out_TV: Tensor,
+) -> SoftmaxStatistics:
+    """:func:`cross_entropy_fwd_bwd` in plain torch: the path on CPU."""
+    V = logits_TV.shape[1]
+    statistics = cross_entropy_fwd_reference(
+        logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
+    )
+    terms = token_terms(statistics, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V)
+    coefficients = gradient_coefficients(
+        terms, gradients, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V
+    )
+    cross_entropy_bwd_reference(
+        logits_TV, labels_T, coefficients, options=options, class_weight_V=class_weight_V, out_TV=out_TV
+    )
+    return statistics
