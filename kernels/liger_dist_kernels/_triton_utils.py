@@ -40,6 +40,16 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp_of_difference(x, y):
+    """exp(x - y) in two instructions, a multiply-add and a power of two, where Triton's own exp takes nine: it keeps
+    results below 1e-38, which are 0 here. The rounding of ``y`` is that of an fp32 log-sum-exp of its size."""
+    return tl.exp2(x * _LOG2_E - y * _LOG2_E)
+
+
 @triton.jit
 def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.

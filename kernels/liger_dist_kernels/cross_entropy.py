@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, capped, runs_triton, statistics_dtype
+from ._triton_utils import Backend, capped, exp_of_difference, runs_triton, statistics_dtype
 from .options import LossOptions
 
 
@@ -90,7 +90,7 @@ def load_logits(
     if TRANSFORMS:
         capped_logit, slope = capped(raw, scale, softcap, HAS_SOFTCAP)
         return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
-    return raw, 1.0
+    return raw, raw * 0.0 + 1.0
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def merged(max_x, sum_x, dot_x):
     """Maximum, sum and dot product of parts whose own ones are relative to their own maxima."""
     total_max = tl.max(max_x)
     # Parts, or a row, whose logits are all -inf must not turn into inf - inf.
-    distance = max_x - tl.where(total_max == float("-inf"), 0.0, total_max)
-    shrink = tl.exp(distance)
-    moved = tl.where(shrink == 0.0, 0.0, distance * sum_x)
+    anchor = tl.where(total_max == float("-inf"), 0.0, total_max)
+    shrink = exp_of_difference(max_x, anchor)
+    moved = tl.where(shrink == 0.0, 0.0, (max_x - anchor) * sum_x)
     return total_max, tl.sum(shrink * sum_x), tl.sum(shrink * (dot_x + moved))
 
 
@@ -123,14 +123,13 @@ def statistics_of_piece(
         z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
         new_max = tl.maximum(max_l, tl.max(z, 1))
         anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = tl.exp(max_l - anchor)
-        distance = z - anchor[:, None]
-        e = tl.exp(distance)
+        shrink = exp_of_difference(max_l, anchor)
+        e = exp_of_difference(z, anchor[:, None])
         if (label >= first + start) & (label < first + start + LANES * VECTOR):
-            e = tl.where(offs_v == label, 0.0, e)
+            e = tl.where(offs == label - first - start, 0.0, e)
         if WITH_ENTROPY:
             moved = tl.where(max_l == float("-inf"), 0.0, (max_l - anchor) * sum_l)
-            dot_l = shrink * (dot_l + moved) + tl.sum(tl.where(e > 0.0, e * distance, 0.0), 1)
+            dot_l = shrink * (dot_l + moved) + tl.sum(tl.where(e > 0.0, e * (z - anchor[:, None]), 0.0), 1)
         if WITH_SMOOTHING:
             counted = tl.where(mask_v, z, 0.0)
             if HAS_CLASS_WEIGHT:
@@ -149,12 +148,12 @@ def statistics_of_piece(
 
 @triton.jit
 def write_gradient_of_piece(
-    out_row_ptr, row_ptr, label, first, last, end, class_weight_ptr, lse, miss, nll, mass, entropy, smoothing, scale,
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll, mass, entropy, smoothing, scale,
     softcap, inverse_temperature,
     PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, and zeros in ``[last, end)``."""
+    """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FP64 else tl.float32
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for start in range(0, PIECE, LANES * VECTOR):
@@ -163,10 +162,10 @@ def write_gradient_of_piece(
         z, slope = load_logits(
             row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
         )
-        p = tl.exp(z - lse)
+        p = exp_of_difference(z, lse)
         gradient = (nll + mass) * p
         if (label >= first + start) & (label < first + start + LANES * VECTOR):
-            gradient = tl.where(offs_v == label, mass * p - nll * miss, gradient)
+            gradient = tl.where(offs == label - first - start, mass * (1.0 - miss) - nll * miss, gradient)
         if HAS_ENTROPY:
             gradient += tl.where(p > 0.0, entropy * p * z, 0.0)
         if HAS_SMOOTHING:
@@ -174,8 +173,21 @@ def write_gradient_of_piece(
                 gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
             else:
                 gradient -= smoothing
-        gradient = tl.where(mask_v, gradient * slope, 0.0) if TRANSFORMS else gradient
-        tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=offs_v < end)
+        if TRANSFORMS:
+            gradient *= slope
+        tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def write_zeros_of_piece(
+    out_row_ptr, first, last, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """The gradient of a token that counts nothing, whose logits need not be finite: they are not read."""
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    zeros = tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty)
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        tl.store(out_row_ptr + offs_v, zeros, mask=offs_v < last)
 
 
 @triton.jit
@@ -188,7 +200,7 @@ def _statistics_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_max, sum_other, target, dot_other, weighted_sum = statistics_of_piece(
-        logits_ptr + row * stride_t, tl.load(labels_ptr + row), 0, V, class_weight_ptr, scale, softcap,
+        logits_ptr + row * stride_t, tl.load(labels_ptr + row).to(tl.int32), 0, V, class_weight_ptr, scale, softcap,
         inverse_temperature, V, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING,
         HAS_CLASS_WEIGHT,
     )  # fmt: skip
@@ -211,24 +223,27 @@ def _gradient_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * LANES * VECTOR
-    label = tl.load(labels_ptr + row)
-    # A token that counts nothing stays out even when its logits are not finite: they are not read.
-    last = tl.where(label < 0, first, V)
-    lse = tl.where(label < 0, 0.0, tl.load(lse_ptr + row))
-    mass = lse * 0.0
-    entropy = lse * 0.0
-    smoothing = lse * 0.0
-    if HAS_MASS:
-        mass = tl.load(mass_ptr + row)
-    if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + row)
-    if HAS_SMOOTHING:
-        smoothing = tl.where(label < 0, 0.0, tl.load(smoothing_ptr + row))
-    write_gradient_of_piece(
-        out_ptr + row * stride_out_t, logits_ptr + row * stride_t, label, first, last, V, class_weight_ptr, lse,
-        tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass, entropy, smoothing, scale, softcap, inverse_temperature,
-        LANES * VECTOR, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT,
-    )  # fmt: skip
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    out_row_ptr = out_ptr + row * stride_out_t
+    if label < 0:
+        write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, LANES, VECTOR)
+    else:
+        lse = tl.load(lse_ptr + row)
+        mass = lse * 0.0
+        entropy = lse * 0.0
+        smoothing = lse * 0.0
+        if HAS_MASS:
+            mass = tl.load(mass_ptr + row)
+        if HAS_ENTROPY:
+            entropy = tl.load(entropy_ptr + row)
+        if HAS_SMOOTHING:
+            smoothing = tl.load(smoothing_ptr + row)
+        write_gradient_of_piece(
+            out_row_ptr, logits_ptr + row * stride_t, label, first, V, class_weight_ptr, lse,
+            tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass, entropy, smoothing, scale, softcap,
+            inverse_temperature, LANES * VECTOR, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, HAS_ENTROPY,
+            HAS_SMOOTHING, HAS_CLASS_WEIGHT,
+        )  # fmt: skip
 
 
 def transform_arguments(options: LossOptions) -> dict[str, Any]:
@@ -242,15 +257,17 @@ def transform_arguments(options: LossOptions) -> dict[str, Any]:
     }
 
 
-def tile_arguments(logits_TV: Tensor, most: int = 8192) -> dict[str, Any]:
-    """Tiles of at most ``most`` 16-bit logits, or as many bytes of others."""
+def tile_arguments(logits_TV: Tensor) -> dict[str, Any]:
+    """Tiles of at most 16 KiB, and the launch that suits them."""
     vector = 16 // logits_TV.element_size()
-    columns = min(triton.next_power_of_2(logits_TV.shape[1]), most * 2 // logits_TV.element_size())
+    columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2**14 // logits_TV.element_size())
     return {
         "VECTOR": vector,
         "LANES": max(columns // vector, 1),
         "FP64": logits_TV.dtype == torch.float64,
-        "num_warps": 8 if columns * logits_TV.element_size() >= 8192 else 4,
+        "num_warps": 8 if columns * logits_TV.element_size() >= 2**13 else 4,
+        # Four programs of eight warps on a multiprocessor, which hide each other's reductions.
+        "maxnreg": 64,
     }
 
 

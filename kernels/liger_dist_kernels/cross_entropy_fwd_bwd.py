@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton, statistics_dtype
+from ._triton_utils import Backend, exp_of_difference, runs_triton, statistics_dtype
 from .cross_entropy import (
     SoftmaxStatistics,
     cross_entropy_bwd_reference,
@@ -26,6 +26,7 @@ from .cross_entropy import (
     tile_arguments,
     transform_arguments,
     write_gradient_of_piece,
+    write_zeros_of_piece,
 )
 from .options import LossOptions
 from .token_loss import TokenGradients, gradient_coefficients, token_terms
@@ -49,7 +50,7 @@ def _kernel(
         ticket = tl.program_id(0)
     row = (ticket // PIECES).to(tl.int64)
     piece = ticket % PIECES
-    label = tl.load(labels_ptr + row)
+    label = tl.load(labels_ptr + row).to(tl.int32)
     row_ptr = logits_ptr + row * stride_t
     first = piece * PIECE
     end = tl.minimum(first + PIECE, V)
@@ -85,27 +86,32 @@ def _kernel(
             tl.store(dot_other_ptr + row, dot_other)
         if WITH_SMOOTHING:
             tl.store(weighted_sum_ptr + row, weighted_sum)
-    # As token_loss.py computes the coefficients of these two upstream gradients.
-    anchor = tl.where(label < 0, 0.0, row_max)
-    total = sum_other + tl.exp(target - anchor)
-    lse = anchor + tl.log(total)
-    upstream = tl.where(label < 0, 0.0, tl.load(d_cross_entropy_ptr + row))
-    nll = upstream
-    mass = lse * 0.0
-    smoothing = lse * 0.0
-    if WITH_SMOOTHING:
-        nll = upstream * (1.0 - label_smoothing)
-        smoothing = upstream * (label_smoothing / V)
-        mass = smoothing * (tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else 1.0 * V)
-    if HAS_CLASS_WEIGHT:
-        nll *= tl.load(class_weight_ptr + tl.maximum(label, 0)).to(nll.dtype)
-    if HAS_Z_LOSS:
-        mass += tl.where(label < 0, 0.0, tl.load(d_z_loss_ptr + row)) * (2.0 * z_loss) * lse
-    write_gradient_of_piece(
-        out_ptr + row * stride_out_t, row_ptr, label, first, last, end, class_weight_ptr, lse, sum_other / total, nll,
-        mass, mass, smoothing, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP,
-        False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
-    )  # fmt: skip
+    out_row_ptr = out_ptr + row * stride_out_t
+    if label < 0:
+        write_zeros_of_piece(out_row_ptr, first, end, PIECE, LANES, VECTOR)
+    else:
+        # As token_loss.py computes the coefficients of these two upstream gradients.
+        total = sum_other + exp_of_difference(target, row_max)
+        lse = row_max + tl.log(total)
+        nll = tl.load(d_cross_entropy_ptr + row)
+        mass = lse * 0.0
+        smoothing = lse * 0.0
+        if WITH_SMOOTHING:
+            smoothing = nll * (label_smoothing / V)
+            nll *= 1.0 - label_smoothing
+            if HAS_CLASS_WEIGHT:
+                mass = smoothing * tl.load(class_weight_sum_ptr)
+            else:
+                mass = smoothing * V
+        if HAS_CLASS_WEIGHT:
+            nll *= tl.load(class_weight_ptr + label).to(nll.dtype)
+        if HAS_Z_LOSS:
+            mass += tl.load(d_z_loss_ptr + row) * (2.0 * z_loss) * lse
+        write_gradient_of_piece(
+            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, sum_other / total, nll, mass, mass, smoothing,
+            scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False,
+            WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+        )  # fmt: skip
 
 
 def cross_entropy_fwd_bwd(
@@ -176,8 +182,6 @@ def cross_entropy_fwd_bwd(
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
-            # Four programs of eight warps on a multiprocessor: enough rows under way to hide that some wait.
-            maxnreg=64,
             **transform_arguments(options),
             **tile_arguments(logits_TV),
         )

