@@ -132,7 +132,7 @@ def test_rotary(layout: RotaryLayout, dtype: torch.dtype, backend: Any) -> None:
         x = random(2, 5, 3, D, dtype=dtype)
         # Not the tables of any angle, alike in no half: the definition alone counts.
         cos, sin = (random(2, 1, 5, R, dtype=dtype, seed=seed).detach() for seed in (1, 2))
-        y = rotary(x.transpose(1, 2), cos, sin, num_rotated=R, layout=layout, backend=backend)
+        (y,) = rotary((x.transpose(1, 2),), cos, sin, num_rotated=R, layout=layout, backend=backend)
         leaf = x.detach().double().requires_grad_()
         truth = true_rotary(leaf.transpose(1, 2), cos.double(), sin.double(), layout=layout)
         upstream = random(2, 3, 5, D, dtype=dtype, seed=3)
@@ -147,5 +147,28 @@ def test_tables_of_half_the_width(backend: Any) -> None:
     x = random(2, 3, 5, 8, dtype=torch.float32)
     cos, sin = (random(2, 1, 5, 4, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
     layout = RotaryLayout(tables="shared")
-    y = rotary(x, cos, sin, num_rotated=8, layout=layout, backend=backend)
+    (y,) = rotary((x,), cos, sin, num_rotated=8, layout=layout, backend=backend)
     assert relative_error(y, true_rotary(x, cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2), layout=layout)) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_queries_and_keys_in_one_launch(heads_dim: int, backend: Any) -> None:
+    """Other numbers of heads, strides of a packed projection, one table for the batch, a gradient for one of the two."""
+    T, D = 5, 8
+    packed = random(2, T, 7 * D, dtype=torch.float32)
+    cos, sin = (random(1, T, D, dtype=torch.float32, seed=seed).detach().unsqueeze(2) for seed in (1, 2))
+    layout = RotaryLayout()
+
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., : 5 * D].unflatten(-1, (5, D)), x[..., 5 * D :].unflatten(-1, (2, D))
+
+    leaf = packed.detach().double().requires_grad_()
+    truths = [true_rotary(x, cos.double(), sin.double(), layout=layout) for x in split(leaf)]
+    given = [x.transpose(1, 2) if heads_dim == 1 else x for x in (*split(packed), cos, sin)]
+    rotated = rotary(given[:2], given[2], given[3], num_rotated=D, layout=layout, backend=backend)
+    for y, truth in zip(rotated, truths, strict=True):
+        assert relative_error(y, truth.transpose(1, 2) if heads_dim == 1 else truth) < 1e-6
+    (got,) = torch.autograd.grad(rotated[1].square().sum(), packed)
+    (want,) = torch.autograd.grad(truths[1].square().sum(), leaf)
+    assert relative_error(got, want) < 1e-6

@@ -66,96 +66,62 @@ def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torc
 
 @triton.jit
 def _norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    sum_ptr,
-    mean_ptr,
-    rstd_ptr,
-    stride_xt,
-    stride_rt,
-    D: tl.constexpr,
-    eps,
-    offset,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ROUND_BEFORE_WEIGHT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, stride_xt, stride_rt, T,
+    D: tl.constexpr, eps, offset, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr, ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    x = tl.load(x_ptr + row * stride_xt + offs_d, mask=mask_d, other=0.0)
-    s = x.to(dtype)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (row < T)[:, None] & (offs_d < D)
+    s = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0).to(dtype)
     if HAS_RESIDUAL:
-        s += tl.load(residual_ptr + row * stride_rt + offs_d, mask=mask_d, other=0.0).to(dtype)
+        s += tl.load(residual_ptr + row[:, None] * stride_rt + offs_d, mask=mask, other=0.0).to(dtype)
         rounded = s.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * D + offs_d, rounded, mask=mask_d)
+        tl.store(sum_ptr + row[:, None] * D + offs_d, rounded, mask=mask)
         s = rounded.to(dtype)
     if SUBTRACT_MEAN:
-        mean = tl.sum(s) / D
-        tl.store(mean_ptr + row, mean)
-        s = tl.where(mask_d, s - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(s * s) / D + eps)
-    tl.store(rstd_ptr + row, rstd)
-    n = s * rstd
+        mean = tl.sum(s, 1) / D
+        tl.store(mean_ptr + row, mean, mask=row < T)
+        s = tl.where(mask, s - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(s * s, 1) / D + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < T)
+    n = s * rstd[:, None]
     if ROUND_BEFORE_WEIGHT:
         n = n.to(x_ptr.dtype.element_ty).to(dtype)
     if HAS_WEIGHT:
-        n *= offset + tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
+        n *= offset + tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(dtype)
     if HAS_BIAS:
-        n += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
-    tl.store(y_ptr + row * D + offs_d, n.to(y_ptr.dtype.element_ty), mask=mask_d)
+        n += tl.load(bias_ptr + offs_d, mask=offs_d < D, other=0.0).to(dtype)
+    tl.store(y_ptr + row[:, None] * D + offs_d, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _norm_bwd_kernel(
-    d_y_ptr,
-    d_sum_ptr,
-    sum_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    d_x_ptr,
-    d_weight_ptr,
-    d_bias_ptr,
-    stride_yt,
-    stride_dst,
-    stride_st,
-    T,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    offset,
-    HAS_SUM_GRADIENT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ROUND_BEFORE_WEIGHT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    block = tl.program_id(0).to(tl.int64)
+    d_y_ptr, d_sum_ptr, sum_ptr, weight_ptr, mean_ptr, rstd_ptr, d_x_ptr, d_weight_ptr, d_bias_ptr,
+    stride_yt, stride_dst, stride_st, T, D: tl.constexpr, offset, HAS_SUM_GRADIENT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
+    ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask_d = offs_d < D
-    scale = tl.full((BLOCK_D,), 1.0, dtype)
+    scale = tl.full((1, BLOCK_D), 1.0, dtype)
     if HAS_WEIGHT:
         scale = offset + tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
-    d_weight = tl.zeros((BLOCK_D,), dtype)
-    d_bias = tl.zeros((BLOCK_D,), dtype)
-    for index in range(ROWS):
-        row = block * ROWS + index
-        mask = mask_d & (row < T)
-        d_y = tl.load(d_y_ptr + row * stride_yt + offs_d, mask=mask, other=0.0).to(dtype)
-        s = tl.load(sum_ptr + row * stride_st + offs_d, mask=mask, other=0.0).to(dtype)
-        rstd = tl.load(rstd_ptr + row, mask=row < T, other=0.0)
+    d_weight = tl.zeros((ROWS, BLOCK_D), dtype)
+    d_bias = tl.zeros((ROWS, BLOCK_D), dtype)
+    # STEPS is 0 where a loop may end at a run-time number.
+    for step in tl.range(0, STEPS if STEPS > 0 else tl.cdiv(tl.cdiv(T, ROWS), tl.num_programs(0)), num_stages=STAGES):
+        row = (program + step * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
+        mask = (row < T)[:, None] & mask_d
+        d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0).to(dtype)
+        s = tl.load(sum_ptr + row[:, None] * stride_st + offs_d, mask=mask, other=0.0).to(dtype)
+        rstd = tl.load(rstd_ptr + row, mask=row < T, other=0.0)[:, None]
         if SUBTRACT_MEAN:
-            s = tl.where(mask, s - tl.load(mean_ptr + row, mask=row < T, other=0.0), 0.0)
+            s = tl.where(mask, s - tl.load(mean_ptr + row, mask=row < T, other=0.0)[:, None], 0.0)
         n = s * rstd
         if NEEDS_WEIGHT:
             if ROUND_BEFORE_WEIGHT:
@@ -165,17 +131,29 @@ def _norm_bwd_kernel(
         if NEEDS_BIAS:
             d_bias += d_y
         d_n = d_y * scale
-        d_s = d_n - n * (tl.sum(d_n * n) / D)
+        d_s = d_n - n * (tl.sum(d_n * n, 1) / D)[:, None]
         if SUBTRACT_MEAN:
-            d_s -= tl.sum(d_n) / D
+            d_s -= (tl.sum(d_n, 1) / D)[:, None]
         d_s *= rstd
         if HAS_SUM_GRADIENT:
-            d_s += tl.load(d_sum_ptr + row * stride_dst + offs_d, mask=mask, other=0.0).to(dtype)
-        tl.store(d_x_ptr + row * D + offs_d, d_s.to(d_x_ptr.dtype.element_ty), mask=mask)
+            d_s += tl.load(d_sum_ptr + row[:, None] * stride_dst + offs_d, mask=mask, other=0.0).to(dtype)
+        tl.store(d_x_ptr + row[:, None] * D + offs_d, d_s.to(d_x_ptr.dtype.element_ty), mask=mask)
+    column = tl.arange(0, BLOCK_D)
     if NEEDS_WEIGHT:
-        tl.store(d_weight_ptr + block * D + offs_d, d_weight, mask=mask_d)
+        tl.store(d_weight_ptr + program * D + column, tl.sum(d_weight, 0), mask=column < D)
     if NEEDS_BIAS:
-        tl.store(d_bias_ptr + block * D + offs_d, d_bias, mask=mask_d)
+        tl.store(d_bias_ptr + program * D + column, tl.sum(d_bias, 0), mask=column < D)
+
+
+@triton.jit
+def _sum_kernel(parts_ptr, total_ptr, D, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    total = tl.zeros((BLOCK_P, BLOCK_D), parts_ptr.dtype.element_ty)
+    for start in range(0, PARTS, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(parts_ptr + part * D + offs_d, mask=(part < PARTS) & (offs_d < D), other=0.0)
+    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(total_ptr + column, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=column < D)
 
 
 def norm_fwd(
@@ -200,9 +178,9 @@ def norm_fwd(
     sum_TD = x_TD if residual_TD is None else x_TD.new_empty((T, D))
     mean_T = x_TD.new_empty(T, dtype=statistics) if options.subtract_mean else None
     rstd_T = x_TD.new_empty(T, dtype=statistics)
-    block, warps = _launch(D)
     if T > 0:
-        _norm_fwd_kernel[(T,)](
+        rows, block, warps = _launch(D, 4096)
+        _norm_fwd_kernel[(triton.cdiv(T, rows),)](
             x_TD,
             residual_TD,
             weight_D,
@@ -213,6 +191,7 @@ def norm_fwd(
             rstd_T,
             x_TD.stride(0),
             0 if residual_TD is None else residual_TD.stride(0),
+            T,
             D,
             options.eps,
             options.offset,
@@ -221,6 +200,7 @@ def norm_fwd(
             HAS_BIAS=bias_D is not None,
             SUBTRACT_MEAN=options.subtract_mean,
             ROUND_BEFORE_WEIGHT=options.round_before_weight,
+            ROWS=rows,
             BLOCK_D=block,
             num_warps=warps,
         )
@@ -239,61 +219,71 @@ def norm_bwd(
     backend: Backend = "auto",
 ) -> NormGradients:
     """Gradients from those of ``y`` and, where the sum went on as well, of ``sum``; of ``saved``, ``y_TD`` is not read.
-    The parameters' gradients are fp32 (fp64 for fp64 rows)."""
+    The parameters' gradients have the weight's dtype (without one, that of the statistics)."""
     if not runs_triton(d_y_TD, backend):
         return reference_bwd(
             d_y_TD, d_sum_TD, saved, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
         )
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
-    # A power of two: it is compiled in, and lengths of batches vary.
-    rows = triton.next_power_of_2(max(1, triton.cdiv(T, _programs(sum_TD))))
-    blocks = triton.cdiv(T, rows)
+    rows, block, warps = _launch(D, 8192)
+    programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = sum_TD.new_empty((T, D))
-    d_weight = rstd_T.new_empty((blocks, D)) if needs_weight else None
-    d_bias = rstd_T.new_empty((blocks, D)) if needs_bias else None
-    block, warps = _launch(D)
-    if T > 0:
-        _norm_bwd_kernel[(blocks,)](
-            d_y_TD,
-            d_sum_TD,
-            sum_TD,
-            weight_D,
-            saved.mean_T,
-            rstd_T,
-            d_x_TD,
-            d_weight,
-            d_bias,
-            d_y_TD.stride(0),
-            0 if d_sum_TD is None else d_sum_TD.stride(0),
-            sum_TD.stride(0),
-            T,
-            ROWS=rows,
-            D=D,
-            offset=options.offset,
-            HAS_SUM_GRADIENT=d_sum_TD is not None,
-            HAS_WEIGHT=weight_D is not None,
-            NEEDS_WEIGHT=needs_weight,
-            NEEDS_BIAS=needs_bias,
-            SUBTRACT_MEAN=options.subtract_mean,
-            ROUND_BEFORE_WEIGHT=options.round_before_weight,
-            BLOCK_D=block,
-            num_warps=warps,
-        )
+    d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
+    d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
+    _norm_bwd_kernel[(programs,)](
+        d_y_TD,
+        d_sum_TD,
+        sum_TD,
+        weight_D,
+        saved.mean_T,
+        rstd_T,
+        d_x_TD,
+        d_weight,
+        d_bias,
+        d_y_TD.stride(0),
+        0 if d_sum_TD is None else d_sum_TD.stride(0),
+        sum_TD.stride(0),
+        T,
+        D,
+        options.offset,
+        HAS_SUM_GRADIENT=d_sum_TD is not None,
+        HAS_WEIGHT=weight_D is not None,
+        NEEDS_WEIGHT=needs_weight,
+        NEEDS_BIAS=needs_bias,
+        SUBTRACT_MEAN=options.subtract_mean,
+        ROUND_BEFORE_WEIGHT=options.round_before_weight,
+        ROWS=rows,
+        BLOCK_D=block,
+        STAGES=2,
+        STEPS=0 if sum_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
+        num_warps=warps,
+    )
+    parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(
-        d_x_TD, None if d_weight is None else d_weight.sum(0), None if d_bias is None else d_bias.sum(0)
+        d_x_TD,
+        None if d_weight is None else _sum(d_weight, parameter_dtype),
+        None if d_bias is None else _sum(d_bias, parameter_dtype),
     )
 
 
-def _launch(D: int) -> tuple[int, int]:
-    """A row in one block, and its warps."""
+def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    P, D = parts_PD.shape
+    total_D = parts_PD.new_empty(D, dtype=dtype)
+    _sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, D, PARTS=P, BLOCK_P=64, BLOCK_D=32, num_warps=4)
+    return total_D
+
+
+def _launch(D: int, numbers: int) -> tuple[int, int, int]:
+    """Rows of a program, so many that they have about ``numbers`` numbers; columns, which is one block; warps."""
     block = triton.next_power_of_2(D)
-    return block, min(max(block // 512, 1), 16)
+    rows = max(numbers // block, 1)
+    return rows, block, min(max(rows * block // 512, 1), 16)
 
 
 def _programs(tensor: Tensor) -> int:
     """How many programs share the rows of a backward; each keeps a sum of the parameters' gradients."""
-    return 4 * torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
 
 
 def reference_fwd(
@@ -330,6 +320,7 @@ def reference_bwd(
     """:func:`norm_bwd` in plain torch."""
     sum_TD, mean_T, rstd_T = saved.sum_TD, saved.mean_T, saved.rstd_T
     dtype = rstd_T.dtype
+    parameter_dtype = dtype if weight_D is None else weight_D.dtype
     d_y, s = d_y_TD.to(dtype), sum_TD.to(dtype)
     n = (s if mean_T is None else s - mean_T[:, None]) * rstd_T[:, None]
     rounded = n.to(sum_TD.dtype).to(dtype) if options.round_before_weight else n
@@ -342,6 +333,6 @@ def reference_bwd(
         d_s = d_s + d_sum_TD.to(dtype)
     return NormGradients(
         d_s.to(sum_TD.dtype),
-        (d_y * rounded).sum(0) if needs_weight else None,
-        d_y.sum(0) if needs_bias else None,
+        (d_y * rounded).sum(0).to(parameter_dtype) if needs_weight else None,
+        d_y.sum(0).to(parameter_dtype) if needs_bias else None,
     )

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its gradient.
 
-Legend: D features of a head, R of which are rotated in pairs. A pair (a, b) becomes
+Legend: B batch, T tokens, H heads, D features of a head, R of which are rotated in pairs. A pair (a, b) becomes
 ``(a cos_a - b sin_a, b cos_b + a sin_b)``. Arithmetic is fp32 (fp64 for fp64 inputs), rounded once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,74 +40,76 @@ def _places(pair, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr):
 
 
 @triton.jit
-def _rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    size_1,
-    size_2,
-    stride_x0,
-    stride_x1,
-    stride_x2,
-    stride_c0,
-    stride_c1,
-    stride_c2,
-    stride_s0,
-    stride_s1,
-    stride_s2,
-    stride_y0,
-    stride_y1,
-    stride_y2,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    READS_NEIGHBOURS: tl.constexpr,
-    WRITES_NEIGHBOURS: tl.constexpr,
-    TABLE_NEIGHBOURS: tl.constexpr,
-    TABLE_SHARED: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    FP64: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    index_2 = row % size_2
-    index_1 = (row // size_2) % size_1
-    index_0 = row // (size_2 * size_1)
-    x_row = x_ptr + index_0 * stride_x0 + index_1 * stride_x1 + index_2 * stride_x2
-    cos_row = cos_ptr + index_0 * stride_c0 + index_1 * stride_c1 + index_2 * stride_c2
-    sin_row = sin_ptr + index_0 * stride_s0 + index_1 * stride_s1 + index_2 * stride_s2
-    y_row = y_ptr + index_0 * stride_y0 + index_1 * stride_y1 + index_2 * stride_y2
+def _rotate_heads(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, first, heads, stride_xh, stride_yh, stride_ch, stride_sh, D: tl.constexpr,
+    HALF: tl.constexpr, READS_NEIGHBOURS: tl.constexpr, WRITES_NEIGHBOURS: tl.constexpr, TABLE_NEIGHBOURS: tl.constexpr,
+    TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, from ``first`` on; the pointers are those of the token's first head."""
     dtype = tl.float64 if FP64 else tl.float32
-    pair = tl.arange(0, BLOCK_HALF)
-    mask = pair < HALF
+    head = (first + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (head < heads) & (pair < HALF)
     read_a, read_b = _places(pair, HALF, READS_NEIGHBOURS)
     write_a, write_b = _places(pair, HALF, WRITES_NEIGHBOURS)
     table_a, table_b = _places(pair, HALF, TABLE_NEIGHBOURS)
     if TABLE_SHARED:
         table_b = table_a
-    a = tl.load(x_row + read_a, mask=mask, other=0.0).to(dtype)
-    b = tl.load(x_row + read_b, mask=mask, other=0.0).to(dtype)
-    cos_a = tl.load(cos_row + table_a, mask=mask, other=0.0).to(dtype)
-    cos_b = tl.load(cos_row + table_b, mask=mask, other=0.0).to(dtype)
-    sin_a = tl.load(sin_row + table_a, mask=mask, other=0.0).to(dtype)
-    sin_b = tl.load(sin_row + table_b, mask=mask, other=0.0).to(dtype)
+    a = tl.load(x_ptr + head * stride_xh + read_a, mask=mask, other=0.0).to(dtype)
+    b = tl.load(x_ptr + head * stride_xh + read_b, mask=mask, other=0.0).to(dtype)
+    cos_a = tl.load(cos_ptr + head * stride_ch + table_a, mask=mask, other=0.0).to(dtype)
+    cos_b = tl.load(cos_ptr + head * stride_ch + table_b, mask=mask, other=0.0).to(dtype)
+    sin_a = tl.load(sin_ptr + head * stride_sh + table_a, mask=mask, other=0.0).to(dtype)
+    sin_b = tl.load(sin_ptr + head * stride_sh + table_b, mask=mask, other=0.0).to(dtype)
     if BACKWARD:
         rotated_a = a * cos_a + b * sin_b
         rotated_b = b * cos_b - a * sin_a
     else:
         rotated_a = a * cos_a - b * sin_a
         rotated_b = b * cos_b + a * sin_b
-    tl.store(y_row + write_a, rotated_a.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_row + write_b, rotated_b.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + head * stride_yh + write_a, rotated_a.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + head * stride_yh + write_b, rotated_b.to(y_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
-        offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-        rest = tl.load(x_row + offs_rest, mask=offs_rest < D, other=0.0)
-        tl.store(y_row + offs_rest, rest.to(y_ptr.dtype.element_ty), mask=offs_rest < D)
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        mask = (head < heads) & (rest < D)
+        value = tl.load(x_ptr + head * stride_xh + rest, mask=mask, other=0.0)
+        tl.store(y_ptr + head * stride_yh + rest, value.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, y_q_ptr, y_k_ptr, tokens, heads_q, heads_k,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_cb, stride_ct, stride_ch,
+    stride_sb, stride_st, stride_sh, stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
+    blocks_q, D: tl.constexpr, HALF: tl.constexpr, READS_NEIGHBOURS: tl.constexpr, WRITES_NEIGHBOURS: tl.constexpr,
+    TABLE_NEIGHBOURS: tl.constexpr, TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    batch = row // tokens
+    token = row % tokens
+    cos_ptr += batch * stride_cb + token * stride_ct
+    sin_ptr += batch * stride_sb + token * stride_st
+    if block < blocks_q:
+        _rotate_heads(
+            q_ptr + batch * stride_qb + token * stride_qt, y_q_ptr + batch * stride_yqb + token * stride_yqt,
+            cos_ptr, sin_ptr, block * HEADS, heads_q, stride_qh, stride_yqh, stride_ch, stride_sh, D, HALF,
+            READS_NEIGHBOURS, WRITES_NEIGHBOURS, TABLE_NEIGHBOURS, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
+            BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k_ptr + batch * stride_kb + token * stride_kt, y_k_ptr + batch * stride_ykb + token * stride_ykt,
+            cos_ptr, sin_ptr, (block - blocks_q) * HEADS, heads_k, stride_kh, stride_ykh, stride_ch, stride_sh, D, HALF,
+            READS_NEIGHBOURS, WRITES_NEIGHBOURS, TABLE_NEIGHBOURS, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
+            BLOCK_REST,
+        )  # fmt: skip
 
 
 def rotate(
-    x: Tensor,
+    tensors: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     *,
@@ -114,32 +117,51 @@ def rotate(
     layout: RotaryLayout,
     backward: bool = False,
     backend: Backend = "auto",
-) -> Tensor:
-    """``x`` rotated, or with ``backward`` its gradient from that of the result; dtype and strides of ``x``.
+) -> tuple[Tensor, ...]:
+    """Each of ``tensors`` rotated, or with ``backward`` its gradient from that of the result, in one launch; dtype and
+    strides of the input.
 
     Args:
-        x: ``[A, B, C, D]``, the last dim contiguous.
-        cos, sin: ``[A, B, C, R]`` (expanded dims cost nothing), or ``[A, B, C, R / 2]`` for "shared" tables, the last
-            dim contiguous.
+        tensors: one or two (queries and keys), each ``[B, T, H, D]`` with its own number of heads H and with any
+            strides but the last, which is 1.
+        cos, sin: ``[B, T, 1, R]`` or ``[B, T, H, R]`` (for two tensors the former; expanded dims cost nothing), or
+            R / 2 numbers for "shared" tables, the last dim contiguous.
         num_rotated: R, even and at most D. Features from R on pass as they are.
     """
-    if not runs_triton(x, backend):
-        return reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward)
-    D, R = x.shape[-1], num_rotated
-    y = torch.empty_like(x)
+    q, k = tensors[0], tensors[-1]
+    if not runs_triton(q, backend):
+        return tuple(
+            reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors
+        )
+    D, R = q.shape[-1], num_rotated
+    rotated = tuple(torch.empty_like(x) for x in tensors)
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
-    if y.numel() > 0:
-        _rotate_kernel[(y.numel() // D,)](
-            x,
+    batch, tokens, heads_q, _ = q.shape
+    half = triton.next_power_of_2(R // 2)
+    heads = max(min(2048 // half, triton.next_power_of_2(heads_q)), 1)
+    blocks_q = triton.cdiv(heads_q, heads)
+    blocks_k = triton.cdiv(k.shape[2], heads) if len(tensors) > 1 else 0
+    per_head = [0 if table.shape[2] == 1 else table.stride(2) for table in (cos, sin)]
+    if any(y.numel() > 0 for y in rotated):
+        _rotate_kernel[(batch * tokens, blocks_q + blocks_k)](
+            q,
+            k,
             cos,
             sin,
-            y,
-            x.shape[1],
-            x.shape[2],
-            *x.stride()[:3],
-            *cos.stride()[:3],
-            *sin.stride()[:3],
-            *y.stride()[:3],
+            rotated[0],
+            rotated[-1],
+            tokens,
+            heads_q,
+            k.shape[2],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *cos.stride()[:2],
+            per_head[0],
+            *sin.stride()[:2],
+            per_head[1],
+            *rotated[0].stride()[:3],
+            *rotated[-1].stride()[:3],
+            blocks_q,
             D=D,
             HALF=R // 2,
             READS_NEIGHBOURS=reads == "neighbours",
@@ -147,18 +169,19 @@ def rotate(
             TABLE_NEIGHBOURS=layout.tables == "neighbours",
             TABLE_SHARED=layout.tables == "shared",
             BACKWARD=backward,
-            FP64=x.dtype == torch.float64,
-            BLOCK_HALF=triton.next_power_of_2(R // 2),
+            FP64=q.dtype == torch.float64,
+            HEADS=heads,
+            BLOCK_HALF=half,
             BLOCK_REST=triton.next_power_of_2(D - R) if D > R else 0,
-            num_warps=1,
+            num_warps=min(max(heads * half // 256, 1), 8),
         )
-    return y
+    return rotated
 
 
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, *, num_rotated: int, layout: RotaryLayout, backward: bool = False
 ) -> Tensor:
-    """:func:`rotate` in plain torch."""
+    """:func:`rotate` of one tensor in plain torch."""
     dtype, R = statistics_dtype(x.dtype), num_rotated
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     a, b = _pairs(x[..., :R].to(dtype), reads)

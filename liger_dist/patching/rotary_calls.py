@@ -75,9 +75,9 @@ class _Call:
         if arguments is None:
             return self.function(*args, **kwargs)
         tensors, cos, sin, num_rotated = arguments
+        results = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=self.plan.layout, backend=backend)
         rotated = tuple(
-            rotary(x, cos, sin, num_rotated=num_rotated, layout=self.plan.layout, backend=backend).reshape(own.shape)
-            for x, own in zip(tensors, (given[name] for name in self.plan.tensors), strict=True)
+            x.reshape(given[name].shape) for x, name in zip(results, self.plan.tensors, strict=True)
         )
         return rotated if len(rotated) > 1 else rotated[0]
 
@@ -266,10 +266,7 @@ def _reproduces(function: Callable[..., Any], plan: RotaryPlan) -> bool:
                 if arguments is None:
                     return False
                 tensors, cos, sin, num_rotated = arguments
-                outputs = [
-                    rotary(x, cos, sin, num_rotated=num_rotated, layout=plan.layout, backend="reference")
-                    for x in tensors
-                ]
+                outputs = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=plan.layout, backend="reference")
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if len(outputs) != len(leaves) or any(output.shape != torch.Size(shape) for output in outputs):
             return False
