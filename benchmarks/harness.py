@@ -111,28 +111,19 @@ def host_us(run: Callable[[], object], calls: int = 50) -> float:
     return statistics.median(seen)
 
 
-def graph_ms(run: Callable[[int], object], *, sets: int, replays: int = 12) -> float:
-    """Device time of one call: ``sets`` calls, each on inputs of its own so that none finds its data in the cache, in
-    one CUDA graph."""
+def captured(run: Callable[[int], object], sets: int) -> Callable[[], None]:
+    """``sets`` calls, the i-th of them ``run(i)``, as one CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for index in range(min(sets, 3)):
+        for index in range(sets):
             run(index)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(sets):
             run(index)
-    seen = []
-    for _ in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        seen.append(start.elapsed_time(end) / sets)
-    del graph
-    return statistics.median(seen[2:])
+    return graph.replay
 
 
 def environment() -> dict[str, Any]:
@@ -154,7 +145,8 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "clocks after the run (SM, memory, power limit, temperature)": smi.stdout.strip(),
         "date": date.today().isoformat(),
-        "command": "python -m " + " ".join([Path(sys.argv[0]).parent.name + "." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": "python -m "
+        + " ".join([Path(sys.argv[0]).parent.name + "." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
     }
 
 

@@ -66,7 +66,9 @@ def trl() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         valid = labels >= 0
-        log_probs = ChunkedLogProbFunction.apply(hidden, weight, None, labels.clamp_min(0), 1.0, 32768, None, 1.0, ())[0]
+        log_probs = ChunkedLogProbFunction.apply(hidden, weight, None, labels.clamp_min(0), 1.0, 32768, None, 1.0, ())[
+            0
+        ]
         return -(log_probs * valid).sum() / valid.sum()  # type: ignore[no-any-return]
 
     return loss

@@ -84,3 +84,26 @@ def test_batched_shapes_and_refusals() -> None:
         liger_dist.cross_entropy(logits, torch.full((2, 3), V))
     with pytest.raises(liger_dist.LigerDistError, match="int64"):
         liger_dist.cross_entropy(labels, labels)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
+    leaf, labels = make_logits()
+    truth = cross_entropy_truth(leaf.detach().double().requires_grad_(), labels).loss
+    (want,) = torch.autograd.grad(fused(leaf, labels, backend=backend).loss, leaf)
+    logits = leaf * 1.0
+    before = logits.detach().clone()
+    loss = LossArguments(options=loss_options(**NUMBERS))
+    execution = Execution(backend=backend, overwrite_logits=True)
+    value = fused_cross_entropy(logits, labels, loss=loss, execution=execution).loss
+    assert relative_error(value, truth) < 2e-6
+    (got,) = torch.autograd.grad(value * 3.0, leaf, retain_graph=True)
+    (again,) = torch.autograd.grad(value, leaf)
+    assert relative_error(got, 3.0 * want) < 1e-6
+    assert relative_error(again, want) < 1e-6
+    assert not torch.equal(logits, before)
+    other = leaf * 1.0
+    square = other.square().sum()
+    fused_cross_entropy(other, labels, loss=loss, execution=execution)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()

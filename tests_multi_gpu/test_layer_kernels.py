@@ -154,7 +154,7 @@ def test_tables_of_half_the_width(backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads_dim", [1, 2])
 def test_queries_and_keys_in_one_launch(heads_dim: int, backend: Any) -> None:
-    """Other numbers of heads, strides of a packed projection, one table for the batch, a gradient for one of the two."""
+    """Other numbers of heads, strides of a packed projection, one table for the batch, a gradient for one."""
     T, D = 5, 8
     packed = random(2, T, 7 * D, dtype=torch.float32)
     cos, sin = (random(1, T, D, dtype=torch.float32, seed=seed).detach().unsqueeze(2) for seed in (1, 2))

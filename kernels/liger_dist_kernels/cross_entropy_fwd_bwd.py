@@ -44,10 +44,7 @@ def _kernel(
     FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    if PIECES > 1:
-        ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-    else:
-        ticket = tl.program_id(0)
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") if PIECES > 1 else tl.program_id(0)
     row = (ticket // PIECES).to(tl.int64)
     piece = ticket % PIECES
     label = tl.load(labels_ptr + row).to(tl.int32)
@@ -99,10 +96,7 @@ def _kernel(
         if WITH_SMOOTHING:
             smoothing = nll * (label_smoothing / V)
             nll *= 1.0 - label_smoothing
-            if HAS_CLASS_WEIGHT:
-                mass = smoothing * tl.load(class_weight_sum_ptr)
-            else:
-                mass = smoothing * V
+            mass = smoothing * (tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else V)
         if HAS_CLASS_WEIGHT:
             nll *= tl.load(class_weight_ptr + label).to(nll.dtype)
         if HAS_Z_LOSS:
@@ -198,7 +192,7 @@ def _num_pieces(logits_TV: Tensor) -> int:
     # Programs wait for each other, and the interpreter runs them one after another.
     if not logits_TV.is_cuda:
         return 1
-    return triton.cdiv(logits_TV.shape[1] * logits_TV.element_size(), PIECE_BYTES)
+    return -(-logits_TV.shape[1] * logits_TV.element_size() // PIECE_BYTES)
 
 
 def reference(

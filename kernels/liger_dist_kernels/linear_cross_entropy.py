@@ -125,8 +125,8 @@ class _WeightGradient:
         self._is_first = False
 
     def total(self) -> Tensor:
-        """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by the
-        number of tokens first."""
+        """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by
+        the number of tokens first."""
         if self._is_own and self._weight_dtype != torch.float16:
             return self._sum_VD.to(self._weight_dtype)
         return self._sum_VD

@@ -130,9 +130,7 @@ def rotate(
     """
     q, k = tensors[0], tensors[-1]
     if not runs_triton(q, backend):
-        return tuple(
-            reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors
-        )
+        return tuple(reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors)
     D, R = q.shape[-1], num_rotated
     rotated = tuple(torch.empty_like(x) for x in tensors)
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)

@@ -16,6 +16,7 @@ from .labels import LabelSummary
 from .normalization import Reduction, check_reduction
 
 OUTPUTS: tuple[str, ...] = ("log_prob", "entropy", "is_top1", "z_loss")
+DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,11 @@ class LossArguments:
     """whether nobody will ask for gradients of ``outputs``, which then cost no recomputation"""
     logit_bias: Tensor | None = None
     """``[V]``, added to the logits beside the head's own bias; a constant"""
+
+    @property
+    def differentiable_outputs(self) -> frozenset[str]:
+        """The outputs that gradients may be asked of."""
+        return frozenset() if self.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.outputs)
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
         """Refuses arguments that do not fit each other or the tensors.
@@ -54,6 +60,8 @@ class Execution:
 
     backend: Backend = "auto"
     memory_budget: int | None = None
+    overwrite_logits: bool = False
+    """whether the gradient of given logits may take their memory"""
     label_summary: LabelSummary | None = None
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
     """processes whose tokens share one mean, one group for each mesh axis; empty for this process alone"""

@@ -1,7 +1,7 @@
-"""Cross entropy on given logits, which are never overwritten.
+"""Cross entropy on given logits, which are not overwritten unless the caller allows it.
 
-Legend: T tokens, V vocabulary. One sweep over the logits in the forward, one in the backward; between them only the
-statistics of each row are kept beside the caller's own logits.
+Legend: T tokens, V vocabulary. A scalar loss makes the gradient beside the loss, in one pass over the logits, and the
+backward hands it out. Where per-token results carry gradients, the backward reads the logits again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd
+from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
 from .labels import check_labels, select_targets
 from .normalization import Reduction
-from .scales import Scales, token_scales
+from .scales import Scales, scaled, token_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,30 +30,31 @@ class _Problem:
     scales: Scales
     loss: LossArguments
     execution: Execution
+    gradient_in_forward: bool
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        loss = problem.loss
-        statistics = cross_entropy_fwd(
-            logits_TV,
-            problem.labels_T,
-            options=loss.options,
-            class_weight_V=loss.class_weight,
-            with_entropy="entropy" in loss.outputs,
-            backend=problem.execution.backend,
-        )
-        terms = terms_of(
-            statistics,
-            problem.labels_T,
-            options=loss.options,
-            vocab_size=logits_TV.shape[1],
-            class_weight_V=loss.class_weight,
-        )
+        loss, V = problem.loss, logits_TV.shape[1]
+        described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
+        swept: dict[str, Any] = {"with_entropy": "entropy" in loss.outputs, "backend": problem.execution.backend}
         ctx.set_materialize_grads(False)
         ctx.problem = problem
-        ctx.save_for_backward(logits_TV, *terms)
+        if problem.gradient_in_forward:
+            overwrites = problem.execution.overwrite_logits
+            d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
+            upstream = problem.scales.upstream()
+            statistics = cross_entropy_fwd_bwd(
+                logits_TV, problem.labels_T, upstream, out_TV=d_logits_TV, **described, **swept
+            )
+            if overwrites:
+                # Autograd then refuses a backward of whatever else was computed from these logits.
+                torch.autograd.graph.increment_version(logits_TV)
+        else:
+            statistics = cross_entropy_fwd(logits_TV, problem.labels_T, **described, **swept)
+        terms = terms_of(statistics, problem.labels_T, vocab_size=V, **described)
+        ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
         ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
         return value, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
@@ -61,11 +62,15 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor | None, None]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: _Problem = ctx.problem
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
+        backend = problem.execution.backend
+        if problem.gradient_in_forward:
+            (d_logits_TV,) = ctx.saved_tensors
+            return None if d_loss is None else scaled(d_logits_TV, d_loss, d_logits_TV.dtype, backend=backend), None
         logits_TV, *terms = ctx.saved_tensors
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
         coefficients = coefficients_of(
@@ -83,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
             options=problem.loss.options,
             class_weight_V=problem.loss.class_weight,
             out_TV=torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device),
-            backend=problem.execution.backend,
+            backend=backend,
         )
         return d_logits_TV, None
 
@@ -103,12 +108,16 @@ def cross_entropy(
     reduction: Reduction = "mean",
     num_items_in_batch: Tensor | float | None = None,
     outputs: Sequence[str] = (),
+    overwrite_logits: bool = False,
 ) -> Tensor | LossOutput:
     """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
 
     Args:
-        logits: ``[..., V]`` raw logits; read in the forward and again in the backward, never written.
+        logits: ``[..., V]`` raw logits.
         labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
+        overwrite_logits: let the gradient take the memory of the logits, which are never to be read again: it saves
+            their size. A backward of anything else that was computed from them then raises. Only a scalar loss
+            without differentiable ``outputs`` makes use of it.
 
     The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
     """
@@ -131,7 +140,7 @@ def cross_entropy(
             num_items_in_batch=num_items_in_batch,
             outputs=names,
         ),
-        execution=Execution(),
+        execution=Execution(overwrite_logits=overwrite_logits),
     )
     return result if names else result.loss
 
@@ -164,6 +173,11 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
         loss=loss,
         execution=execution,
+        gradient_in_forward=torch.is_grad_enabled()
+        and logits.requires_grad
+        and loss.reduction != "none"
+        and not loss.differentiable_outputs
+        and vocab_size > 0,
     )
     logits_TV = logits.reshape(-1, vocab_size)
     if logits_TV.stride(-1) != 1:

@@ -25,8 +25,6 @@ from .labels import check_labels, select_targets
 from .normalization import Reduction
 from .scales import Scales, scaled, token_scales
 
-DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
@@ -41,11 +39,7 @@ class _Problem:
 
     @property
     def gradients_in_forward(self) -> bool:
-        return bool(self.needs) and self.loss.reduction != "none" and not self.differentiable_outputs
-
-    @property
-    def differentiable_outputs(self) -> frozenset[str]:
-        return frozenset() if self.loss.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.loss.outputs)
+        return bool(self.needs) and self.loss.reduction != "none" and not self.loss.differentiable_outputs
 
     def run(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None

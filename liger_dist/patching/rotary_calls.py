@@ -76,9 +76,7 @@ class _Call:
             return self.function(*args, **kwargs)
         tensors, cos, sin, num_rotated = arguments
         results = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=self.plan.layout, backend=backend)
-        rotated = tuple(
-            x.reshape(given[name].shape) for x, name in zip(results, self.plan.tensors, strict=True)
-        )
+        rotated = tuple(x.reshape(given[name].shape) for x, name in zip(results, self.plan.tensors, strict=True))
         return rotated if len(rotated) > 1 else rotated[0]
 
 
