@@ -28,9 +28,9 @@ def inputs(kernel: str, shape: tuple[int, ...], seed: int) -> list[Tensor]:
 
     if kernel == "RoPE":
         batch, tokens, heads_q, heads_k, width = shape
-        q, k = (random(batch, tokens, heads, width).requires_grad_() for heads in (heads_q, heads_k))
+        q, k = (random(batch, tokens, heads, width).transpose(1, 2).requires_grad_() for heads in (heads_q, heads_k))
         angles = torch.rand(batch, tokens, width // 2, generator=generator, device="cuda").repeat(1, 1, 2)
-        return [q.transpose(1, 2), k.transpose(1, 2), angles.cos().bfloat16(), angles.sin().bfloat16()]
+        return [q, k, angles.cos().bfloat16(), angles.sin().bfloat16()]
     rows, width = shape
     if kernel in ("SwiGLU", "GeGLU"):
         return [random(rows, width).requires_grad_(), random(rows, width).requires_grad_()]

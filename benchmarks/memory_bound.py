@@ -55,15 +55,13 @@ def problems() -> list[Problem]:
     return found
 
 
-def run(problem: Problem, rounds: int) -> list[Row]:
+def run(problem: Problem, rounds: int, names: Sequence[str] = ()) -> list[Row]:
     """Forward and backward rows of every implementation."""
     sets = max(3, int(CACHE_BYTES / (problem.numbers * problem.forward_bytes)))
     # Some implementations write over what they are given, so each has its own.
-    own = {
-        name: [layers.inputs(problem.kernel, problem.shape, seed) for seed in range(sets)]
-        for name, _ in layers.implementations(problem.kernel)
-    }
-    inputs = own["liger_dist"]
+    functions = [each for each in layers.implementations(problem.kernel) if not names or each[0] in names]
+    own = {name: [layers.inputs(problem.kernel, problem.shape, seed) for seed in range(sets)] for name, _ in functions}
+    inputs = next(iter(own.values()))
     copied = torch.randn(2**28, device="cuda")
     target = torch.empty_like(copied)
     same = [torch.empty_like(x[0]) for x in inputs]
@@ -72,7 +70,7 @@ def run(problem: Problem, rounds: int) -> list[Row]:
         Candidate("copy of this size", captured(lambda i: same[i].copy_(inputs[i][0]), sets)),
     ]
     hosts: dict[str, float] = {}
-    for name, function in layers.implementations(problem.kernel):
+    for name, function in functions:
 
         def forward(i: int, function: layers.Layer = function, name: str = name) -> object:
             with torch.no_grad():
@@ -151,11 +149,13 @@ def run_cross_entropy(rounds: int, T: int = 8192, V: int = 128256) -> list[Row]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--names", default="", help="implementations, comma-separated; all of them by default")
     given = parser.parse_args()
+    names = tuple(filter(None, given.names.split(",")))
     columns: Sequence[str] = ("forward %", "backward ms", "backward %", "host us", "of 4 bytes %", "extra MiB")
     for problem in problems():
         if given.only in problem.name:
-            rows = run(problem, given.rounds)
+            rows = run(problem, given.rounds, names)
             print(problem.name)
             show(rows, columns)
             save("memory_bound", rows, given.results)

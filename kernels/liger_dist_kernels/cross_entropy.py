@@ -110,7 +110,7 @@ def statistics_of_piece(
     PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Fields of :class:`SoftmaxStatistics` of the columns ``[first, last)``, at most PIECE of them."""
+    """Fields of :class:`SoftmaxStatistics`, but the target, of the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FP64 else tl.float32
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     max_l = tl.full((LANES,), float("-inf"), dtype)
@@ -138,12 +138,17 @@ def statistics_of_piece(
         sum_l = shrink * sum_l + tl.sum(e, 1)
         max_l = new_max
     row_max, sum_other, dot_other = merged(max_l, sum_l, dot_l)
-    is_here = (label >= first) & (label < last)
-    z_target, _ = load_logits(
-        row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
-    )
-    target = tl.where(is_here, z_target, 0.0)
-    return row_max, sum_other, target, dot_other, tl.sum(weighted_l)
+    return row_max, sum_other, dot_other, tl.sum(weighted_l)
+
+
+@triton.jit
+def target_logit(
+    row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``z`` of the label, and 0 where it is not here."""
+    z, _ = load_logits(row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+    return tl.where(is_here, z, 0.0)
 
 
 @triton.jit
@@ -156,6 +161,21 @@ def write_gradient_of_piece(
     """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FP64 else tl.float32
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    is_here = (label >= first) & (label < last)
+    # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
+    target, target_slope = load_logits(
+        row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+    )
+    target_gradient = mass * (1.0 - miss) - nll * miss
+    if HAS_ENTROPY:
+        target_gradient += tl.where(miss < 1.0, entropy * (1.0 - miss) * target, 0.0)
+    if HAS_SMOOTHING:
+        if HAS_CLASS_WEIGHT:
+            target_gradient -= smoothing * tl.load(class_weight_ptr + label, mask=is_here, other=0.0).to(dtype)
+        else:
+            target_gradient -= smoothing
+    if TRANSFORMS:
+        target_gradient *= target_slope
     for start in range(0, PIECE, LANES * VECTOR):
         offs_v = first + start + offs
         mask_v = offs_v < last
@@ -164,8 +184,6 @@ def write_gradient_of_piece(
         )
         p = exp_of_difference(z, lse)
         gradient = (nll + mass) * p
-        if (label >= first + start) & (label < first + start + LANES * VECTOR):
-            gradient = tl.where(offs == label - first - start, mass * (1.0 - miss) - nll * miss, gradient)
         if HAS_ENTROPY:
             gradient += tl.where(p > 0.0, entropy * p * z, 0.0)
         if HAS_SMOOTHING:
@@ -176,6 +194,8 @@ def write_gradient_of_piece(
         if TRANSFORMS:
             gradient *= slope
         tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+    tl.debug_barrier()
+    tl.store(out_row_ptr + label, target_gradient.to(out_row_ptr.dtype.element_ty), mask=is_here)
 
 
 @triton.jit
@@ -199,10 +219,14 @@ def _statistics_kernel(
     WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_max, sum_other, target, dot_other, weighted_sum = statistics_of_piece(
-        logits_ptr + row * stride_t, tl.load(labels_ptr + row).to(tl.int32), 0, V, class_weight_ptr, scale, softcap,
-        inverse_temperature, V, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING,
-        HAS_CLASS_WEIGHT,
+    row_ptr = logits_ptr + row * stride_t
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    target = target_logit(
+        row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+    )
+    row_max, sum_other, dot_other, weighted_sum = statistics_of_piece(
+        row_ptr, label, 0, V, class_weight_ptr, scale, softcap, inverse_temperature, V, LANES, VECTOR, FP64,
+        TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
     )  # fmt: skip
     tl.store(max_ptr + row, row_max)
     tl.store(sum_other_ptr + row, sum_other)

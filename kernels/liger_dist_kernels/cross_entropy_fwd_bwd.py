@@ -23,6 +23,7 @@ from .cross_entropy import (
     cross_entropy_fwd_reference,
     merged,
     statistics_of_piece,
+    target_logit,
     tile_arguments,
     transform_arguments,
     write_gradient_of_piece,
@@ -53,17 +54,22 @@ def _kernel(
     end = tl.minimum(first + PIECE, V)
     # A token that counts nothing stays out even when its logits are not finite: they are not read.
     last = tl.where(label < 0, first, end)
-    row_max, sum_other, target, dot_other, weighted_sum = statistics_of_piece(
+    target = target_logit(
+        row_ptr, label, label >= 0, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+    )
+    row_max, sum_other, dot_other, weighted_sum = statistics_of_piece(
         row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64,
         TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
     )  # fmt: skip
     if PIECES > 1:
-        piece_ptr += row * (PIECES * 5)
+        piece_ptr += row * (PIECES * 4)
         tl.store(piece_ptr + piece, row_max)
         tl.store(piece_ptr + PIECES + piece, sum_other)
-        tl.store(piece_ptr + 2 * PIECES + piece, target)
-        tl.store(piece_ptr + 3 * PIECES + piece, dot_other)
-        tl.store(piece_ptr + 4 * PIECES + piece, weighted_sum)
+        if WITH_ENTROPY:
+            tl.store(piece_ptr + 2 * PIECES + piece, dot_other)
+        if WITH_SMOOTHING:
+            tl.store(piece_ptr + 3 * PIECES + piece, weighted_sum)
+        # From here on any piece may be overwritten, the label's entry with it: everybody has read it.
         tl.atomic_add(arrived_ptr + row, 1, sem="release")
         while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < PIECES:
             pass
@@ -71,9 +77,11 @@ def _kernel(
         mask = offs < PIECES
         max_x = tl.load(piece_ptr + offs, mask=mask, other=float("-inf"), volatile=True)
         sum_x = tl.load(piece_ptr + PIECES + offs, mask=mask, other=0.0, volatile=True)
-        target = tl.sum(tl.load(piece_ptr + 2 * PIECES + offs, mask=mask, other=0.0, volatile=True))
-        dot_x = tl.load(piece_ptr + 3 * PIECES + offs, mask=mask, other=0.0, volatile=True)
-        weighted_sum = tl.sum(tl.load(piece_ptr + 4 * PIECES + offs, mask=mask, other=0.0, volatile=True))
+        dot_x = sum_x * 0.0
+        if WITH_ENTROPY:
+            dot_x = tl.load(piece_ptr + 2 * PIECES + offs, mask=mask, other=0.0, volatile=True)
+        if WITH_SMOOTHING:
+            weighted_sum = tl.sum(tl.load(piece_ptr + 3 * PIECES + offs, mask=mask, other=0.0, volatile=True))
         row_max, sum_other, dot_other = merged(max_x, sum_x, dot_x)
     if piece == 0:
         tl.store(max_ptr + row, row_max)
@@ -102,8 +110,8 @@ def _kernel(
         if HAS_Z_LOSS:
             mass += tl.load(d_z_loss_ptr + row) * (2.0 * z_loss) * lse
         write_gradient_of_piece(
-            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, sum_other / total, nll, mass, mass, smoothing,
-            scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False,
+            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, sum_other / total, nll, mass, mass,
+            smoothing, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False,
             WITH_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
@@ -163,7 +171,7 @@ def cross_entropy_fwd_bwd(
             target_T,
             dot_other_T,
             weighted_sum_T,
-            logits_TV.new_empty((T, pieces, 5) if pieces > 1 else 1, dtype=dtype),
+            logits_TV.new_empty((T, pieces, 4) if pieces > 1 else 1, dtype=dtype),
             counters,
             counters[-1:],
             V,

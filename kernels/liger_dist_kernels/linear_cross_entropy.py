@@ -97,8 +97,8 @@ class VocabularySlice:
 
 class _WeightGradient:
     """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for one or two chunks, otherwise in
-    the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which could overflow.
-    A caller's own sum is added to in its dtype."""
+    the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which could
+    overflow. A caller's own sum is added to in its dtype."""
 
     def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None) -> None:
         self._is_first, self._is_own, self._weight_dtype = sum_VD is None, sum_VD is None, weight_VD.dtype

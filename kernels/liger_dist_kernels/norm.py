@@ -179,7 +179,8 @@ def norm_fwd(
     mean_T = x_TD.new_empty(T, dtype=statistics) if options.subtract_mean else None
     rstd_T = x_TD.new_empty(T, dtype=statistics)
     if T > 0:
-        rows, block, warps = _launch(D, 4096)
+        block = triton.next_power_of_2(D)
+        rows = max(4096 // block, 1)
         _norm_fwd_kernel[(triton.cdiv(T, rows),)](
             x_TD,
             residual_TD,
@@ -202,7 +203,7 @@ def norm_fwd(
             ROUND_BEFORE_WEIGHT=options.round_before_weight,
             ROWS=rows,
             BLOCK_D=block,
-            num_warps=warps,
+            num_warps=min(max(rows * block // 512, 1), 16),
         )
     return NormOutput(y_TD, sum_TD, mean_T, rstd_T)
 
@@ -226,7 +227,9 @@ def norm_bwd(
         )
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
-    rows, block, warps = _launch(D, 8192)
+    block = triton.next_power_of_2(D)
+    # Two or three rows' loads are under way while one is computed, unless a row fills the registers.
+    rows, stages = triton.next_power_of_2(triton.cdiv(8192, D)), 3 if block < 16384 else 1
     programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = sum_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
@@ -255,9 +258,9 @@ def norm_bwd(
         ROUND_BEFORE_WEIGHT=options.round_before_weight,
         ROWS=rows,
         BLOCK_D=block,
-        STAGES=2,
+        STAGES=stages,
         STEPS=0 if sum_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
-        num_warps=warps,
+        num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(
@@ -272,13 +275,6 @@ def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     total_D = parts_PD.new_empty(D, dtype=dtype)
     _sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, D, PARTS=P, BLOCK_P=64, BLOCK_D=32, num_warps=4)
     return total_D
-
-
-def _launch(D: int, numbers: int) -> tuple[int, int, int]:
-    """Rows of a program, so many that they have about ``numbers`` numbers; columns, which is one block; warps."""
-    block = triton.next_power_of_2(D)
-    rows = max(numbers // block, 1)
-    return rows, block, min(max(rows * block // 512, 1), 16)
 
 
 def _programs(tensor: Tensor) -> int:
