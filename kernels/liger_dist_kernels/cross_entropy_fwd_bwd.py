@@ -30,7 +30,7 @@ from .cross_entropy import (
     write_zeros_of_piece,
 )
 from .options import LossOptions
-from .token_loss import TokenGradients, gradient_coefficients, token_terms
+from .token_loss import TokenGradients, gradient_coefficients, token_terms_reference
 
 PIECE_BYTES = 32 * 2**10
 
@@ -218,7 +218,7 @@ def reference(
     statistics = cross_entropy_fwd_reference(
         logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
     )
-    terms = token_terms(statistics, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V)
+    terms = token_terms_reference(statistics, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V)
     coefficients = gradient_coefficients(
         terms, gradients, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V
     )

@@ -242,7 +242,7 @@ def linear_cross_entropy(
                 logits_cV,
                 own_labels_c,
                 gradient_coefficients(
-                    token_terms(parts[-1], labels_c, **described),
+                    token_terms(parts[-1], labels_c, **described, backend=backend),
                     _cut(gradients, rows),
                     labels_c,
                     **described,
@@ -260,7 +260,7 @@ def linear_cross_entropy(
             d_bias_V += logits_cV.sum(0, dtype=d_bias_V.dtype)
     del buffer_cV, logits_cV
     return LinearCrossEntropyResult(
-        terms=token_terms(_join(parts), labels_T, **described),
+        terms=token_terms(_join(parts), labels_T, **described, backend=backend),
         d_hidden_TD=d_hidden_TD,
         d_weight_VD=None if d_weight is None else d_weight.total(),
         d_bias_V=d_bias_V,

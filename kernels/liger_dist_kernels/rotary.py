@@ -136,7 +136,7 @@ def rotate(
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     batch, tokens, heads_q, _ = q.shape
     half = triton.next_power_of_2(R // 2)
-    heads = max(min(2048 // half, triton.next_power_of_2(heads_q)), 1)
+    heads = max(min(512 // half, triton.next_power_of_2(min(heads_q, k.shape[2]))), 1)
     blocks_q = triton.cdiv(heads_q, heads)
     blocks_k = triton.cdiv(k.shape[2], heads) if len(tensors) > 1 else 0
     per_head = [0 if table.shape[2] == 1 else table.stride(2) for table in (cos, sin)]
@@ -171,7 +171,7 @@ def rotate(
             HEADS=heads,
             BLOCK_HALF=half,
             BLOCK_REST=triton.next_power_of_2(D - R) if D > R else 0,
-            num_warps=min(max(heads * half // 256, 1), 8),
+            num_warps=max(heads * half // 256, 1),
         )
     return rotated
 

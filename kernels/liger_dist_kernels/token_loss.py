@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """From softmax statistics to per-token losses, and from upstream gradients to gradient coefficients.
 
 Legend: T tokens. Everything here is elementwise on ``[T]`` tensors in the dtype of the statistics; the formulas of
@@ -9,8 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ._triton_utils import Backend, runs_triton
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
 
@@ -52,6 +56,51 @@ def _class_weights(
     return weight_V[labels_T.clamp_min(0)], weight_V.sum()
 
 
+@triton.jit
+def _terms_kernel(
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, labels_ptr, class_weight_ptr,
+    class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, lse_ptr, miss_ptr, is_top1_ptr,
+    T, vocab_size, label_smoothing, z_loss, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < T
+    label = tl.load(labels_ptr + offs, mask=mask, other=-1)
+    counts = label >= 0
+    # A token that counts nothing may have statistics of no logits: any finite ones do.
+    row_max = tl.where(counts, tl.load(max_ptr + offs, mask=mask, other=0.0), 0.0)
+    sum_other = tl.where(counts, tl.load(sum_other_ptr + offs, mask=mask, other=0.0), 0.0)
+    target = tl.where(counts, tl.load(target_ptr + offs, mask=mask, other=0.0), 0.0)
+    e_target = tl.exp(target - row_max)
+    total = sum_other + e_target
+    log_total = tl.log(total)
+    lse = row_max + log_total
+    # log(1 + x) for small x, after Kahan: what is lost in 1 + x is lost in its logarithm and in the quotient alike.
+    ratio = sum_other / tl.where(e_target > sum_other, e_target, 1.0)
+    rounded = 1.0 + ratio
+    lost = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    log1p = tl.where(rounded == 1.0, ratio, tl.log(rounded) * (ratio / lost))
+    nll = tl.where(e_target > sum_other, log1p, log_total + (row_max - target))
+    cross_entropy = nll
+    if HAS_CLASS_WEIGHT:
+        cross_entropy *= tl.load(class_weight_ptr + label, mask=mask & counts, other=0.0).to(nll.dtype)
+    if WITH_SMOOTHING:
+        weighted_sum = tl.load(weighted_sum_ptr + offs, mask=mask, other=0.0)
+        total_weight = tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else vocab_size
+        smooth = (total_weight * lse - weighted_sum) / vocab_size
+        cross_entropy = (1.0 - label_smoothing) * cross_entropy + label_smoothing * smooth
+    tl.store(cross_entropy_ptr + offs, tl.where(counts, cross_entropy, 0.0), mask=mask)
+    tl.store(z_loss_ptr + offs, tl.where(counts, z_loss * lse * lse, 0.0), mask=mask)
+    tl.store(log_prob_ptr + offs, tl.where(counts, -nll, 0.0), mask=mask)
+    tl.store(is_top1_ptr + offs, (counts & (target >= row_max)).to(tl.uint8), mask=mask)
+    tl.store(lse_ptr + offs, lse, mask=mask)
+    tl.store(miss_ptr + offs, sum_other / total, mask=mask)
+    if WITH_ENTROPY:
+        dot_other = tl.load(dot_other_ptr + offs, mask=mask, other=0.0)
+        entropy = log_total - (dot_other + e_target * (target - row_max)) / total
+        tl.store(entropy_ptr + offs, tl.where(counts, entropy, 0.0), mask=mask)
+
+
 def token_terms(
     statistics: SoftmaxStatistics,
     labels_T: Tensor,
@@ -59,8 +108,61 @@ def token_terms(
     options: LossOptions,
     vocab_size: int,
     class_weight_V: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> TokenTerms:
     """Per-token terms of the loss from complete (merged over all vocabulary slices) statistics."""
+    max_T = statistics.max_T
+    if not runs_triton(max_T, backend):
+        return token_terms_reference(
+            statistics, labels_T, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
+        )
+    T, dtype = max_T.numel(), max_T.dtype
+    cross_entropy_T, z_loss_T, log_prob_T, entropy_T, lse_T, miss_T = max_T.new_empty((6, T))
+    is_top1_T = max_T.new_empty(T, dtype=torch.uint8)
+    with_entropy, with_smoothing = statistics.dot_other_T is not None, statistics.weighted_sum_T is not None
+    if T > 0:
+        _terms_kernel[(triton.cdiv(T, 128),)](
+            *(None if field is None else field.contiguous() for field in statistics),
+            labels_T,
+            class_weight_V,
+            None if class_weight_V is None or not with_smoothing else class_weight_V.to(dtype).sum(),
+            cross_entropy_T,
+            z_loss_T,
+            log_prob_T,
+            entropy_T,
+            lse_T,
+            miss_T,
+            is_top1_T,
+            T,
+            float(vocab_size),
+            options.label_smoothing,
+            options.z_loss,
+            WITH_ENTROPY=with_entropy,
+            WITH_SMOOTHING=with_smoothing,
+            HAS_CLASS_WEIGHT=class_weight_V is not None,
+            BLOCK=128,
+            num_warps=4,
+        )
+    return TokenTerms(
+        cross_entropy_T=cross_entropy_T,
+        z_loss_T=z_loss_T,
+        log_prob_T=log_prob_T,
+        is_top1_T=is_top1_T.view(torch.bool),
+        entropy_T=entropy_T if with_entropy else None,
+        lse_T=lse_T,
+        miss_T=miss_T,
+    )
+
+
+def token_terms_reference(
+    statistics: SoftmaxStatistics,
+    labels_T: Tensor,
+    *,
+    options: LossOptions,
+    vocab_size: int,
+    class_weight_V: Tensor | None = None,
+) -> TokenTerms:
+    """:func:`token_terms` in plain torch: the path on CPU."""
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = statistics
     counts_T = labels_T >= 0
     # Rows without a target: pretend that it is the maximum, which keeps every formula finite.

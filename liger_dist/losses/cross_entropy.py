@@ -53,7 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
                 torch.autograd.graph.increment_version(logits_TV)
         else:
             statistics = cross_entropy_fwd(logits_TV, problem.labels_T, **described, **swept)
-        terms = terms_of(statistics, problem.labels_T, vocab_size=V, **described)
+        terms = terms_of(statistics, problem.labels_T, vocab_size=V, **described, backend=problem.execution.backend)
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
         ctx.mark_non_differentiable(terms.is_top1_T, z_loss)

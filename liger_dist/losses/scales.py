@@ -73,7 +73,8 @@ def token_scales(
         by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
     if keeps_apart:
         return Scales(cross_entropy_T=counts_T, z_loss_T=counts_T * (by_class / z_divisor), factor=1.0 / by_class)
-    return Scales(cross_entropy_T=counts_T / by_class, z_loss_T=counts_T / z_divisor)
+    scale_T = counts_T / z_divisor
+    return Scales(cross_entropy_T=scale_T if by_class is z_divisor else counts_T / by_class, z_loss_T=scale_T)
 
 
 def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
