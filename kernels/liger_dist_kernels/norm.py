@@ -180,7 +180,7 @@ def norm_fwd(
     rstd_T = x_TD.new_empty(T, dtype=statistics)
     if T > 0:
         block = triton.next_power_of_2(D)
-        rows = max(4096 // block, 1)
+        rows = max(2048 // block, 1)
         _norm_fwd_kernel[(triton.cdiv(T, rows),)](
             x_TD,
             residual_TD,
@@ -203,7 +203,7 @@ def norm_fwd(
             ROUND_BEFORE_WEIGHT=options.round_before_weight,
             ROWS=rows,
             BLOCK_D=block,
-            num_warps=min(max(rows * block // 512, 1), 16),
+            num_warps=_power_of_2_below(rows * D // (1024 if options.subtract_mean else 512), most=32),
         )
     return NormOutput(y_TD, sum_TD, mean_T, rstd_T)
 
@@ -228,12 +228,14 @@ def norm_bwd(
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
     block = triton.next_power_of_2(D)
-    # Two or three rows' loads are under way while one is computed, unless a row fills the registers.
-    rows, stages = triton.next_power_of_2(triton.cdiv(8192, D)), 3 if block < 16384 else 1
+    # The loads of two further steps are under way while one is computed, unless a row fills the registers.
+    stages = 3 if block < 16384 else 1
+    sums_bias = needs_bias and block < 16384
+    rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if sums_bias else 16384) // block, 1))
     programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = sum_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
-    d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
+    d_bias = rstd_T.new_empty((programs, D)) if sums_bias else None
     _norm_bwd_kernel[(programs,)](
         d_y_TD,
         d_sum_TD,
@@ -253,7 +255,7 @@ def norm_bwd(
         HAS_SUM_GRADIENT=d_sum_TD is not None,
         HAS_WEIGHT=weight_D is not None,
         NEEDS_WEIGHT=needs_weight,
-        NEEDS_BIAS=needs_bias,
+        NEEDS_BIAS=sums_bias,
         SUBTRACT_MEAN=options.subtract_mean,
         ROUND_BEFORE_WEIGHT=options.round_before_weight,
         ROWS=rows,
@@ -263,11 +265,11 @@ def norm_bwd(
         num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
-    return NormGradients(
-        d_x_TD,
-        None if d_weight is None else _sum(d_weight, parameter_dtype),
-        None if d_bias is None else _sum(d_bias, parameter_dtype),
-    )
+    d_bias_D = None if d_bias is None else _sum(d_bias, parameter_dtype)
+    if needs_bias and not sums_bias:
+        # Two sums of such rows do not fit into the registers of a program.
+        d_bias_D = d_y_TD.sum(0, dtype=rstd_T.dtype).to(parameter_dtype)
+    return NormGradients(d_x_TD, None if d_weight is None else _sum(d_weight, parameter_dtype), d_bias_D)
 
 
 def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,6 +277,10 @@ def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     total_D = parts_PD.new_empty(D, dtype=dtype)
     _sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, D, PARTS=P, BLOCK_P=64, BLOCK_D=32, num_warps=4)
     return total_D
+
+
+def _power_of_2_below(number: int, *, most: int) -> int:
+    return min(1 << (max(number, 1).bit_length() - 1), most)
 
 
 def _programs(tensor: Tensor) -> int:

@@ -136,7 +136,7 @@ def rotate(
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     batch, tokens, heads_q, _ = q.shape
     half = triton.next_power_of_2(R // 2)
-    heads = max(min(512 // half, triton.next_power_of_2(min(heads_q, k.shape[2]))), 1)
+    heads = min(16, triton.next_power_of_2(heads_q))
     blocks_q = triton.cdiv(heads_q, heads)
     blocks_k = triton.cdiv(k.shape[2], heads) if len(tensors) > 1 else 0
     per_head = [0 if table.shape[2] == 1 else table.stride(2) for table in (cos, sin)]
