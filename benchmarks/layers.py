@@ -89,8 +89,8 @@ def implementations(kernel: str) -> list[tuple[str, Layer]]:
 
 
 def _liger(kernel: str) -> Layer:
-    from liger_kernel import ops  # type: ignore[import-not-found]
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction  # type: ignore[import-not-found]
+    from liger_kernel import ops
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
     functions: dict[str, Layer] = {
         "RMSNorm": lambda x, w: ops.LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", True),

@@ -56,7 +56,7 @@ def step(inputs: Inputs, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ca
     def run() -> Tensor:
         inputs.hidden_TD.grad = inputs.weight_VD.grad = None
         value = loss(inputs.hidden_TD, inputs.weight_VD, inputs.labels_T)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value.detach()
 
     return run

@@ -45,7 +45,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def liger(**options: Any) -> Loss:
-    from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+    from liger_kernel.ops.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyFunction,
     )
 
@@ -62,7 +62,7 @@ def liger(**options: Any) -> Loss:
 
 
 def trl() -> Loss:
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # type: ignore[import-not-found]
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         valid = labels >= 0
@@ -75,13 +75,13 @@ def trl() -> Loss:
 
 
 def cut_cross_entropy() -> Loss:
-    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+    from cut_cross_entropy import linear_cross_entropy
 
     return linear_cross_entropy  # type: ignore[no-any-return]
 
 
 def quack(use_scaled_exp: bool | None = None) -> Loss:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # type: ignore[import-not-found]
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return chunked_linear_cross_entropy(  # type: ignore[no-any-return]

@@ -41,7 +41,8 @@ class WrapConfig:
     kernels: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None
-    """Bytes of the buffer that holds one chunk of logits; None for 512 MiB."""
+    """Bytes of the buffer that holds one chunk of logits; None for 1 GiB. Three and more chunks need an fp32 sum of the
+    weight's gradient beside it (four bytes for each of its numbers), so a smaller buffer may take more memory."""
     token_mean: TokenMean = "local"
     """What a mean loss without ``num_items_in_batch`` divides by: "local" for the tokens of this process (as the
     model does by itself), "global" for those of all data-parallel processes, so that the averaged gradient is that

@@ -42,7 +42,7 @@ class TrainArguments:
     strategy: Optional[Literal["none", "ddp", "fsdp2"]] = option(None, "default: fsdp2 for several processes")
     mesh: list[int] = option([], "fsdp2: one size (shard) or two (replicate, shard); default: all processes")
     fused_loss: bool = option(True, "compute the loss in the head; false trains with the model's own, to compare")
-    memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 512 MiB")
+    memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; masters and optimiser are fp32")
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
     reshard_after_forward: bool = option(True, "fsdp2: free a layer's weights between forward and backward")
