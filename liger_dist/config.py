@@ -43,6 +43,9 @@ class WrapConfig:
     memory_budget: int | None = None
     """Bytes of the buffer that holds one chunk of logits; None for 1 GiB. Three and more chunks need an fp32 sum of the
     weight's gradient beside it (four bytes for each of its numbers), so a smaller buffer may take more memory."""
+    max_valid_tokens: int | None = None
+    """How many tokens the loss computes inside a CUDA graph, where the host cannot count the ones with a label; more of
+    them end the program by an assertion on the device. None for all. Elsewhere they are counted."""
     token_mean: TokenMean = "local"
     """What a mean loss without ``num_items_in_batch`` divides by: "local" for the tokens of this process (as the
     model does by itself), "global" for those of all data-parallel processes, so that the averaged gradient is that
@@ -64,12 +67,18 @@ class WrapConfig:
         _check_choice("head", self.head, get_args(Head))
         _check_choice("kernels", self.kernels, BACKENDS)
         _check_choice("token_mean", self.token_mean, get_args(TokenMean))
-        if self.memory_budget is not None and self.memory_budget < 1:
-            raise LigerDistError(f"memory_budget is {self.memory_budget}; expected a number of bytes above 0, or None.")
+        check_count("memory_budget", self.memory_budget, "bytes")
+        check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise LigerDistError(f"{name} is {dtype!r}; expected a floating torch.dtype such as torch.bfloat16.")
+
+
+def check_count(name: str, value: int | None, unit: str) -> None:
+    """Refuses a number of ``unit`` that is not above 0, or None."""
+    if value is not None and value < 1:
+        raise LigerDistError(f"{name} is {value}; expected a number of {unit} above 0, or None.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

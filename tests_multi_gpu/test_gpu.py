@@ -166,3 +166,32 @@ def test_bitwise_deterministic() -> None:
     runs = [torch.autograd.grad(fused(hidden, weight, None, labels).loss, (hidden, weight)) for _ in range(3)]
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def test_ignored_tokens_cost_nothing_in_a_cuda_graph() -> None:
+    """A fixed number of tokens is computed whatever the labels are; replays with other labels are right."""
+    hidden, weight, labels = make_inputs(512, 256, 5003)
+    labels[torch.rand(512, device="cuda") < 0.6] = -100
+
+    def run() -> tuple[Tensor, ...]:
+        loss = liger_dist.linear_cross_entropy(hidden, weight, labels, max_valid_tokens=300)
+        assert isinstance(loss, Tensor)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for share in (0.7, 0.5, 1.0):
+        labels.copy_(torch.randint(0, 5003, (512,), device="cuda"))
+        labels[torch.rand(512, device="cuda") < share] = -100
+        graph.replay()
+        expected = fused(hidden, weight, None, labels).loss
+        wanted = torch.autograd.grad(expected, (hidden, weight))
+        for got, want in zip(captured, (expected, *wanted), strict=True):
+            # As many tokens as there are, or 300 rows with zeros among them: other GEMMs, other roundings.
+            assert relative_error(got, want) < 4e-3 or not bool(want.any())
+            assert bool(want.any()) or not bool(got.any())

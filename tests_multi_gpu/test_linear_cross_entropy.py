@@ -11,6 +11,7 @@ from truth import cross_entropy_truth, relative_error
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments, as_output_names, loss_options
+from liger_dist.losses.compaction import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -360,3 +361,27 @@ def test_wrong_input_is_refused_with_the_value_and_the_way_out(change: dict[str,
         liger_dist.linear_cross_entropy(**(given | change))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_rows_are_taken_and_put_back_once_and_fillers_go_nowhere() -> None:
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([4, 0, -1, 2, -1])
+    taken = take_rows(x, index)
+    assert torch.equal(taken[[0, 1, 3]], x[[4, 0, 2]])
+    upstream = torch.randn(5, 3, dtype=torch.float64)
+    (got,) = torch.autograd.grad((taken * upstream).sum(), x)
+    want = torch.zeros(6, 3, dtype=torch.float64)
+    want[[4, 0, 2]] = upstream[[0, 1, 3]]
+    assert torch.equal(got, want)
+    values = torch.arange(1.0, 6.0, requires_grad=True)
+    spread = put_rows(values, index, 6)
+    assert spread.tolist() == [2.0, 0.0, 4.0, 0.0, 1.0, 0.0]
+    (back,) = torch.autograd.grad((spread * torch.arange(6.0)).sum(), values)
+    assert back.tolist() == [4.0, 0.0, 0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "max_valid_tokens"])
+def test_a_number_below_one_is_refused(name: str) -> None:
+    hidden, weight, _, labels = make_inputs(bias=False)
+    with pytest.raises(liger_dist.LigerDistError, match=f"{name} is 0; expected a number of"):
+        liger_dist.linear_cross_entropy(hidden, weight, labels, **{name: 0})

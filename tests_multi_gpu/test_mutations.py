@@ -79,9 +79,11 @@ def no_redirect() -> Any:
 
 
 def upstream_gradient_forgotten() -> Any:
-    own = linear_cross_entropy._scaled
+    own = linear_cross_entropy.scaled
     return mock.patch.object(
-        linear_cross_entropy, "_scaled", lambda gradient, scale, dtype: own(gradient, scale / scale, dtype)
+        linear_cross_entropy,
+        "scaled",
+        lambda gradient, scale, dtype, *, backend: own(gradient, scale / scale, dtype, backend=backend),
     )
 
 

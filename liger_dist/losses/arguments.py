@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_dist.config import check_count
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import Backend, LossOptions
 
@@ -63,10 +64,16 @@ class Execution:
     overwrite_logits: bool = False
     """whether the gradient of given logits may take their memory"""
     label_summary: LabelSummary | None = None
+    max_valid_tokens: int | None = None
+    """how many tokens are computed when the host does not know how many count; None for all"""
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
     """processes whose tokens share one mean, one group for each mesh axis; empty for this process alone"""
     divide_factor: float = 1.0
     """number by which the framework divides the gradients summed over ``mean_groups``"""
+
+    def __post_init__(self) -> None:
+        check_count("memory_budget", self.memory_budget, "bytes")
+        check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ class Targets:
     labels_T: Tensor
     """int64, on the device of the hidden states; -1 for a token that takes no part"""
     index_T: Tensor | None
-    """positions of these tokens among all tokens; None when it is all of them"""
+    """positions of these tokens among all tokens, negative for one that only fills a fixed number; None when it is all
+    of them"""
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:
@@ -72,13 +73,15 @@ def select_targets(
     ignore_index: int,
     device: torch.device,
     summary: LabelSummary | None = None,
+    max_valid_tokens: int | None = None,
     may_drop: bool = True,
 ) -> Targets:
     """Flattened labels of the tokens that count (with ``may_drop=False``: of all), checked to lie in ``[0,
     vocab_size)``.
 
-    Labels on a GPU without a ``summary`` are neither counted (no token is dropped) nor read by the host: an assertion
-    on the device guards their range.
+    Labels on a GPU without a ``summary`` are not read by the host: an assertion on the device guards their range. None
+    of them is dropped, unless ``max_valid_tokens`` is given: then that many are kept, whatever the labels are, so that
+    a CUDA graph can be replayed with others; another assertion guards their number.
     """
     labels_T = labels.reshape(-1).long()
     if labels_T.device.type == "cpu":
@@ -96,7 +99,13 @@ def select_targets(
         torch._assert_async(
             in_range_T.all(), f"a label lies outside [0, {vocab_size}) and is not ignore_index {ignore_index}"
         )
-        return Targets(torch.where(valid_T, labels_T, -1), None)
+        if max_valid_tokens is None or max_valid_tokens >= labels_T.numel() or not may_drop:
+            return Targets(torch.where(valid_T, labels_T, -1), None)
+        torch._assert_async(
+            valid_T.sum() <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
+        )
+        index_T = torch.nonzero_static(valid_T, size=max_valid_tokens, fill_value=-1)[:, 0]
+        return Targets(torch.where(index_T < 0, -1, labels_T[index_T.clamp_min(0)]), index_T)
     count, smallest, largest = summary.read()
     if count > 0:
         _check_range(smallest, largest, vocab_size, ignore_index)

@@ -21,6 +21,7 @@ from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms, Vocabu
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .compaction import put_rows, take_rows
 from .labels import check_labels, select_targets
 from .normalization import Reduction
 from .scales import Scales, scaled, token_scales
@@ -138,12 +139,13 @@ def fused_linear_cross_entropy(
         ignore_index=ignore_index,
         device=hidden_states.device,
         summary=execution.label_summary,
+        max_valid_tokens=execution.max_valid_tokens,
     )
     hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(hidden_TD.device)
     if targets.index_T is not None:
-        hidden_TD = hidden_TD[targets.index_T]
-        token_weight_T = None if token_weight_T is None else token_weight_T[targets.index_T]
+        hidden_TD = take_rows(hidden_TD, targets.index_T)
+        token_weight_T = None if token_weight_T is None else take_rows(token_weight_T, targets.index_T)
     grad = torch.is_grad_enabled()
     problem = _Problem(
         labels_T=targets.labels_T,
@@ -162,7 +164,7 @@ def fused_linear_cross_entropy(
 
     def spread(values_T: Tensor) -> Tensor:
         if targets.index_T is not None:
-            values_T = values_T.new_zeros(labels.numel()).index_copy(0, targets.index_T, values_T)
+            values_T = put_rows(values_T, targets.index_T, labels.numel())
         return values_T.reshape(labels.shape)
 
     per_token = loss.reduction == "none"
@@ -225,6 +227,8 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     num_items_in_batch: Tensor | float | None = None,
     outputs: Sequence[str] = (),
+    memory_budget: int | None = None,
+    max_valid_tokens: int | None = None,
 ) -> Tensor | LossOutput:
     """Cross entropy of ``hidden_states @ weight.T + bias`` without the logits ever existing as a whole.
 
@@ -250,6 +254,10 @@ def linear_cross_entropy(
             mean of no tokens is 0; "sum"; "none" returns each token's loss.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
         outputs: names among "log_prob", "entropy", "is_top1", "z_loss" to return beside the loss.
+        memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB.
+        max_valid_tokens: for labels on the GPU: compute this many tokens, those that count among them, so that ignored
+            ones cost nothing in a CUDA graph. More valid labels than that end the program by an assertion on the
+            device.
 
     Returns:
         The loss, fp32 (fp64 for fp64 inputs): 0-d, or the labels' shape for "none". With ``outputs``, a
@@ -284,6 +292,6 @@ def linear_cross_entropy(
             num_items_in_batch=num_items_in_batch,
             outputs=names,
         ),
-        execution=Execution(),
+        execution=Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens),
     )
     return result if names else result.loss

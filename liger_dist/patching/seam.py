@@ -218,6 +218,7 @@ class Seam:
                 backend=self.config.kernels,
                 memory_budget=self.config.memory_budget,
                 label_summary=request.summary,
+                max_valid_tokens=self.config.max_valid_tokens,
                 mean_groups=mean_over.groups,
                 divide_factor=mean_over.divide_factor,
             ),
