@@ -102,7 +102,7 @@ def gated_activation_fwd(
     """``[T, F]`` in the inputs' dtype; both inputs have one dtype and a contiguous last dim."""
     if not runs_triton(gate_TF, backend):
         dtype = statistics_dtype(gate_TF.dtype)
-        return (_activate(gate_TF.to(dtype), activation) * up_TF.to(dtype)).to(gate_TF.dtype)
+        return (_activated_with_slope(gate_TF.to(dtype), activation)[0] * up_TF.to(dtype)).to(gate_TF.dtype)
     T, num_features = gate_TF.shape
     y_TF = gate_TF.new_empty((T, num_features))
     if y_TF.numel() > 0:
@@ -129,12 +129,9 @@ def gated_activation_bwd(
     d_both = gate_TF.new_empty((T, 2, num_features))
     if not runs_triton(gate_TF, backend):
         dtype = statistics_dtype(gate_TF.dtype)
-        with torch.enable_grad():
-            g = gate_TF.detach().to(dtype).requires_grad_()
-            activated = _activate(g, activation)
+        activated, slope = _activated_with_slope(gate_TF.to(dtype), activation)
         d_y = d_y_TF.to(dtype)
-        (d_gate,) = torch.autograd.grad(activated, g, d_y * up_TF.to(dtype))
-        d_both[:, 0], d_both[:, 1] = d_gate, d_y * activated.detach()
+        d_both[:, 0], d_both[:, 1] = d_y * up_TF.to(dtype) * slope, d_y * activated
     elif d_both.numel() > 0:
         _bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
             d_y_TF,
@@ -155,9 +152,17 @@ def gated_activation_bwd(
     return d_both
 
 
-def _activate(gate: Tensor, activation: Activation) -> Tensor:
+def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative in plain torch."""
     if activation == "silu":
-        return F.silu(gate)
+        sigmoid = torch.sigmoid(g)
+        return F.silu(g), sigmoid * (1.0 + g * (1.0 - sigmoid))
     if activation == "relu":
-        return F.relu(gate)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return F.relu(g), (g > 0).to(g.dtype)
+    if activation == "gelu":
+        density = torch.exp(-0.5 * g * g) / math.sqrt(2.0 * math.pi)
+        return F.gelu(g), 0.5 * (1.0 + torch.erf(g * math.sqrt(0.5))) + g * density
+    tanh = torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * g * g * g))
+    inner_slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * g * g)
+    slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * inner_slope
+    return F.gelu(g, approximate="tanh"), slope

@@ -84,7 +84,7 @@ def select_targets(
     a CUDA graph can be replayed with others; another assertion guards their number.
     """
     labels_T = labels.reshape(-1).long()
-    if labels_T.device.type == "cpu":
+    if labels_T.device.type == "cpu" and not torch.compiler.is_compiling():
         valid_T = labels_T != ignore_index
         index_T = valid_T.nonzero()[:, 0]
         kept_T = labels_T[index_T]

@@ -84,8 +84,9 @@ def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend
     The saved gradient itself is handed out when nobody can ask for it again: the graph is not retained. Its largest
     cost is then gone, because an upstream gradient is mostly 1.
     """
-    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-    if is_last and saved.dtype == dtype:
+    # A compiled graph decides about memory itself.
+    may_retain = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    if not may_retain and saved.dtype == dtype:
         return scale_in_place(saved, scale, backend=backend)
     out = torch.empty(saved.shape, dtype=dtype, device=saved.device)
     return torch.mul(saved, scale, out=out)

@@ -1,0 +1,88 @@
+"""torch.compile takes every op into its graph, without a break, and computes what eager computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from truth import relative_error
+
+import liger_dist
+from liger_dist.layers import gated_activation, norm, rotary
+from liger_dist_kernels import NormOptions, RotaryLayout
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Inductor needs a C++ compiler on a CPU; what it is given there is the same graph.
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+T, D, V = 24, 16, 83
+
+
+def leaf(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def labels() -> Tensor:
+    drawn = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(9))
+    drawn[::5] = -100
+    return drawn.to(DEVICE)
+
+
+LABELS = labels()
+TABLES = [leaf(2, T, 1, D, seed=seed).detach() for seed in (11, 12)]
+RMS, LAYER = NormOptions(eps=1e-6), NormOptions(eps=1e-6, subtract_mean=True)
+
+OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
+    "RMSNorm": ([(2, T, D), (D,)], lambda x, w: norm(x, w, options=RMS)[0]),
+    "add and RMSNorm": ([(2, T, D), (D,), (2, T, D)], lambda x, w, r: norm(x, w, residual=r, options=RMS)),
+    "LayerNorm": ([(2, T, D), (D,), (D,)], lambda x, w, b: norm(x, w, b, options=LAYER)[0]),
+    "SwiGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="silu")),
+    "GeGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="gelu_tanh")),
+    "rotary": (
+        [(2, T, 3, D), (2, T, 1, D)],
+        lambda q, k: rotary((q, k), *TABLES, num_rotated=D, layout=RotaryLayout()),
+    ),
+    "cross entropy": ([(T, V)], lambda x: liger_dist.cross_entropy(x, LABELS, z_loss=1e-2)),
+    "cross entropy, per token": (
+        [(T, V)],
+        lambda x: liger_dist.cross_entropy(x, LABELS, reduction="none", label_smoothing=0.1),
+    ),
+    "linear cross entropy": (
+        [(T, D), (V, D), (V,)],
+        lambda x, w, b: liger_dist.linear_cross_entropy(x, w, LABELS, bias=b, softcap=5.0, memory_budget=7 * V * 4),
+    ),
+    "linear cross entropy, outputs": (
+        [(T, D), (V, D)],
+        lambda x, w: _values(liger_dist.linear_cross_entropy(x, w, LABELS, outputs=("log_prob", "entropy"))),
+    ),
+}
+
+
+def _values(output: Any) -> tuple[Tensor, ...]:
+    return output.loss, output.log_prob, output.entropy
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_graph_break_and_the_same_gradients(name: str) -> None:
+    shapes, function = OPS[name]
+    leaves = [leaf(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+    def total(*tensors: Tensor) -> Tensor:
+        results = function(*tensors)
+        results = (results,) if isinstance(results, Tensor) else results
+        return sum((result.square().sum() for result in results), torch.zeros((), device=DEVICE))
+
+    compiled = torch.compile(total, backend=BACKEND, fullgraph=True)
+    want, got = total(*leaves), compiled(*leaves)
+    assert relative_error(got, want) < 1e-5
+    for mine, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+        assert relative_error(mine, other) < 1e-5
