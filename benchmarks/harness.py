@@ -151,13 +151,12 @@ def environment() -> dict[str, Any]:
 
 
 def save(name: str, rows: Sequence[Row], directory: Path) -> None:
-    """Adds the rows to ``<directory>/<name>.json``, replacing those of the same problem."""
+    """Writes the rows of one problem into ``<directory>/<name>.json``, beside those of other problems."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    problems = {row.problem for row in rows}
-    kept = [r for r in json.loads(path.read_text())["rows"] if r["problem"] not in problems] if path.exists() else []
-    content = {"environment": environment(), "rows": [*kept, *map(asdict, rows)]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    problems = json.loads(path.read_text()) if path.exists() else {}
+    problems[rows[0].problem] = {"environment": environment(), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(problems, indent=1) + "\n")
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

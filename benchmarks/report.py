@@ -1,0 +1,170 @@
+"""Writes docs/benchmarks.md and its plots from the results that are in ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .harness import RESULTS
+
+DOCS = Path(__file__).parent.parent / "docs"
+Problems = dict[str, dict[str, Any]]
+HEAD = """# Benchmarks
+
+Written by `python -m benchmarks.report` from the files in `benchmarks/results`. Implementations run in turn, call by
+call; a time is the median of the rounds, with the 20th and 80th percentile. Percentages and ratios are to what was
+measured in the same rounds. Versions, clocks, date and command stand below each table.
+"""
+LINEAR = """## Fused linear cross entropy
+
+Forward and backward in bf16 with fresh gradients. `ratio`: time to three bare cuBLAS GEMMs. `extra`: peak memory beyond
+inputs and the two gradients, in MiB. Errors are relative (L2) to fp64, on 256 rows. `sum`: the dtype in which the
+weight's gradient is added up over chunks.
+
+![Time and memory](plots/linear_cross_entropy.png)
+"""
+MEMORY = """## Kernels that move bytes
+
+Device time of one call on inputs that are not in the cache, as a percentage of a large copy's bandwidth for the bytes
+that have to be moved; `host` is what a call costs the host, in microseconds.
+
+![Percentage of the copy bandwidth](plots/memory_bound.png)
+"""
+
+
+def read(name: str, directory: Path) -> Problems:
+    """The problems of one results file; none when it is not there."""
+    path = directory / f"{name}.json"
+    problems: Problems = json.loads(path.read_text()) if path.exists() else {}
+    return problems
+
+
+def number(value: Any, pattern: str) -> str:
+    """A cell; empty for what was not measured."""
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else format(value, pattern)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def footnote(environment: dict[str, Any]) -> str:
+    """Machine, versions, date and command of a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    clocks = environment["clocks after the run (SM, memory, power limit, temperature)"]
+    return f"{environment['gpu']}, {versions}; {clocks}; {environment['date']}; `{environment['command']}`\n"
+
+
+def linear_section(problems: Problems) -> str:
+    """One table for each shape."""
+    parts = [LINEAR]
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            figures = row["figures"]
+            time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
+            cells = [row["name"], row["accuracy"].removesuffix(" sum"), row["failure"] or time]
+            cells += [number(figures.get("ratio"), ".3f"), number(figures.get("extra MiB"), ".0f")]
+            cells += [number(figures.get(f"{of} error"), ".1e") for of in ("dW", "dX", "loss")]
+            rows.append(cells)
+        header = ("implementation", "sum", "ms", "ratio", "extra", "dW error", "dX error", "loss error")
+        parts += [
+            f"### (N, D, V) = {name.replace('x', ', ', 2)}\n",
+            table(header, rows),
+            footnote(problem["environment"]),
+        ]
+    return "\n".join(parts)
+
+
+def memory_section(problems: Problems) -> str:
+    """One table for each kernel."""
+    parts = [MEMORY]
+    for kernel in dict.fromkeys(name.rsplit(" ", 1)[0] for name in problems):
+        of_kernel = {name: problem for name, problem in problems.items() if name.rsplit(" ", 1)[0] == kernel}
+        rows = []
+        for name, problem in of_kernel.items():
+            for row in problem["rows"]:
+                figures = row["figures"]
+                forward = figures.get("forward %", figures.get("of 4 bytes %"))
+                cells = [name.rsplit(" ", 1)[1], row["name"], row["failure"] or f"{row['median_ms']:.3f}"]
+                cells += [number(forward, ".0f"), number(figures.get("backward ms"), ".3f")]
+                cells += [number(figures.get("backward %"), ".0f"), number(figures.get("host us"), ".0f")]
+                rows.append(cells)
+        header = ("shape", "implementation", "forward ms", "%", "backward ms", "%", "host µs")
+        parts += [f"### {kernel}\n", table(header, rows), footnote(next(iter(of_kernel.values()))["environment"])]
+    return "\n".join(parts)
+
+
+def plot_linear(problems: Problems, path: Path) -> None:
+    """Ratio over extra memory, one panel for each shape."""
+    import matplotlib.pyplot as plt
+
+    columns = min(3, len(problems))
+    lines = -(-len(problems) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False)
+    for axis, (name, problem) in zip(axes.flat, problems.items()):
+        for row in problem["rows"]:
+            figures = row["figures"]
+            if "extra MiB" in figures:
+                is_ours = row["name"].startswith("liger_dist")
+                axis.scatter(max(figures["extra MiB"], 1), figures["ratio"], color="C3" if is_ours else "C0", s=24)
+                place = (max(figures["extra MiB"], 1), figures["ratio"])
+                axis.annotate(row["name"], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axis.set(title=name, xscale="log", xlabel="extra memory (MiB)", ylabel="time / three GEMMs")
+        axis.set_ylim(0.98, 2.0)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_memory(problems: Problems, path: Path) -> None:
+    """Percentages of the copy bandwidth, forward and backward."""
+    import matplotlib.pyplot as plt
+
+    shown = {name: problem for name, problem in problems.items() if "cross_entropy" not in name}
+    names = list(dict.fromkeys(row["name"] for p in shown.values() for row in p["rows"] if "copy" not in row["name"]))
+    figure, axes = plt.subplots(1, 2, figsize=(13, 0.32 * len(shown) + 2), sharey=True)
+    height = 0.8 / max(len(names), 1)
+    for axis, which in zip(axes, ("forward %", "backward %")):
+        for place, name in enumerate(names):
+            values = [
+                next((row["figures"].get(which, 0.0) for row in p["rows"] if row["name"] == name), 0.0)
+                for p in shown.values()
+            ]
+            axis.barh([index + place * height for index in range(len(shown))], values, height, label=name)
+        axis.set(title=which.replace("%", "(% of copy bandwidth)"), xlim=(0, 110))
+        axis.axvline(100, color="grey", linewidth=0.5)
+    axes[0].set_yticks([index + 0.4 for index in range(len(shown))], list(shown), fontsize=7)
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder that the page is written to")
+    given = parser.parse_args()
+    plots = given.docs / "plots"
+    plots.mkdir(parents=True, exist_ok=True)
+    linear, memory = read("linear_cross_entropy", given.results), read("memory_bound", given.results)
+    sections = [HEAD]
+    if linear:
+        plot_linear(linear, plots / "linear_cross_entropy.png")
+        sections.append(linear_section(linear))
+    if memory:
+        plot_memory(memory, plots / "memory_bound.png")
+        sections.append(memory_section(memory))
+    (given.docs / "benchmarks.md").write_text("\n".join(sections))
+
+
+if __name__ == "__main__":
+    main()
