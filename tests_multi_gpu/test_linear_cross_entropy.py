@@ -299,6 +299,53 @@ def test_extreme_logits_stay_finite(shift: float, backend: str) -> None:
     assert_gradients(result.loss, [hidden, weight], truth.loss, leaves[:2], 2e-4)
 
 
+REGIMES = ("likely labels", "one logit 80 above the rest", "logits nearly alike", "classes that cannot be", "tiny logits")
+
+
+def make_regime(name: str, T: int = 23, D: int = 10, V: int = 37) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, weight, _, labels = make_inputs(T, D, V, bias=False)
+    x, w, b = hidden.detach(), weight.detach(), torch.zeros(V, device=DEVICE)
+    if name == "likely labels":
+        rows = w[labels.clamp_min(0)]
+        x = x + 8.0 * rows / rows.square().sum(-1, keepdim=True)
+    elif name == "one logit 80 above the rest":
+        b[5] = 80.0
+    elif name == "logits nearly alike":
+        w = w[:1] + 0.1 * w
+    elif name == "classes that cannot be":
+        b[torch.arange(V, device=DEVICE) % 3 == 1] = float("-inf")
+        labels = torch.where(labels % 3 == 1, labels - 1, labels)
+    else:
+        x = x * 1e-4
+    return x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", REGIMES)
+def test_regimes_of_logits(name: str, backend: str) -> None:
+    hidden, weight, bias, labels = make_regime(name)
+    result = fused(hidden, weight, bias, labels, backend=backend, outputs=("log_prob",))
+    scalar = fused(hidden, weight, bias, labels, backend=backend, memory_budget=9 * 37 * 4)
+    truth, leaves = truth_of(hidden, weight, bias, labels)
+    for value in (result.loss, scalar.loss):
+        assert relative_error(value, truth.loss) < 1e-5
+        assert_gradients(value, [hidden, weight], truth.loss, leaves[:2], 3e-5)
+        truth, leaves = truth_of(hidden, weight, bias, labels)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_change_nothing(backend: str) -> None:
+    hidden, weight, bias, labels = make_inputs()
+    assert bias is not None
+    runs = []
+    for rows in (1, 4, 11, 100):
+        loss = fused(hidden, weight, bias, labels, backend=backend, memory_budget=rows * 37 * 4, z_loss=1e-3).loss
+        runs.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for other in runs[1:]:
+        for got, want in zip(other, runs[0], strict=True):
+            assert relative_error(got, want) < 1e-6
+
+
 def test_no_tensor_of_tokens_by_vocabulary_is_allocated() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,0 +1,81 @@
+"""The tests of the kernels can fail: with one line of a kernel changed, a comparison with fp64 does.
+
+In Triton's interpreter, which looks functions up when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_linear_cross_entropy import test_every_option_matches_fp64 as compares_options
+from test_linear_cross_entropy import test_true_class_gradient_as_its_probability_nears_one as compares_likely_label
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
+cross_entropy = import_module("liger_dist_kernels.cross_entropy")
+with_gradient = import_module("liger_dist_kernels.cross_entropy_fwd_bwd")
+own_load, own_write = (
+    cross_entropy.load_logits,
+    cross_entropy.write_gradient_of_piece,
+)
+
+
+@triton.jit
+def zeros_beside_the_vocabulary(  # type: ignore[no-untyped-def]
+    row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    z, slope = own_load(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+    return tl.where(mask_v, z, 0.0), slope
+
+
+@triton.jit
+def half_of_the_upstream_gradient(  # type: ignore[no-untyped-def]
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll, *others
+):
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll * 0.5, *others)
+
+
+@triton.jit
+def target_by_difference(  # type: ignore[no-untyped-def]
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll, *others
+):
+    probability = tl.exp2((tl.load(row_ptr + label) - lse) * 1.4426950408889634)
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, 1.0 - probability, nll, *others)
+
+
+def options_with_a_tail() -> None:
+    compares_options("plain", "triton")
+
+
+def likely_label() -> None:
+    compares_likely_label("triton")
+
+
+MUTATIONS: dict[str, tuple[str, Any, Callable[[], None]]] = {
+    "logits of 0 beside the vocabulary": ("load_logits", zeros_beside_the_vocabulary, options_with_a_tail),
+    "upstream gradient": ("write_gradient_of_piece", half_of_the_upstream_gradient, options_with_a_tail),
+    "target by a difference": ("write_gradient_of_piece", target_by_difference, likely_label),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_changed_kernel_is_noticed(name: str) -> None:
+    function, changed, compares = MUTATIONS[name]
+    compares()
+    modules = [module for module in (cross_entropy, with_gradient) if hasattr(module, function)]
+    patches = [mock.patch.object(module, function, changed) for module in modules]
+    for patch in patches:
+        patch.start()
+    try:
+        with pytest.raises(AssertionError):
+            compares()
+    finally:
+        for patch in patches:
+            patch.stop()
