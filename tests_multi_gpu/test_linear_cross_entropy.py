@@ -299,7 +299,13 @@ def test_extreme_logits_stay_finite(shift: float, backend: str) -> None:
     assert_gradients(result.loss, [hidden, weight], truth.loss, leaves[:2], 2e-4)
 
 
-REGIMES = ("likely labels", "one logit 80 above the rest", "logits nearly alike", "classes that cannot be", "tiny logits")
+REGIMES = (
+    "likely labels",
+    "one logit 80 above the rest",
+    "logits nearly alike",
+    "classes that cannot be",
+    "tiny logits",
+)
 
 
 def make_regime(name: str, T: int = 23, D: int = 10, V: int = 37) -> tuple[Tensor, Tensor, Tensor, Tensor]:
