@@ -55,7 +55,7 @@ def _kernel(
     # A token that counts nothing stays out even when its logits are not finite: they are not read.
     last = tl.where(label < 0, first, end)
     target = target_logit(
-        row_ptr, label, label >= 0, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+        row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
     )
     row_max, sum_other, dot_other, weighted_sum = statistics_of_piece(
         row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64,
