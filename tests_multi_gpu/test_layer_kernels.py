@@ -172,3 +172,28 @@ def test_queries_and_keys_in_one_launch(heads_dim: int, backend: Any) -> None:
     (got,) = torch.autograd.grad(rotated[1].square().sum(), packed)
     (want,) = torch.autograd.grad(truths[1].square().sum(), leaf)
     assert relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_and_keys_of_other_lengths_under_one_position(backend: Any) -> None:
+    """Tables that are one for all tokens do not say that there are as many queries as keys."""
+    q, k = random(2, 3, 5, 8, dtype=torch.float32), random(2, 3, 7, 8, dtype=torch.float32, seed=4)
+    cos, sin = (random(2, 1, 1, 8, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
+    layout = RotaryLayout()
+    for y, x in zip(rotary((q, k), cos, sin, num_rotated=8, layout=layout, backend=backend), (q, k), strict=True):
+        assert relative_error(y, true_rotary(x.double(), cos.double(), sin.double(), layout=layout)) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_norm_too_wide_for_both_sums(backend: Any) -> None:
+    x, weight, bias = (
+        random(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate([(3, 8200), (8200,), (8200,)])
+    )
+    y, _ = norm(x, weight, bias, options=NormOptions(eps=1e-5, subtract_mean=True), backend=backend)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    truth = torch.nn.functional.layer_norm(leaves[0], (8200,), leaves[1], leaves[2], 1e-5)
+    upstream = random(3, 8200, dtype=torch.float32, seed=5).detach()
+    assert relative_error(y, truth) < 1e-6
+    wanted = torch.autograd.grad((truth * upstream).sum(), leaves)
+    for got, want in zip(torch.autograd.grad((y * upstream).sum(), (x, weight, bias)), wanted, strict=True):
+        assert relative_error(got, want) < 1e-5

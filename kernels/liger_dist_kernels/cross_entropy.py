@@ -295,6 +295,18 @@ def tile_arguments(logits_TV: Tensor) -> dict[str, Any]:
     }
 
 
+def named_statistics(fields_5T: Tensor, *, with_entropy: bool, with_smoothing: bool) -> SoftmaxStatistics:
+    """The fields as a kernel wrote them, without those that were not asked for."""
+    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = fields_5T
+    return SoftmaxStatistics(
+        max_T,
+        sum_other_T,
+        target_T,
+        dot_other_T if with_entropy else None,
+        weighted_sum_T if with_smoothing else None,
+    )
+
+
 def cross_entropy_fwd(
     logits_TV: Tensor,
     labels_T: Tensor,
@@ -324,18 +336,14 @@ def cross_entropy_fwd(
             logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
         )
     dtype = statistics_dtype(logits_TV.dtype)
-    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
+    fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
     if T > 0:
         _statistics_kernel[(T,)](
             logits_TV,
             logits_TV.stride(0),
             labels_T,
             class_weight_V if class_weight_V is not None else logits_TV,
-            max_T,
-            sum_other_T,
-            target_T,
-            dot_other_T,
-            weighted_sum_T,
+            *fields_5T,
             V,
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
@@ -343,13 +351,7 @@ def cross_entropy_fwd(
             **transform_arguments(options),
             **tile_arguments(logits_TV),
         )
-    return SoftmaxStatistics(
-        max_T,
-        sum_other_T,
-        target_T,
-        dot_other_T if with_entropy else None,
-        weighted_sum_T if with_smoothing else None,
-    )
+    return named_statistics(fields_5T, with_entropy=with_entropy, with_smoothing=with_smoothing)
 
 
 def cross_entropy_bwd(

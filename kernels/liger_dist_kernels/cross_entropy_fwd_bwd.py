@@ -22,6 +22,7 @@ from .cross_entropy import (
     cross_entropy_bwd_reference,
     cross_entropy_fwd_reference,
     merged,
+    named_statistics,
     statistics_of_piece,
     target_logit,
     tile_arguments,
@@ -151,7 +152,7 @@ def cross_entropy_fwd_bwd(
         )
     T, V = logits_TV.shape
     dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.label_smoothing > 0
-    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = logits_TV.new_empty((5, T), dtype=dtype)
+    fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
     if T > 0:
         pieces = _num_pieces(logits_TV)
         piece = triton.cdiv(triton.cdiv(V, pieces), 128) * 128
@@ -166,11 +167,7 @@ def cross_entropy_fwd_bwd(
             None if class_weight_V is None else class_weight_V.to(dtype).sum(),
             gradients.cross_entropy_T,
             gradients.z_loss_T,
-            max_T,
-            sum_other_T,
-            target_T,
-            dot_other_T,
-            weighted_sum_T,
+            *fields_5T,
             logits_TV.new_empty((T, pieces, 4) if pieces > 1 else 1, dtype=dtype),
             counters,
             counters[-1:],
@@ -187,13 +184,7 @@ def cross_entropy_fwd_bwd(
             **transform_arguments(options),
             **tile_arguments(logits_TV),
         )
-    return SoftmaxStatistics(
-        max_T,
-        sum_other_T,
-        target_T,
-        dot_other_T if with_entropy else None,
-        weighted_sum_T if with_smoothing else None,
-    )
+    return named_statistics(fields_5T, with_entropy=with_entropy, with_smoothing=with_smoothing)
 
 
 def _num_pieces(logits_TV: Tensor) -> int:

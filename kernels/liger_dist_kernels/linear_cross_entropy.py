@@ -207,7 +207,8 @@ def linear_cross_entropy(
         if class_weight_V is not None:
             own_class_weight_V = class_weight_V[vocabulary.start : vocabulary.start + V]
     described: dict[str, Any] = {"options": options, "vocab_size": vocab_size, "class_weight_V": class_weight_V}
-    at_once = vocabulary is None and gradients is not None and gradients[2:] == (None, None)
+    is_scalar = gradients is not None and gradients.log_prob_T is None and gradients.entropy_T is None
+    at_once = is_scalar and vocabulary is None
     parts: list[SoftmaxStatistics] = []
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
         hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]

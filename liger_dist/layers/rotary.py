@@ -63,7 +63,8 @@ def rotary(
         layout: where the pairs are.
     """
     heads_dim = 1 if cos.shape[1] == 1 else 2
-    if len(tensors) > 1 and (cos.shape[heads_dim] != 1 or any(x.shape[0] != tensors[0].shape[0] for x in tensors)):
+    tokens_of = {(x.shape[0], x.shape[3 - heads_dim]) for x in tensors}
+    if len(tensors) > 1 and (cos.shape[heads_dim] != 1 or len(tokens_of) > 1):
         return tuple(
             rotary((x,), cos, sin, num_rotated=num_rotated, layout=layout, backend=backend)[0] for x in tensors
         )
