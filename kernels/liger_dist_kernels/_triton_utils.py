@@ -51,6 +51,12 @@ def exp_of_difference(x, y):
 
 
 @triton.jit
+def number(x, dtype: tl.constexpr):
+    """A number from the host, in ``dtype``: torch.compile passes it as fp64, which would widen all that it touches."""
+    return tl.full((), x, dtype)
+
+
+@triton.jit
 def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, capped, exp_of_difference, runs_triton, statistics_dtype
+from ._triton_utils import Backend, capped, exp_of_difference, number, runs_triton, statistics_dtype
 from .options import LossOptions
 
 
@@ -88,7 +88,8 @@ def load_logits(
     dtype = tl.float64 if FP64 else tl.float32
     raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
     if TRANSFORMS:
-        capped_logit, slope = capped(raw, scale, softcap, HAS_SOFTCAP)
+        scale, inverse_temperature = number(scale, dtype), number(inverse_temperature, dtype)
+        capped_logit, slope = capped(raw, scale, number(softcap, dtype), HAS_SOFTCAP)
         return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
     return raw, raw * 0.0 + 1.0
 

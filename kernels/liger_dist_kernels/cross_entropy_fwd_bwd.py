@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, exp_of_difference, runs_triton, statistics_dtype
+from ._triton_utils import Backend, exp_of_difference, number, runs_triton, statistics_dtype
 from .cross_entropy import (
     SoftmaxStatistics,
     cross_entropy_bwd_reference,
@@ -100,6 +100,7 @@ def _kernel(
         total = sum_other + exp_of_difference(target, row_max)
         lse = row_max + tl.log(total)
         nll = tl.load(d_cross_entropy_ptr + row)
+        label_smoothing, z_loss = number(label_smoothing, nll.dtype), number(z_loss, nll.dtype)
         mass = lse * 0.0
         smoothing = lse * 0.0
         if WITH_SMOOTHING:

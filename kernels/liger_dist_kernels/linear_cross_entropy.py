@@ -22,8 +22,11 @@ from .cross_entropy import SoftmaxStatistics, cross_entropy_bwd, cross_entropy_f
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
 from .options import LossOptions
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
+from .weight_gradient import WeightGradient
 
 DEFAULT_MEMORY_BUDGET = 2**30
+FORWARD_MEMORY_BUDGET = 2**28
+"""Without gradients there is no sum over tokens, and larger chunks gain nothing."""
 
 ROWS_PER_GEMM = 2048
 """Rows of one GEMM whose result has a row for each token. cuBLAS does 2048 rows at a time up to 6 % faster than 4096
@@ -72,7 +75,8 @@ class GradientNeeds:
     weight: bool = False
     bias: bool = False
 
-    def __bool__(self) -> bool:
+    @property
+    def any(self) -> bool:
         return self.hidden or self.weight or self.bias
 
 
@@ -93,43 +97,6 @@ class VocabularySlice:
         own_T = labels_T - self.start
         is_own_T = (own_T >= 0) & (own_T < num_rows)
         return torch.where(labels_T < 0, labels_T, torch.where(is_own_T, own_T, num_rows))
-
-
-class _WeightGradient:
-    """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for one or two chunks, otherwise in
-    the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which could
-    overflow. A caller's own sum is added to in its dtype."""
-
-    def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None) -> None:
-        self._is_first, self._is_own, self._weight_dtype = sum_VD is None, sum_VD is None, weight_VD.dtype
-        if sum_VD is None:
-            is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
-            dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
-            sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
-            if num_chunks == 0:
-                sum_VD.zero_()
-        self._sum_VD = sum_VD
-
-    def add(self, d_logits_cV: Tensor, hidden_cD: Tensor) -> None:
-        d_logits_Vc, out = d_logits_cV.T, self._sum_VD
-        same_dtype = out.dtype == hidden_cD.dtype
-        if not same_dtype and out.is_cuda:
-            if self._is_first:
-                torch.mm(d_logits_Vc, hidden_cD, out_dtype=out.dtype, out=out)
-            else:
-                torch.addmm(out, d_logits_Vc, hidden_cD, out_dtype=out.dtype, out=out)
-        else:
-            # The CPU has no GEMM with a wider output: the chunk's operands are widened instead.
-            beta = 0 if self._is_first else 1
-            torch.addmm(out, d_logits_Vc.to(out.dtype), hidden_cD.to(out.dtype), beta=beta, out=out)
-        self._is_first = False
-
-    def total(self) -> Tensor:
-        """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by
-        the number of tokens first."""
-        if self._is_own and self._weight_dtype != torch.float16:
-            return self._sum_VD.to(self._weight_dtype)
-        return self._sum_VD
 
 
 def _chunks(plan: ChunkPlan, num_tokens: int) -> Iterator[slice]:
@@ -189,17 +156,19 @@ def linear_cross_entropy(
             complete, ``d_hidden_TD`` is this slice's part of a sum.
         weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
             gradient of its own: no further memory, and nothing is rounded between micro-batches.
-        memory_budget: bytes of the logits buffer; see :func:`plan_chunks`.
+        memory_budget: bytes of the logits buffer; see :func:`plan_chunks`. By default a quarter without gradients.
         backend: Triton kernels or the plain-torch reference; see :func:`runs_triton`.
     """
-    if needs and gradients is None:
+    if needs.any and gradients is None:
         raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
     T, _ = hidden_TD.shape
     V = weight_VD.shape[0]
+    if memory_budget is None and vocabulary is None and not needs.any:
+        memory_budget = FORWARD_MEMORY_BUDGET
     plan = plan_chunks(T, V if vocabulary is None else vocabulary.largest, hidden_TD.element_size(), memory_budget)
     buffer_cV = hidden_TD.new_empty((plan.rows, V))
     d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device) if needs.hidden else None
-    d_weight = _WeightGradient(weight_VD, plan.num_chunks, weight_gradient_VD) if needs.weight else None
+    d_weight = WeightGradient(weight_VD, plan.num_chunks, weight_gradient_VD) if needs.weight else None
     d_bias_V = weight_VD.new_zeros(V, dtype=statistics_dtype(weight_VD.dtype)) if needs.bias else None
     own_labels_T, own_class_weight_V, vocab_size = labels_T, class_weight_V, V
     if vocabulary is not None:
@@ -213,7 +182,7 @@ def linear_cross_entropy(
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
         hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]
         logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV[: hidden_cD.shape[0]])
-        if needs and at_once and T > 0:
+        if needs.any and at_once and T > 0:
             assert gradients is not None
             parts.append(
                 cross_entropy_fwd_bwd(
@@ -237,7 +206,7 @@ def linear_cross_entropy(
                 backend=backend,
             )
             parts.append(statistics if vocabulary is None else vocabulary.complete(statistics))
-            if gradients is None or not needs or T == 0:
+            if gradients is None or not needs.any or T == 0:
                 continue
             cross_entropy_bwd(
                 logits_cV,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton, statistics_dtype
+from ._triton_utils import Backend, number, runs_triton, statistics_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ def _norm_fwd_kernel(
     SUBTRACT_MEAN: tl.constexpr, ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
+    eps, offset = number(eps, dtype), number(offset, dtype)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < T)[:, None] & (offs_d < D)
@@ -105,6 +106,7 @@ def _norm_bwd_kernel(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
+    offset = number(offset, dtype)
     program = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask_d = offs_d < D
@@ -228,10 +230,10 @@ def norm_bwd(
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
     block = triton.next_power_of_2(D)
-    # The loads of two further steps are under way while one is computed, unless a row fills the registers.
-    stages = 3 if block < 16384 else 1
     sums_bias = needs_bias and block < 16384
     rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if sums_bias else 16384) // block, 1))
+    loads = (d_y_TD, sum_TD) if d_sum_TD is None else (d_y_TD, sum_TD, d_sum_TD)
+    bytes_of_step = rows * block * sum(tensor.element_size() for tensor in loads)
     programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = sum_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
@@ -260,7 +262,7 @@ def norm_bwd(
         ROUND_BEFORE_WEIGHT=options.round_before_weight,
         ROWS=rows,
         BLOCK_D=block,
-        STAGES=stages,
+        STAGES=_stages(sum_TD, bytes_of_step) if block < 16384 else 1,
         STEPS=0 if sum_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
         num_warps=min(max(rows * block // 1024, 4), 16),
     )
@@ -286,6 +288,16 @@ def _power_of_2_below(number: int, *, most: int) -> int:
 def _programs(tensor: Tensor) -> int:
     """How many programs share the rows of a backward; each keeps a sum of the parameters' gradients."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
+
+
+def _stages(tensor: Tensor, bytes_of_step: int) -> int:
+    """Steps of a backward whose loads are under way at once: three, or as many as the shared memory holds."""
+    if not tensor.is_cuda:
+        return 1
+    # 8 KiB are left for the reductions of a row.
+    properties = torch.cuda.get_device_properties(tensor.device)
+    shared = int(properties.shared_memory_per_block_optin) - 8192  # type: ignore[attr-defined]
+    return min(max(shared // bytes_of_step, 1), 3)
 
 
 def reference_fwd(

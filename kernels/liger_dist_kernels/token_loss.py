@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton
+from ._triton_utils import Backend, number, runs_triton
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
 
@@ -67,6 +67,9 @@ def _terms_kernel(
     mask = offs < T
     label = tl.load(labels_ptr + offs, mask=mask, other=-1)
     counts = label >= 0
+    dtype = lse_ptr.dtype.element_ty
+    vocab_size = number(vocab_size, dtype)
+    label_smoothing, z_loss = number(label_smoothing, dtype), number(z_loss, dtype)
     # A token that counts nothing may have statistics of no logits: any finite ones do.
     row_max = tl.where(counts, tl.load(max_ptr + offs, mask=mask, other=0.0), 0.0)
     sum_other = tl.where(counts, tl.load(sum_other_ptr + offs, mask=mask, other=0.0), 0.0)

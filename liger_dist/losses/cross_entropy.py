@@ -21,6 +21,7 @@ from liger_dist_kernels import token_terms as terms_of
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
 from .labels import check_labels, select_targets
 from .normalization import Reduction
+from .outputs import as_loss_output, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
@@ -35,7 +36,7 @@ class _Problem:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, ...]:
         loss, V = problem.loss, logits_TV.shape[1]
         described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
         swept: dict[str, Any] = {"with_entropy": "entropy" in loss.outputs, "backend": problem.execution.backend}
@@ -57,14 +58,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
         ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
-        return value, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
+        return returned_tensors(value, z_loss, terms)
 
     @staticmethod
-    def backward(
-        ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: _Problem = ctx.problem
+        d_loss = gradients[0]
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
         backend = problem.execution.backend
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
         coefficients = coefficients_of(
             TokenTerms(*terms),
-            upstream._replace(log_prob_T=d_log_prob_T, entropy_T=d_entropy_T),
+            with_gradients_of_outputs(upstream, gradients),
             problem.labels_T,
             options=problem.loss.options,
             vocab_size=logits_TV.shape[1],
@@ -184,12 +184,4 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         logits_TV = logits_TV.contiguous()
     with torch.autocast(logits.device.type, enabled=False):
         results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
-    value, log_prob, entropy, is_top1, z_loss = results
-    per_token = loss.reduction == "none"
-    return LossOutput(
-        loss=value.reshape(labels.shape) if per_token else value,
-        log_prob=log_prob.reshape(labels.shape) if "log_prob" in loss.outputs else None,
-        entropy=entropy.reshape(labels.shape) if "entropy" in loss.outputs else None,
-        is_top1=is_top1.reshape(labels.shape) if "is_top1" in loss.outputs else None,
-        z_loss=(z_loss.reshape(labels.shape) if per_token else z_loss) if "z_loss" in loss.outputs else None,
-    )
+    return as_loss_output(results, loss, lambda values_T: values_T.reshape(labels.shape))

@@ -24,6 +24,7 @@ from .arguments import Execution, LossArguments, LossOutput, as_output_names, lo
 from .compaction import put_rows, take_rows
 from .labels import check_labels, select_targets
 from .normalization import Reduction
+from .outputs import as_loss_output, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
@@ -40,7 +41,7 @@ class _Problem:
 
     @property
     def gradients_in_forward(self) -> bool:
-        return bool(self.needs) and self.loss.reduction != "none" and not self.loss.differentiable_outputs
+        return self.needs.any and self.loss.reduction != "none" and not self.loss.differentiable_outputs
 
     def run(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
@@ -66,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: _Problem
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
@@ -74,19 +75,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms, gradients = problem.run(hidden_TD, weight_VD, bias_V, problem.scales.upstream() if in_forward else None)
         if in_forward:
             ctx.save_for_backward(*gradients)
-        elif problem.needs:
+        elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
         loss, z_loss = problem.scales.reduce(terms, problem.loss.reduction)
         reports = (terms.log_prob_T, terms.entropy_T) if problem.loss.reports_only else ()
         ctx.mark_non_differentiable(terms.is_top1_T, z_loss, *(report for report in reports if report is not None))
-        return loss, terms.log_prob_T, terms.entropy_T, terms.is_top1_T, z_loss
+        return returned_tensors(loss, z_loss, terms)
 
     @staticmethod
     def backward(
-        ctx: Any, d_loss: Tensor | None, d_log_prob_T: Tensor | None, d_entropy_T: Tensor | None, *_: None
+        ctx: Any, *gradients_of_outputs: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: _Problem = ctx.problem
+        d_loss = gradients_of_outputs[0]
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
         if problem.gradients_in_forward:
@@ -99,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ]
         else:
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
-            upstream = upstream._replace(log_prob_T=d_log_prob_T, entropy_T=d_entropy_T)
+            upstream = with_gradients_of_outputs(upstream, gradients_of_outputs)
             hidden_TD, weight_VD, bias_V = ctx.saved_tensors
             unscaled = problem.run(hidden_TD, weight_VD, bias_V, upstream)[1]
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
@@ -160,21 +162,14 @@ def fused_linear_cross_entropy(
         vocabulary=vocabulary,
     )
     with torch.autocast(device_type, enabled=False):
-        value, log_prob, entropy, is_top1, z_loss = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+        results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
 
     def spread(values_T: Tensor) -> Tensor:
         if targets.index_T is not None:
             values_T = put_rows(values_T, targets.index_T, labels.numel())
         return values_T.reshape(labels.shape)
 
-    per_token = loss.reduction == "none"
-    return LossOutput(
-        loss=spread(value) if per_token else value,
-        log_prob=spread(log_prob) if "log_prob" in loss.outputs else None,
-        entropy=spread(entropy) if "entropy" in loss.outputs else None,
-        is_top1=spread(is_top1) if "is_top1" in loss.outputs else None,
-        z_loss=(spread(z_loss) if per_token else z_loss) if "z_loss" in loss.outputs else None,
-    )
+    return as_loss_output(results, loss, spread)
 
 
 def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -254,7 +249,7 @@ def linear_cross_entropy(
             mean of no tokens is 0; "sum"; "none" returns each token's loss.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
         outputs: names among "log_prob", "entropy", "is_top1", "z_loss" to return beside the loss.
-        memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB.
+        memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB, 256 MiB without gradients.
         max_valid_tokens: for labels on the GPU: compute this many tokens, those that count among them, so that ignored
             ones cost nothing in a CUDA graph. More valid labels than that end the program by an assertion on the
             device.

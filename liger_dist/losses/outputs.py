@@ -1,0 +1,39 @@
+"""What the autograd functions of the losses return, and the output that callers see.
+
+Legend: T tokens. The tensors are the loss, the log-probabilities, is_top1, the z-loss, and the entropy where it was
+asked for: a function that returns None in its place cannot be compiled, because Dynamo fails at its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from liger_dist_kernels import TokenGradients, TokenTerms
+
+from .arguments import LossArguments, LossOutput
+
+
+def returned_tensors(loss: Tensor, z_loss: Tensor, terms: TokenTerms) -> tuple[Tensor, ...]:
+    """In the order that the other functions here expect."""
+    tensors = (loss, terms.log_prob_T, terms.is_top1_T, z_loss)
+    return tensors if terms.entropy_T is None else (*tensors, terms.entropy_T)
+
+
+def with_gradients_of_outputs(upstream: TokenGradients, gradients: Sequence[Tensor | None]) -> TokenGradients:
+    """``upstream``, which is that of the loss, and those of the other differentiable tensors among ``gradients``."""
+    return upstream._replace(log_prob_T=gradients[1], entropy_T=gradients[4] if len(gradients) > 4 else None)
+
+
+def as_loss_output(tensors: Sequence[Tensor], loss: LossArguments, spread: Callable[[Tensor], Tensor]) -> LossOutput:
+    """The outputs that ``loss`` names; ``spread`` brings per-token numbers into the labels' shape."""
+    value, log_prob_T, is_top1_T, z_loss = tensors[:4]
+    per_token = loss.reduction == "none"
+    return LossOutput(
+        loss=spread(value) if per_token else value,
+        log_prob=spread(log_prob_T) if "log_prob" in loss.outputs else None,
+        entropy=spread(tensors[4]) if "entropy" in loss.outputs else None,
+        is_top1=spread(is_top1_T) if "is_top1" in loss.outputs else None,
+        z_loss=(spread(z_loss) if per_token else z_loss) if "z_loss" in loss.outputs else None,
+    )
