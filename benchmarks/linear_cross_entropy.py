@@ -147,6 +147,7 @@ def run(name: str, inputs: Inputs, candidates: list[tuple[str, Callable[..., Ten
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--no-peers", action="store_true", help="only this library and the GEMMs")
+    parser.add_argument("--without", default="", help="implementations to leave out, comma-separated")
     parser.add_argument("--peaked", action="store_true", help="labels likely for half of the tokens")
     parser.add_argument("--masked", type=float, default=0.0, help="share of tokens without a target")
     given = parser.parse_args()
@@ -159,7 +160,7 @@ def main() -> None:
         known = inputs.labels_T.cpu() if given.masked else None
         candidates = [(f"liger_dist {b} MiB", ours(b, known), "fp32 sum") for b in BUDGETS_MIB]
         if not given.no_peers:
-            candidates += peers.linear_cross_entropies()
+            candidates += [c for c in peers.linear_cross_entropies() if c[0] not in given.without.split(",")]
         rows = run(name, inputs, candidates, given.rounds)
         print(name)
         show(rows, ("ratio", "extra MiB", "dW error", "dX error", "loss error"))

@@ -100,17 +100,17 @@ def _kernel(
         total = sum_other + exp_of_difference(target, row_max)
         lse = row_max + tl.log(total)
         nll = tl.load(d_cross_entropy_ptr + row)
-        label_smoothing, z_loss = number(label_smoothing, nll.dtype), number(z_loss, nll.dtype)
         mass = lse * 0.0
         smoothing = lse * 0.0
         if WITH_SMOOTHING:
-            smoothing = nll * (label_smoothing / V)
-            nll *= 1.0 - label_smoothing
+            smoothed = number(label_smoothing, nll.dtype)
+            smoothing = nll * (smoothed / V)
+            nll *= 1.0 - smoothed
             mass = smoothing * (tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else V)
         if HAS_CLASS_WEIGHT:
             nll *= tl.load(class_weight_ptr + label).to(nll.dtype)
         if HAS_Z_LOSS:
-            mass += tl.load(d_z_loss_ptr + row) * (2.0 * z_loss) * lse
+            mass += tl.load(d_z_loss_ptr + row) * (2.0 * number(z_loss, nll.dtype)) * lse
         write_gradient_of_piece(
             out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, sum_other / total, nll, mass, mass,
             smoothing, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False,
