@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test check matrix families format clean
+.PHONY: venv demo test check matrix families benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -35,6 +35,14 @@ matrix: venv
 
 families: venv
 	$(BIN)/python -m pytest tests_multi_gpu/test_families.py --write-pages
+
+# On a GPU, with the peers that are to be compared installed: pip install --editable ".[benchmarks]"
+benchmarks:
+	$(PYTHON) -m benchmarks.linear_cross_entropy
+	$(PYTHON) -m benchmarks.linear_cross_entropy --only 4096x128256 --masked 0.75
+	$(PYTHON) -m benchmarks.linear_cross_entropy --only 8192x4096 --peaked
+	$(PYTHON) -m benchmarks.memory_bound
+	$(PYTHON) -m benchmarks.report
 
 format: venv
 	$(BIN)/ruff check --fix .

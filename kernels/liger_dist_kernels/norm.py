@@ -148,6 +148,20 @@ def _norm_bwd_kernel(
 
 
 @triton.jit
+def _column_sums_kernel(
+    x_ptr, parts_ptr, stride_xt, T, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    part = tl.program_id(1).to(tl.int64)
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    total = tl.zeros((ROWS, BLOCK_D), parts_ptr.dtype.element_ty)
+    for step in range(0, STEPS if STEPS > 0 else tl.cdiv(tl.cdiv(T, ROWS), tl.num_programs(1))):
+        row = (part + step * tl.num_programs(1)) * ROWS + tl.arange(0, ROWS)[:, None]
+        total += tl.load(x_ptr + row * stride_xt + offs_d, mask=(row < T) & (offs_d < D), other=0.0).to(total.dtype)
+    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(parts_ptr + part * D + column, tl.sum(total, 0), mask=column < D)
+
+
+@triton.jit
 def _sum_kernel(parts_ptr, total_ptr, D, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_D), parts_ptr.dtype.element_ty)
@@ -270,8 +284,19 @@ def norm_bwd(
     d_bias_D = None if d_bias is None else _sum(d_bias, parameter_dtype)
     if needs_bias and not sums_bias:
         # Two sums of such rows do not fit into the registers of a program.
-        d_bias_D = d_y_TD.sum(0, dtype=rstd_T.dtype).to(parameter_dtype)
+        d_bias_D = _sum(_column_sums(d_y_TD, rstd_T.dtype), parameter_dtype)
     return NormGradients(d_x_TD, None if d_weight is None else _sum(d_weight, parameter_dtype), d_bias_D)
+
+
+def _column_sums(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[P, D]``: sums of P shares of the rows."""
+    (T, D), parts, rows = x_TD.shape, 16, 16
+    parts_PD = x_TD.new_empty((parts, D), dtype=dtype)
+    steps = 0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), parts), 1)
+    _column_sums_kernel[(triton.cdiv(D, 512), parts)](
+        x_TD, parts_PD, x_TD.stride(0), T, D, ROWS=rows, BLOCK_D=512, STEPS=steps, num_warps=8
+    )
+    return parts_PD
 
 
 def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
