@@ -38,7 +38,7 @@ def no_reduction_of_the_hidden_gradient() -> Any:
     def backward(ctx: Any, gradient: Any) -> Any:
         return gradient, None
 
-    return mock.patch.object(vocab_parallel._SumGradient, "backward", staticmethod(backward))
+    return mock.patch.object(vocab_parallel.SumGradient, "backward", staticmethod(backward))
 
 
 def gradient_taken_for_reduced() -> Any:

@@ -12,9 +12,10 @@ from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
 from .gated_activation import gated_activation_fwd as gated_activation_fwd
+from .linear_cross_entropy import DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult
-from .linear_cross_entropy import VocabularySlice as VocabularySlice
+from .linear_cross_entropy import join_statistics as join_statistics
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import plan_chunks as plan_chunks
 from .norm import NormOptions as NormOptions
@@ -22,6 +23,9 @@ from .norm import NormOutput as NormOutput
 from .norm import norm_bwd as norm_bwd
 from .norm import norm_fwd as norm_fwd
 from .options import LossOptions as LossOptions
+from .products import WeightGradient as WeightGradient
+from .products import write_hidden_gradient as write_hidden_gradient
+from .products import write_logits as write_logits
 from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate

@@ -10,7 +10,7 @@ et al. 2024, "Liger Kernel", section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,16 +21,12 @@ from ._triton_utils import Backend, statistics_dtype
 from .cross_entropy import SoftmaxStatistics, cross_entropy_bwd, cross_entropy_fwd
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
 from .options import LossOptions
+from .products import WeightGradient, write_hidden_gradient, write_logits
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
-from .weight_gradient import WeightGradient
 
 DEFAULT_MEMORY_BUDGET = 2**30
 FORWARD_MEMORY_BUDGET = 2**28
 """Without gradients there is no sum over tokens, and larger chunks gain nothing."""
-
-ROWS_PER_GEMM = 2048
-"""Rows of one GEMM whose result has a row for each token. cuBLAS does 2048 rows at a time up to 6 % faster than 4096
-(H200, D = 4096): its operands then stay in the L2 cache. The weight's gradient sums over a whole chunk."""
 
 
 @dataclass(frozen=True)
@@ -80,42 +76,9 @@ class GradientNeeds:
         return self.hidden or self.weight or self.bias
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabularySlice:
-    """The rows ``[start, start + V)`` of a head whose other rows lie elsewhere."""
-
-    start: int
-    vocab_size: int
-    """rows of the whole head"""
-    largest: int
-    """rows of the largest slice, by which tokens are cut into the same chunks everywhere"""
-    complete: Callable[[SoftmaxStatistics], SoftmaxStatistics]
-    """statistics of whole rows of logits from those of this slice; called once for each chunk of tokens"""
-
-    def own_labels(self, labels_T: Tensor, num_rows: int) -> Tensor:
-        """Labels as rows of this slice; ``num_rows`` for a label in another one, negative ones as they are."""
-        own_T = labels_T - self.start
-        is_own_T = (own_T >= 0) & (own_T < num_rows)
-        return torch.where(labels_T < 0, labels_T, torch.where(is_own_T, own_T, num_rows))
-
-
 def _chunks(plan: ChunkPlan, num_tokens: int) -> Iterator[slice]:
     for start in range(0, num_tokens, max(plan.rows, 1)):
         yield slice(start, min(start + plan.rows, num_tokens))
-
-
-def _logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_cV: Tensor) -> Tensor:
-    for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
-        if bias_V is None:
-            torch.mm(hidden_rD, weight_VD.T, out=out_rV)
-        else:
-            torch.addmm(bias_V, hidden_rD, weight_VD.T, out=out_rV)
-    return out_cV
-
-
-def _hidden_gradient(d_logits_cV: Tensor, weight_VD: Tensor, out_cD: Tensor) -> None:
-    for d_logits_rV, out_rD in zip(d_logits_cV.split(ROWS_PER_GEMM), out_cD.split(ROWS_PER_GEMM), strict=True):
-        torch.mm(d_logits_rV, weight_VD, out=out_rD)
 
 
 def _cut(gradients: TokenGradients, rows: slice) -> TokenGradients:
@@ -133,7 +96,6 @@ def linear_cross_entropy(
     options: LossOptions,
     needs: GradientNeeds = GradientNeeds(),
     with_entropy: bool = False,
-    vocabulary: VocabularySlice | None = None,
     weight_gradient_VD: Tensor | None = None,
     memory_budget: int | None = None,
     backend: Backend = "auto",
@@ -145,15 +107,12 @@ def linear_cross_entropy(
     Args:
         hidden_TD: ``[T, D]``, floating.
         weight_VD: ``[V, D]``, the dtype of ``hidden_TD``.
-        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for a token that takes no part (the caller checks). With
-            ``vocabulary``, of the whole head.
+        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for a token that takes no part (the caller checks).
         gradients: upstream gradient of each term, ``[T]``; required when ``needs`` names a gradient.
         bias_V: ``[V]``, the dtype of ``hidden_TD``.
-        class_weight_V: ``[V]``, floating; with ``vocabulary``, of the whole head.
+        class_weight_V: ``[V]``, floating.
         needs: the gradients to compute.
         with_entropy: also return each token's entropy.
-        vocabulary: ``weight_VD`` and ``bias_V`` are this slice of a head. The terms and the gradients of both are
-            complete, ``d_hidden_TD`` is this slice's part of a sum.
         weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
             gradient of its own: no further memory, and nothing is rounded between micro-batches.
         memory_budget: bytes of the logits buffer; see :func:`plan_chunks`. By default a quarter without gradients.
@@ -163,26 +122,20 @@ def linear_cross_entropy(
         raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
     T, _ = hidden_TD.shape
     V = weight_VD.shape[0]
-    if memory_budget is None and vocabulary is None and not needs.any:
+    if memory_budget is None and not needs.any:
         memory_budget = FORWARD_MEMORY_BUDGET
-    plan = plan_chunks(T, V if vocabulary is None else vocabulary.largest, hidden_TD.element_size(), memory_budget)
+    plan = plan_chunks(T, V, hidden_TD.element_size(), memory_budget)
     buffer_cV = hidden_TD.new_empty((plan.rows, V))
     d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device) if needs.hidden else None
     d_weight = WeightGradient(weight_VD, plan.num_chunks, weight_gradient_VD) if needs.weight else None
     d_bias_V = weight_VD.new_zeros(V, dtype=statistics_dtype(weight_VD.dtype)) if needs.bias else None
-    own_labels_T, own_class_weight_V, vocab_size = labels_T, class_weight_V, V
-    if vocabulary is not None:
-        own_labels_T, vocab_size = vocabulary.own_labels(labels_T, V), vocabulary.vocab_size
-        if class_weight_V is not None:
-            own_class_weight_V = class_weight_V[vocabulary.start : vocabulary.start + V]
-    described: dict[str, Any] = {"options": options, "vocab_size": vocab_size, "class_weight_V": class_weight_V}
+    described: dict[str, Any] = {"options": options, "vocab_size": V, "class_weight_V": class_weight_V}
     is_scalar = gradients is not None and gradients.log_prob_T is None and gradients.entropy_T is None
-    at_once = is_scalar and vocabulary is None
     parts: list[SoftmaxStatistics] = []
     for rows in _chunks(plan, T) if T > 0 else (slice(0, 0),):
-        hidden_cD, labels_c, own_labels_c = hidden_TD[rows], labels_T[rows], own_labels_T[rows]
-        logits_cV = _logits(hidden_cD, weight_VD, bias_V, buffer_cV[: hidden_cD.shape[0]])
-        if needs.any and at_once and T > 0:
+        hidden_cD, labels_c = hidden_TD[rows], labels_T[rows]
+        logits_cV = write_logits(hidden_cD, weight_VD, bias_V, buffer_cV[: hidden_cD.shape[0]])
+        if needs.any and is_scalar and T > 0:
             assert gradients is not None
             parts.append(
                 cross_entropy_fwd_bwd(
@@ -199,45 +152,46 @@ def linear_cross_entropy(
         else:
             statistics = cross_entropy_fwd(
                 logits_cV,
-                own_labels_c,
+                labels_c,
                 options=options,
-                class_weight_V=own_class_weight_V,
+                class_weight_V=class_weight_V,
                 with_entropy=with_entropy,
                 backend=backend,
             )
-            parts.append(statistics if vocabulary is None else vocabulary.complete(statistics))
+            parts.append(statistics)
             if gradients is None or not needs.any or T == 0:
                 continue
             cross_entropy_bwd(
                 logits_cV,
-                own_labels_c,
+                labels_c,
                 gradient_coefficients(
-                    token_terms(parts[-1], labels_c, **described, backend=backend),
+                    token_terms(statistics, labels_c, **described, backend=backend),
                     _cut(gradients, rows),
                     labels_c,
                     **described,
                 ),
                 options=options,
-                class_weight_V=own_class_weight_V,
+                class_weight_V=class_weight_V,
                 out_TV=logits_cV,
                 backend=backend,
             )
         if d_hidden_TD is not None:
-            _hidden_gradient(logits_cV, weight_VD, d_hidden_TD[rows])
+            write_hidden_gradient(logits_cV, weight_VD, d_hidden_TD[rows])
         if d_weight is not None:
             d_weight.add(logits_cV, hidden_cD)
         if d_bias_V is not None:
             d_bias_V += logits_cV.sum(0, dtype=d_bias_V.dtype)
     del buffer_cV, logits_cV
     return LinearCrossEntropyResult(
-        terms=token_terms(_join(parts), labels_T, **described, backend=backend),
+        terms=token_terms(join_statistics(parts), labels_T, **described, backend=backend),
         d_hidden_TD=d_hidden_TD,
         d_weight_VD=None if d_weight is None else d_weight.total(),
         d_bias_V=d_bias_V,
     )
 
 
-def _join(parts: list[SoftmaxStatistics]) -> SoftmaxStatistics:
+def join_statistics(parts: list[SoftmaxStatistics]) -> SoftmaxStatistics:
+    """Those of all tokens from those of one chunk after the other."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*parts, strict=True)

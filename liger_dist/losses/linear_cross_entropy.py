@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist_kernels import GradientNeeds, TokenGradients, TokenTerms, VocabularySlice
+from liger_dist_kernels import GradientNeeds, LinearCrossEntropyResult, TokenGradients, TokenTerms
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
@@ -28,8 +28,37 @@ from .outputs import as_loss_output, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
+class SplitHead(Protocol):
+    """A head whose rows lie on several processes, and what computes with them."""
+
+    @property
+    def start(self) -> int:
+        """First of this process's rows."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the whole head."""
+        ...
+
+    def run(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        gradients: TokenGradients | None,
+    ) -> LinearCrossEntropyResult:
+        """What :func:`liger_dist_kernels.linear_cross_entropy` returns, for this process's tokens and rows."""
+        ...
+
+    def check_upstream(self, gradient: Tensor) -> None:
+        """Refuses the upstream gradient of a scalar loss for which :meth:`run` has not made the gradients."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Problem:
+class Problem:
     """Everything the autograd function needs that carries no gradient."""
 
     labels_T: Tensor
@@ -37,7 +66,8 @@ class _Problem:
     loss: LossArguments
     execution: Execution
     needs: GradientNeeds
-    vocabulary: VocabularySlice | None
+    split: SplitHead | None
+    """None for a head that is whole on this process"""
 
     @property
     def gradients_in_forward(self) -> bool:
@@ -46,27 +76,29 @@ class _Problem:
     def run(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
     ) -> tuple[TokenTerms, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        result = linear_cross_entropy_kernel(
-            hidden_TD,
-            weight_VD,
-            self.labels_T,
-            gradients=gradients,
-            bias_V=bias_V,
-            class_weight_V=self.loss.class_weight,
-            options=self.loss.options,
-            needs=self.needs if gradients is not None else GradientNeeds(),
-            with_entropy="entropy" in self.loss.outputs,
-            vocabulary=self.vocabulary,
-            memory_budget=self.execution.memory_budget,
-            backend=self.execution.backend,
-        )
+        if self.split is not None:
+            result = self.split.run(hidden_TD, weight_VD, bias_V, self, gradients)
+        else:
+            result = linear_cross_entropy_kernel(
+                hidden_TD,
+                weight_VD,
+                self.labels_T,
+                gradients=gradients,
+                bias_V=bias_V,
+                class_weight_V=self.loss.class_weight,
+                options=self.loss.options,
+                needs=self.needs if gradients is not None else GradientNeeds(),
+                with_entropy="entropy" in self.loss.outputs,
+                memory_budget=self.execution.memory_budget,
+                backend=self.execution.backend,
+            )
         return result.terms, (result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: _Problem
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.problem = problem
@@ -87,13 +119,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, *gradients_of_outputs: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
-        problem: _Problem = ctx.problem
+        problem: Problem = ctx.problem
         d_loss = gradients_of_outputs[0]
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
         if problem.gradients_in_forward:
             if d_loss is None:
                 return None, None, None, None
+            if problem.split is not None:
+                problem.split.check_upstream(d_loss)
             backend = problem.execution.backend
             gradients = [
                 None if saved is None else scaled(saved, d_loss, dtype, backend=backend)
@@ -116,25 +150,28 @@ def fused_linear_cross_entropy(
     *,
     loss: LossArguments,
     execution: Execution,
-    vocabulary: VocabularySlice | None = None,
+    split: SplitHead | None = None,
 ) -> LossOutput:
-    """:func:`linear_cross_entropy` on records, for the adapters. With ``vocabulary``, ``weight`` and ``bias`` are that
-    slice of the head, and the hidden states' gradient is this slice's part of a sum."""
+    """:func:`linear_cross_entropy` on records, for the adapters. With ``split``, ``weight`` and ``bias`` are this
+    process's rows of the head, and of any floating dtype: products round them to that of ``hidden_states``, their
+    gradients do not."""
     _check_tensors(hidden_states, weight, bias)
-    vocab_size = weight.shape[0] if vocabulary is None else vocabulary.vocab_size
+    vocab_size = weight.shape[0] if split is None else split.vocab_size
     ignore_index = loss.options.ignore_index
     check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
     loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
     if loss.logit_bias is not None:
-        first = 0 if vocabulary is None else vocabulary.start
+        first = 0 if split is None else split.start
         added = loss.logit_bias[first : first + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    _check_dtypes(hidden_states, weight, bias)
+        hidden_states = hidden_states.to(dtype)
+        if split is None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    if split is None:
+        _check_dtypes(hidden_states, weight, bias)
     targets = select_targets(
         labels,
         vocab_size=vocab_size,
@@ -149,7 +186,7 @@ def fused_linear_cross_entropy(
         hidden_TD = take_rows(hidden_TD, targets.index_T)
         token_weight_T = None if token_weight_T is None else take_rows(token_weight_T, targets.index_T)
     grad = torch.is_grad_enabled()
-    problem = _Problem(
+    problem = Problem(
         labels_T=targets.labels_T,
         scales=token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_states.dtype),
         loss=loss,
@@ -159,7 +196,7 @@ def fused_linear_cross_entropy(
             weight=grad and weight.requires_grad,
             bias=grad and bias is not None and bias.requires_grad,
         ),
-        vocabulary=vocabulary,
+        split=split,
     )
     with torch.autocast(device_type, enabled=False):
         results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]

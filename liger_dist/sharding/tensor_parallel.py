@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.same_tokens import check_same_tokens
+from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
 
 from .base import DataParallel, Facts, Head
 from .fsdp2 import TIED_APART, FSDP2Gathered, find_param

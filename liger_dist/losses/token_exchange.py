@@ -1,0 +1,283 @@
+"""Tokens that travel to the rows of a head: each process has its own tokens and its own rows.
+
+Legend: T tokens of this process that count, G processes, K chunks, m tokens of one process in one chunk, R = G * m, D
+hidden.
+
+For each chunk the hidden states are gathered from all processes, and the parts of their gradient go back: every process
+sends each of the others what its rows give to their tokens, and adds up in fp32 what it receives. The next chunk
+arrives while one is computed, and a gradient leaves while the next one is computed. Bytes that a process sends, of
+``T * D`` 16-bit hidden states: ``2 * T * D * (G - 1)`` on the way there and as many on the way back; of labels and
+upstream gradients 12 to 24 a token, once. Neither the weight nor its gradient travels.
+
+All processes cut their tokens into the same number of chunks, and fill up what is short of ``m``. Where that would be
+more than a tenth of a chunk, because processes have different numbers of tokens, the fillers are taken out again
+before the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_dist.errors import LigerDistError
+from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, SoftmaxStatistics, TokenGradients
+
+from .linear_cross_entropy import Problem
+from .vocab_parallel import VocabularyShard, gather, score
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How the tokens of all processes are cut, from numbers that all of them know."""
+
+    counts: tuple[int, ...]
+    """tokens of each process"""
+    num_chunks: int
+
+    @staticmethod
+    def of(counts: Sequence[int], *, largest_shard: int, itemsize: int, memory_budget: int) -> ExchangePlan:
+        """As few chunks as fit ``memory_budget`` bytes of logits on the process with the most rows."""
+        rows = max(memory_budget // (max(largest_shard, 1) * itemsize) // len(counts), 1)
+        return ExchangePlan(counts=tuple(counts), num_chunks=-(-max(counts) // rows))
+
+    @property
+    def rows(self) -> int:
+        """m: of the largest share of a chunk."""
+        return -(-max(self.counts) // self.num_chunks) if self.num_chunks else 0
+
+    def share(self, process: int, chunk: int) -> tuple[int, int]:
+        """First token of a process in a chunk, and the one behind the last."""
+        count = self.counts[process]
+        return count * chunk // self.num_chunks, count * (chunk + 1) // self.num_chunks
+
+    def sizes(self, chunk: int) -> list[int]:
+        """Tokens of each process in a chunk."""
+        bounds = (self.share(process, chunk) for process in range(len(self.counts)))
+        return [end - start for start, end in bounds]
+
+
+class ExchangedTokens:
+    """The tokens of all processes of ``group``, of which this one has its own share."""
+
+    def __init__(
+        self,
+        hidden_TD: Tensor,
+        labels_T: Tensor,
+        gradients: TokenGradients | None,
+        *,
+        plan: ExchangePlan,
+        group: dist.ProcessGroup,
+        gradient_scale: float,
+    ) -> None:
+        """``gradient_scale`` multiplies the upstream gradients that travel, and is taken out of the hidden states'
+        gradient again: what is left of it is in the gradients of the rows."""
+        self.num_chunks, self._plan, self._group, self._scale = plan.num_chunks, plan, group, gradient_scale
+        self._rank, self._size = group.rank(), group.size()
+        self.rows = self._size * plan.rows
+        self._hidden_TD = hidden_TD
+        self._places_Km = self._padded_places(hidden_TD.device)
+        self._kept = [self._kept_places(chunk) for chunk in range(self.num_chunks)]
+        self._labels_GKm = self._gathered(labels_T, fill=-1)
+        self._gradients: list[Tensor | None] = []
+        if gradients is not None:
+            fields = [g for g in gradients if g is not None]
+            scaled = [self._gathered(g * gradient_scale, fill=0) for g in fields]
+            remaining = iter(scaled)
+            self._gradients = [None if g is None else next(remaining) for g in gradients]
+        self._coming: tuple[Tensor, Any] | None = None
+        self._leaving: tuple[Tensor, Any, int] | None = None
+        self._buffers: list[Tensor] = []
+        self._part_RD: Tensor | None = None
+        self._d_hidden_TD: Tensor | None = None
+        if self.num_chunks > 0:
+            self._coming = self._fetch(0)
+
+    def _padded_places(self, device: torch.device) -> Tensor | None:
+        """``[K, m]``: places of this process's tokens, -1 for a filler; None where they are ``0, 1, 2, …``."""
+        K, m = self.num_chunks, self._plan.rows
+        if self._plan.counts[self._rank] == K * m:
+            return None
+        places_Km = torch.full((K, m), -1)
+        for chunk in range(K):
+            start, end = self._plan.share(self._rank, chunk)
+            places_Km[chunk, : end - start] = torch.arange(start, end)
+        return places_Km.to(device, non_blocking=True)
+
+    def _padded(self, values_T: Tensor, places: Tensor | None, fill: int) -> Tensor:
+        if places is None:
+            return values_T.view(self.num_chunks, self._plan.rows, *values_T.shape[1:])
+        if len(values_T) == 0:
+            return values_T.new_full((*places.shape, *values_T.shape[1:]), fill)
+        taken = values_T[places.clamp_min(0)]
+        return torch.where(places < 0, fill, taken)
+
+    def _gathered(self, values_T: Tensor, *, fill: int) -> Tensor:
+        if not self.num_chunks:
+            return values_T
+        return gather(self._padded(values_T, self._places_Km, fill).contiguous(), self._group)
+
+    def _kept_places(self, chunk: int) -> Tensor | None:
+        """Places among ``[G, m]`` that hold tokens; None where nearly all do."""
+        sizes, m = self._plan.sizes(chunk), self._plan.rows
+        if sum(sizes) >= 0.9 * len(sizes) * m:
+            return None
+        places = torch.cat([torch.arange(rank * m, rank * m + size) for rank, size in enumerate(sizes)])
+        return places.to(self._hidden_TD.device, non_blocking=True)
+
+    def _of_chunk(self, values_GKm: Tensor, chunk: int) -> Tensor:
+        if not self.num_chunks:
+            return values_GKm.reshape(-1)
+        values_R, kept = values_GKm[:, chunk].reshape(-1), self._kept[chunk]
+        return values_R if kept is None else values_R[kept]
+
+    def _fetch(self, chunk: int) -> tuple[Tensor, Any]:
+        m, D = self._plan.rows, self._hidden_TD.shape[1]
+        if self._places_Km is None:
+            own_mD = self._hidden_TD[chunk * m : (chunk + 1) * m]
+        else:
+            start, end = self._plan.share(self._rank, chunk)
+            own_mD = self._hidden_TD.new_zeros((m, D))
+            own_mD[: end - start] = self._hidden_TD[start:end]
+        if len(self._buffers) < 2:
+            self._buffers.append(self._hidden_TD.new_empty((self._size * m, D)))
+        # The buffer of the chunk before the last: its products have been issued.
+        everyone_RD = self._buffers[chunk % 2]
+        work = dist.all_gather_into_tensor(everyone_RD, own_mD.contiguous(), group=self._group, async_op=True)
+        return everyone_RD, work
+
+    def hidden(self, chunk: int) -> Tensor:
+        if self._coming is None:
+            return self._hidden_TD[:0]
+        everyone_RD, work = self._coming
+        work.wait()
+        self._coming = self._fetch(chunk + 1) if chunk + 1 < self.num_chunks else None
+        kept = self._kept[chunk]
+        return everyone_RD if kept is None else everyone_RD[kept]
+
+    def labels(self, chunk: int) -> Tensor:
+        return self._of_chunk(self._labels_GKm, chunk)
+
+    def gradients(self, chunk: int) -> TokenGradients:
+        return TokenGradients(*(None if g is None else self._of_chunk(g, chunk) for g in self._gradients))
+
+    def own(self, statistics: SoftmaxStatistics, chunk: int) -> SoftmaxStatistics:
+        if not self.num_chunks:
+            return statistics
+        sizes = self._plan.sizes(chunk)
+        first = self._rank * self._plan.rows if self._kept[chunk] is None else sum(sizes[: self._rank])
+        rows = slice(first, first + sizes[self._rank])
+        fields: list[Any] = [None if field is None else field[rows] for field in statistics]
+        return SoftmaxStatistics(*fields)
+
+    def gradient_buffer(self, chunk: int) -> Tensor:
+        kept = self._kept[chunk] if self.num_chunks else None
+        rows = self.rows if kept is None else len(kept)
+        self._part_RD = self._hidden_TD.new_empty((rows, self._hidden_TD.shape[1]))
+        return self._part_RD
+
+    def take_gradient(self, chunk: int) -> None:
+        if not self.num_chunks:
+            return
+        part_RD, self._part_RD = self._part_RD, None
+        assert part_RD is not None
+        kept = self._kept[chunk]
+        if kept is not None:
+            part_RD = part_RD.new_zeros((self.rows, part_RD.shape[1])).index_copy_(0, kept, part_RD)
+        received_RD = torch.empty_like(part_RD)
+        work = dist.all_to_all_single(received_RD, part_RD, group=self._group, async_op=True)
+        self._add_received()
+        self._leaving = (received_RD, work, chunk)
+
+    def _add_received(self) -> None:
+        """Adds up the parts of the chunk that was sent last, into the rows of this process's tokens."""
+        if self._leaving is None:
+            return
+        received_RD, work, chunk = self._leaving
+        self._leaving = None
+        work.wait()
+        start, end = self._plan.share(self._rank, chunk)
+        if self._d_hidden_TD is None:
+            self._d_hidden_TD = self._hidden_TD.new_empty(self._hidden_TD.shape)
+        dtype = torch.float64 if received_RD.dtype == torch.float64 else torch.float32
+        parts_GmD = received_RD.view(self._size, self._plan.rows, -1)[:, : end - start]
+        self._d_hidden_TD[start:end] = parts_GmD.sum(0, dtype=dtype) / self._scale
+
+    def hidden_gradient(self) -> Tensor:
+        self._add_received()
+        return torch.zeros_like(self._hidden_TD) if self._d_hidden_TD is None else self._d_hidden_TD
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangingShard(VocabularyShard):
+    """This process's rows of a head, for tokens of which every process of the group has its own.
+
+    The gradient of the rows is the sum over all processes' tokens, each with its own upstream gradient, divided by
+    ``divide_factor``. For a scalar loss it is made in the forward, so all processes must scale their losses alike.
+    """
+
+    tokens_group: dist.ProcessGroup
+    """the same processes, for hidden states and their gradients: behind these the statistics would wait"""
+    counting_group: dist.ProcessGroup
+    """the same processes on their hosts, for numbers of tokens"""
+    divide_factor: float
+
+    def run(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        gradients: TokenGradients | None,
+    ) -> LinearCrossEntropyResult:
+        needs = problem.needs
+        asked = (int(gradients is not None), int(needs.hidden), int(needs.weight), int(needs.bias))
+        budget = problem.execution.memory_budget or DEFAULT_MEMORY_BUDGET
+        plan = ExchangePlan.of(
+            self._agree(len(hidden_TD), asked, budget),
+            largest_shard=self.largest,
+            itemsize=hidden_TD.element_size(),
+            memory_budget=budget,
+        )
+        tokens = ExchangedTokens(
+            hidden_TD,
+            problem.labels_T,
+            gradients,
+            plan=plan,
+            group=self.tokens_group,
+            gradient_scale=1.0 / self.divide_factor,
+        )
+        return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
+
+    def _agree(self, count: int, asked: tuple[int, ...], budget: int) -> list[int]:
+        """Every process's number of tokens.
+
+        Raises:
+            LigerDistError: on every process alike, where they would not do the same.
+        """
+        everyone = gather(torch.tensor([count, budget, *asked]), self.counting_group).tolist()
+        if any(numbers[1:] != everyone[0][1:] for numbers in everyone):
+            raise LigerDistError(
+                "the processes that share the output embedding's rows do not ask for the same: (memory budget, has "
+                f"upstream gradients, needs those of hidden states, weight, bias) are {[n[1:] for n in everyone]}. "
+                "Freeze the same parameters, use the same configuration and the same torch.no_grad() on all of them."
+            )
+        return [numbers[0] for numbers in everyone]
+
+    def check_upstream(self, gradient: Tensor) -> None:
+        """Refuses upstream gradients that differ between processes, on a GPU by an assertion on the device."""
+        everyone_G = gather(gradient.detach().reshape(1), self.group)
+        same = (everyone_G == everyone_G[0]).all()
+        sentence = (
+            "the processes that share the output embedding's rows scale their losses differently, and the gradient of "
+            "the rows has been made for one scale; give num_items_in_batch or token_weight to the model instead of "
+            'multiplying its loss, or use WrapConfig(head="gather")'
+        )
+        if gradient.is_cuda:
+            torch._assert_async(same, sentence)
+        elif not bool(same):
+            raise LigerDistError(f"{sentence}. The scales: {everyone_G[:, 0].tolist()}.")

@@ -1,0 +1,184 @@
+"""The head whose rows lie on processes with different tokens, against whole logits of all tokens in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from test_vocab_parallel import CASES, D
+from torch import Tensor
+from truth import cross_entropy_truth, relative_error
+
+import liger_dist
+from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard
+from liger_dist.sharding.devices import compute_device
+from liger_dist_kernels import LossOptions
+
+TOKENS = {
+    "even": (12, 12, 12, 12),
+    "uneven": (13, 12, 14, 13),
+    "ragged": (17, 3, 0, 9),
+    "one process alone": (0, 0, 7, 0),
+    "none": (0, 0, 0, 0),
+}
+"""tokens of each process"""
+
+
+@pytest.mark.parametrize("vocab_size", [101, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_every_option(name: str, vocab_size: int, workers_4: Workers) -> None:
+    check(workers_4.run(errors_of, name, vocab_size, TOKENS["ragged"], 2))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_4: Workers) -> None:
+    for name in ("plain", "log-probabilities and entropy"):
+        check(workers_4.run(errors_of, name, 101, TOKENS[tokens], num_chunks))
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0)], ids=str)
+def test_only_what_is_needed(needs: tuple[int, int, int], workers_4: Workers) -> None:
+    check(workers_4.run(errors_of, "bias", 101, TOKENS["uneven"], 2, needs))
+
+
+def check(results: list[dict[str, float]]) -> None:
+    for errors in results:
+        assert max(errors.values()) < 1e-10, errors
+
+
+def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangingShard, slice]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = -(-vocab_size // size)
+    own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
+    world: Any = dist.group.WORLD
+    counting = world if compute_device().type == "cpu" else dist.new_group(backend="gloo")
+    shard = ExchangingShard(
+        group=world,
+        tokens_group=world,
+        counting_group=counting,
+        start=own.start,
+        vocab_size=vocab_size,
+        divide_factor=divide_factor,
+    )
+    return shard, own
+
+
+def errors_of(
+    name: str, vocab_size: int, counts: tuple[int, ...], num_chunks: int, needs: tuple[int, int, int] = (1, 1, 1)
+) -> dict[str, float]:
+    case, device, rank = dict(CASES[name]), compute_device(), dist.get_rank()
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    weight, bias = random(vocab_size, D), random(vocab_size)
+    class_weight = random(vocab_size).abs() if case.pop("class_weight", False) else None
+    has_bias, has_token_weight = case.pop("bias", False), case.pop("token_weight", False)
+    outputs, factor, scale = case.pop("outputs", ()), 3.0, random()
+    whole = [tensor.clone().requires_grad_() for tensor in (weight, bias if has_bias else torch.zeros_like(bias))]
+    objective = torch.zeros((), dtype=torch.float64, device=device)
+    everyone: list[Any] = []
+    for count in counts:
+        hidden = random(count, D).requires_grad_()
+        labels = torch.randint(vocab_size, (count,), generator=generator).to(device)
+        labels[::4] = -100
+        token_weight = random(count).abs() if has_token_weight else None
+        upstream = {name: random(count) for name in ("loss", "log_prob", "entropy")}
+        if case.get("reduction") != "none":
+            upstream["loss"] = scale
+        truth = cross_entropy_truth(
+            hidden @ whole[0].T + whole[1], labels, class_weight=class_weight, token_weight=token_weight, **case
+        )
+        objective = objective + (truth.loss * upstream["loss"]).sum()
+        for output in ("log_prob", "entropy"):
+            if output in outputs:
+                objective = objective + (getattr(truth, output) * upstream[output]).sum()
+        everyone.append((hidden, labels, token_weight, upstream, truth))
+    objective.backward()
+
+    hidden, labels, token_weight, upstream, truth = everyone[rank]
+    shard, own = shard_of(vocab_size, divide_factor=factor)
+    mine = [hidden.detach().clone(), weight[own].clone(), bias[own].clone()]
+    for tensor, need in zip(mine, needs, strict=True):
+        tensor.requires_grad_(bool(need))
+    rows = max(-(-max(counts) // num_chunks), 1)
+    plain = {key: case.pop(key) for key in ("reduction", "num_items_in_batch") if key in case}
+    result = fused_linear_cross_entropy(
+        mine[0],
+        mine[1],
+        mine[2] if has_bias else None,
+        labels,
+        loss=LossArguments(
+            options=LossOptions(**case), class_weight=class_weight, token_weight=token_weight, outputs=outputs, **plain
+        ),
+        execution=Execution(memory_budget=len(counts) * rows * shard.largest * 8),
+        split=shard,
+    )
+    objective = (result.loss * upstream["loss"]).sum()
+    for output in ("log_prob", "entropy"):
+        if output in outputs:
+            objective = objective + (getattr(result, output) * upstream[output]).sum()
+    if any(needs):
+        objective.backward()
+    errors = {"loss": relative_error(result.loss, truth.loss)}
+    expected = [hidden.grad, whole[0].grad[own] / factor, whole[1].grad[own] / factor]  # type: ignore[index]
+    for tensor, want, label in zip(mine, expected, ("hidden states", "weight", "bias"), strict=True):
+        if tensor.requires_grad and (label != "bias" or has_bias):
+            errors[f"gradient of the {label}"] = relative_error(tensor.grad, want)  # type: ignore[arg-type]
+        else:
+            assert tensor.grad is None
+    for output in outputs:
+        errors[output] = relative_error(getattr(result, output).double(), getattr(truth, output).double())
+    return errors
+
+
+@pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")
+def test_losses_scaled_differently_are_refused(workers_4: Workers) -> None:
+    for sentence in workers_4.run(scaled_by_rank):
+        assert 'use WrapConfig(head="gather")' in sentence
+
+
+def scaled_by_rank() -> str:
+    shard, own = shard_of(11, divide_factor=1.0)
+    hidden, weight = torch.randn(5, D, requires_grad=True), torch.randn(own.stop - own.start, D, requires_grad=True)
+    labels = torch.arange(5)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), split=shard
+    ).loss
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        (loss * (1.0 + dist.get_rank())).backward()
+    return str(caught.value)
+
+
+def test_processes_that_freeze_different_parameters_are_refused(workers_4: Workers) -> None:
+    for sentence in workers_4.run(frozen_on_one):
+        assert "Freeze the same parameters" in sentence
+
+
+def frozen_on_one() -> str:
+    shard, own = shard_of(11, divide_factor=1.0)
+    hidden, weight = (torch.randn(rows, D, device=compute_device()) for rows in (5, own.stop - own.start))
+    weight.requires_grad_(dist.get_rank() != 1)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        fused_linear_cross_entropy(
+            hidden, weight, None, torch.arange(5), loss=LossArguments(), execution=Execution(), split=shard
+        )
+    return str(caught.value)
+
+
+def test_a_plan_covers_every_token_once() -> None:
+    for counts in ((5, 5), (17, 3, 0, 9), (0, 1), (1000, 999, 1)):
+        for budget in (1, 100, 10**4, 10**9):
+            plan = ExchangePlan.of(counts, largest_shard=7, itemsize=2, memory_budget=budget)
+            for process, count in enumerate(counts):
+                shares = [plan.share(process, chunk) for chunk in range(plan.num_chunks)]
+                assert [token for start, end in shares for token in range(start, end)] == list(range(count))
+            assert all(max(plan.sizes(chunk)) <= plan.rows for chunk in range(plan.num_chunks))
+            assert plan.rows * len(counts) * 7 * 2 <= max(budget, len(counts) * 14)
