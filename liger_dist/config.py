@@ -18,7 +18,7 @@ SHARDING_STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 SHARDING_OPTIONS = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
 """what only these strategies can do"""
 
-Head = Literal["auto", "gather"]
+Head = Literal["auto", "gather", "vocab_parallel"]
 TokenMean = Literal["local", "global"]
 
 
@@ -32,7 +32,9 @@ class WrapConfig:
     """Compute norms, gated MLPs, rotary embedding and residual additions by kernels, where a probe of the model's own
     code agrees. Layers that are compiled, or that compute in fp64, keep their own code."""
     head: Head = "auto"
-    """How a sharded head's weight is reached: "gather" collects it for the loss; "auto" lets the dispatcher choose."""
+    """How the loss reaches a head that "fsdp2" shards: "gather" collects its weight; with "vocab_parallel" every
+    process keeps its rows and the tokens travel to them, so that neither the whole weight nor its whole gradient
+    exists anywhere; "auto" is "gather"."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
     "log_prob" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation computes the

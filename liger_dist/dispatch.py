@@ -11,11 +11,20 @@ from .errors import NoAdapterError
 from .sharding.base import Engine, Facts, ShardingAdapter
 from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
 from .sharding.fsdp2 import FSDP2Gathered, find_param
+from .sharding.fsdp2_vocab_parallel import FSDP2VocabParallel
 from .sharding.replicated import Replicated
+from .sharding.split_head import rows_of
 from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
 from .sharding.zero3 import Zero3, is_quantized, is_stored_by_zero3
 
-ADAPTERS: tuple[ShardingAdapter, ...] = (TensorParallel(), FSDP2Gathered(), FSDP1(), Zero3(), Replicated())
+ADAPTERS: tuple[ShardingAdapter, ...] = (
+    TensorParallel(),
+    FSDP2VocabParallel(),
+    FSDP2Gathered(),
+    FSDP1(),
+    Zero3(),
+    Replicated(),
+)
 """In order of preference."""
 
 
@@ -38,6 +47,10 @@ def collect_facts(
         is_apart = not fsdp_param._module_info.shared_modules
         weight = fsdp_param.sharded_param
         data_parallel_axes = group.mesh_info.mesh.ndim
+    elif (rows := rows_of(head)) is not None:
+        engine = "fsdp2-rows"
+        data_parallel_axes = rows.mesh.ndim
+        is_apart = False
     elif isinstance(weight, DTensor):
         engine = "dtensor"
     elif is_stored_by_zero3(weight):

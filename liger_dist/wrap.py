@@ -27,8 +27,9 @@ from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
-from .sharding.mesh import Mesh, check_mesh, make_mesh, split_axes
+from .sharding.mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
+from .sharding.split_head import split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
@@ -177,8 +178,20 @@ def _shard(
             parallelize_heads(model, heads, structure.tied_to, mesh=tensor_parallel)
     if record.strategy == "fsdp2" and data_parallel is not None:
         tail = [module for module in (structure.final_norm, place) if module is not None]
-        units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if structure.tied else tail)
-        fsdp2.shard(model, units, mesh=data_parallel, config=config)
+        left_alone: frozenset[nn.Parameter] = frozenset()
+        if config.head == "vocab_parallel":
+            heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
+            left_alone = split_heads(
+                model,
+                heads,
+                structure.tied_to,
+                mesh=data_parallel,
+                device=device,
+                compute_dtype=config.param_dtype,
+            )
+        in_root = structure.tied or bool(left_alone)
+        units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if in_root else tail)
+        fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
     if record.seam is not None:
         # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
         record.seam.listen()
@@ -349,6 +362,19 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
                         + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
                     )
                 )
+    if config.head == "vocab_parallel":
+        names = (mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None) or ()
+        obstacle = (
+            f"strategy={strategy!r} does not split its rows so; use strategy='fsdp2'"
+            if strategy != "fsdp2"
+            else "the mesh has a tensor-parallel axis, which splits its rows already; leave head='auto'"
+            if TENSOR_PARALLEL in names
+            else "cpu_offload is True, and its rows are computed with where they lie; leave one of them out"
+            if config.cpu_offload
+            else None
+        )
+        if obstacle is not None:
+            raise LigerDistError(f"head is 'vocab_parallel' for the output embedding but {obstacle}.")
     if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
         raise LigerDistError(
             "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."

@@ -49,6 +49,8 @@ class Cell:
             options["token_mean"] = "global"
         if self.use == "checkpointing":
             options["activation_checkpointing"] = True
+        if self.layout.get("rows"):
+            options["head"] = "vocab_parallel"
         if self.use == "many chunks":
             options["memory_budget"] = 3 * 101 * 8
         return options
@@ -74,6 +76,7 @@ WORDS: dict[tuple[str, Any], str] = {
     ("head", "root"): "head in the root",
     ("head", "tail"): "head with the norm",
     ("head", "own"): "head alone",
+    ("rows", True): "vocab-parallel head",
     ("reshard", True): "",
     ("reshard", False): "no reshard",
     ("offload", True): "CPU offload",
@@ -126,6 +129,8 @@ OURS = [
     _fsdp2(reshard=False),
     _fsdp2(offload=True),
     _fsdp2(axes=HSDP),
+    _fsdp2(rows=True),
+    _fsdp2(rows=True, axes=HSDP),
     _fsdp2(axes=GRID),
     _fsdp2(axes=GRID, head="root"),
 ]
@@ -154,6 +159,8 @@ PRINCIPAL = [
     _fsdp2(),
     _fsdp2(head="own"),
     _fsdp2(axes=HSDP),
+    _fsdp2(rows=True),
+    _fsdp2(rows=True, axes=HSDP),
     _fsdp2(axes=GRID),
     *(_zero(stage) for stage in range(4)),
     Cell(engine="tp", world=4),
@@ -201,7 +208,7 @@ def _cells() -> list[Cell]:
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
-    cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), Cell(engine="tp")) for m in families]
+    cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
 
 
@@ -217,6 +224,8 @@ def _refusal(cell: Cell) -> str:
         return "turn them off"
     if cell.model in ADAPTED and (cell.engine == "tp" or cell.layout.get("axes") == GRID):
         return "leave the head out of its target_modules"
+    if cell.model in ADAPTED and cell.layout.get("rows"):
+        return "leave the head out of its target_modules"
     if cell.model == "quantised head":
         return "expected an unmodified torch.nn.Linear"
     return ""
@@ -230,6 +239,7 @@ PRECISION = [
     _fsdp1(own_unit=True, bf16=True),
     *(_fsdp2(head=head, bf16=True) for head in ("root", "tail", "own")),
     _fsdp2(bf16=True),
+    _fsdp2(rows=True, bf16=True),
     _fsdp2(axes=GRID, bf16=True),
     *(_zero(stage, bf16=True) for stage in range(4)),
 ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -267,8 +269,10 @@ def evaluate(session: Session, reference: nn.Module) -> dict[str, float]:
     session.root.eval()
     reference.eval()
     batch = make_batch(session.data_rank)
-    kernel = importlib.import_module("liger_dist_kernels.linear_cross_entropy")
-    with mock.patch.object(kernel, "WeightGradient", side_effect=AssertionError("a gradient buffer in evaluation")):
+    with ExitStack() as patched:
+        for name in ("liger_dist_kernels.linear_cross_entropy", "liger_dist.losses.vocab_parallel"):
+            refusal = AssertionError("a gradient buffer in evaluation")
+            patched.enter_context(mock.patch.object(import_module(name), "WeightGradient", side_effect=refusal))
         output = session.forward(batch)
     total, count = true_loss_sum(reference, batch)
     logits = session.forward({"input_ids": batch["input_ids"]}).logits

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from cells import DDP, Cell, _fsdp1, _fsdp2
 from harness import Workers
 from test_conformance import skip_without, train
@@ -17,16 +18,19 @@ from torch.distributed.tensor import Replicate
 
 import liger_dist
 from liger_dist.losses import linear_cross_entropy, vocab_parallel
+from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.patching import norms, probe, request
 from liger_dist.patching.redirect import Redirect
-from liger_dist.sharding import fsdp1, tensor_parallel
+from liger_dist.sharding import fsdp1, split_head, tensor_parallel
 from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1
 from liger_dist.sharding.fsdp2 import FSDP2Gathered
 from liger_dist.sharding.replicated import Replicated
+from liger_dist.sharding.split_head import SplitRows
 
 # Their packages name functions alike.
 norm = import_module("liger_dist.layers.norm")
+exchanged_embedding = import_module("liger_dist.layers.exchanged_embedding")
 wrap_module = import_module("liger_dist.wrap")
 
 TP = Cell(engine="tp", world=4)
@@ -134,7 +138,38 @@ def trusting_every_probe() -> Any:
     return stack
 
 
+def rows_not_averaged() -> Any:
+    return mock.patch.object(split_head, "divide_factor", return_value=1.0)
+
+
+def rows_of_replicas_not_added_up() -> Any:
+    return mock.patch.object(SplitRows, "local", lambda self, parameter: parameter.to_local())
+
+
+def part_of_the_own_rows_taken_for_the_sum() -> Any:
+    def add_received(self: Any) -> None:
+        if self._leaving is not None:
+            received, work, chunk = self._leaving
+            received[self.rows // 2 :] = 0
+            self._leaving = received, work, chunk
+        own(self)
+
+    own = ExchangedTokens._add_received
+    return mock.patch.object(ExchangedTokens, "_add_received", add_received)
+
+
+def ids_of_others_not_looked_up() -> Any:
+    own = exchanged_embedding._Lookup.own_rows
+
+    def own_rows(self: Any, ids_Gm: Any, num_rows: int) -> Any:
+        rows, is_own = own(self, ids_Gm, num_rows)
+        return rows, is_own & (torch.arange(len(rows), device=rows.device) % 5 > 0)
+
+    return mock.patch.object(exchanged_embedding._Lookup, "own_rows", own_rows)
+
+
 FP32 = replace(DDP, model="fp32")
+ROWS = _fsdp2(rows=True)
 MUTATIONS = {
     "adapter on the head": (adapter_ignored, replace(_fsdp2(), model="LoRA on the head")),
     "labels of an encoder-decoder": (every_label_taken_for_the_next_tokens, replace(DDP, model="encoder-decoder")),
@@ -148,6 +183,10 @@ MUTATIONS = {
     "divide factor of DDP": (lambda: no_divide_factor(Replicated), replace(DDP, data="global mean")),
     "divide factor of FSDP1": (lambda: no_divide_factor(FSDP1), replace(_fsdp1(own_unit=True), data="global mean")),
     "divide factor of FSDP2": (lambda: no_divide_factor(FSDP2Gathered), replace(_fsdp2(), data="global mean")),
+    "divide factor of rows": (rows_not_averaged, ROWS),
+    "replicas of rows": (rows_of_replicas_not_added_up, _fsdp2(rows=True, axes=("replicate", "shard"))),
+    "parts of the hidden gradient": (part_of_the_own_rows_taken_for_the_sum, ROWS),
+    "lookup in rows": (ids_of_others_not_looked_up, replace(ROWS, model="tied")),
     "tied-weight check": (no_check_of_tied_weights, TIED_APART),
     "redirect": (no_redirect, replace(DDP, use="outside the root")),
     "upstream gradient": (upstream_gradient_forgotten, replace(_fsdp2(), accumulation=2)),

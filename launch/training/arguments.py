@@ -42,6 +42,9 @@ class TrainArguments:
     strategy: Optional[Literal["none", "ddp", "fsdp2"]] = option(None, "default: fsdp2 for several processes")
     mesh: list[int] = option([], "fsdp2: one size (shard) or two (replicate, shard); default: all processes")
     fused_loss: bool = option(True, "compute the loss in the head; false trains with the model's own, to compare")
+    head: Literal["auto", "gather", "vocab_parallel"] = option(
+        "auto", "fsdp2: gather the head's weight for the loss, or keep its rows and let the tokens travel"
+    )
     memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; masters and optimiser are fp32")
     activation_checkpointing: bool = option(False, "recompute layers in the backward")

@@ -79,6 +79,7 @@ def build(arguments: TrainArguments, config: Any) -> nn.Module:
         mesh=tuple(arguments.mesh) or None,
         config=WrapConfig(
             fused_loss=arguments.fused_loss,
+            head=arguments.head,
             memory_budget=arguments.memory_budget,
             param_dtype=torch.bfloat16 if strategy == "fsdp2" and arguments.dtype == "bfloat16" else None,
             activation_checkpointing=arguments.activation_checkpointing,

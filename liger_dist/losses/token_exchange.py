@@ -235,10 +235,10 @@ class ExchangingShard(VocabularyShard):
         gradients: TokenGradients | None,
     ) -> LinearCrossEntropyResult:
         needs = problem.needs
-        asked = (int(gradients is not None), int(needs.hidden), int(needs.weight), int(needs.bias))
         budget = problem.execution.memory_budget or DEFAULT_MEMORY_BUDGET
+        asked = (budget, int(gradients is not None), int(needs.hidden), int(needs.weight), int(needs.bias))
         plan = ExchangePlan.of(
-            self._agree(len(hidden_TD), asked, budget),
+            self.agree(len(hidden_TD), *asked),
             largest_shard=self.largest,
             itemsize=hidden_TD.element_size(),
             memory_budget=budget,
@@ -253,13 +253,13 @@ class ExchangingShard(VocabularyShard):
         )
         return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
 
-    def _agree(self, count: int, asked: tuple[int, ...], budget: int) -> list[int]:
-        """Every process's number of tokens.
+    def agree(self, count: int, *asked: int) -> list[int]:
+        """Every process's number of tokens; what else is asked for has to be the same on all of them.
 
         Raises:
-            LigerDistError: on every process alike, where they would not do the same.
+            LigerDistError: on every process alike, where it is not.
         """
-        everyone = gather(torch.tensor([count, budget, *asked]), self.counting_group).tolist()
+        everyone = gather(torch.tensor([count, *asked]), self.counting_group).tolist()
         if any(numbers[1:] != everyone[0][1:] for numbers in everyone):
             raise LigerDistError(
                 "the processes that share the output embedding's rows do not ask for the same: (memory budget, has "

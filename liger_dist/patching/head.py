@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.split_head import PlainLogits
 
 from .replaced import below_wrappers, with_base
 from .untraced import untraced
@@ -73,11 +74,13 @@ def _fused(cls: Any) -> Any:
     return FusedLMHead if cls is nn.Linear else type(cls.__name__, (ComputesLoss, cls), {"__module__": cls.__module__})
 
 
-def is_tensor_parallel_forward(forward: object) -> bool:
-    """Whether a forward on an instance is the one that transformers' tensor parallelism puts there: it splits the
-    weight's rows, and around them it only moves and gathers."""
+def is_sharding_forward(forward: object) -> bool:
+    """Whether a forward on an instance is there because the weight's rows are split, by transformers' tensor
+    parallelism or by this package: around them it only moves and gathers."""
     module = getattr(forward, "__module__", "")
-    return module.startswith("transformers.") and module.endswith(".tensor_parallel")
+    return isinstance(forward, PlainLogits) or (
+        module.startswith("transformers.") and module.endswith(".tensor_parallel")
+    )
 
 
 class _Preceding:
@@ -97,7 +100,7 @@ class _Preceding:
 
 
 def precede_installed_forward(head: nn.Module) -> None:
-    """Gives the loss precedence over a tensor-parallel forward that has been installed on the head."""
+    """Gives the loss precedence over a forward for split rows that has been installed on the head."""
     installed = vars(head).get("forward")
-    if installed is not None and is_tensor_parallel_forward(installed):
+    if installed is not None and is_sharding_forward(installed):
         head.forward = _Preceding(head, installed)  # type: ignore[arg-type]

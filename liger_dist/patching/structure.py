@@ -10,7 +10,7 @@ from torch import nn
 from liger_dist.errors import LigerDistError
 
 from .adapted import adapter_objection, is_adapted
-from .head import is_tensor_parallel_forward
+from .head import is_sharding_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def find_structure(model: nn.Module) -> Structure:
         raise LigerDistError(f"the output embedding of {type(model).__name__} has {objection}")
     head = base_head(in_use)
     own_forward = vars(head).get("forward")
-    is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
+    is_changed = own_forward is not None and not is_sharding_forward(own_forward)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
         raise LigerDistError(
             f"the output embedding of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 
-Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "dtensor", "zero3"]
+Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "fsdp2-rows", "dtensor", "zero3"]
 STORAGE: dict[Engine, str] = {
     "plain": "the weight is whole on every process",
     "ddp": "the weight is whole on every process",
     "fsdp1": "FSDP1 shards the weight",
     "fsdp2": "FSDP2 shards the weight",
+    "fsdp2-rows": "the weight's rows stay split over FSDP2's shard axis, and are never gathered for the loss",
     "dtensor": "the weight is a DTensor that no engine gathers",
     "zero3": "ZeRO-3 partitions the weight",
 }
@@ -27,7 +28,8 @@ class Facts:
 
     strategy: str
     engine: Engine
-    """who stores the weight: "plain" for a whole tensor, "dtensor" for a DTensor that no engine gathers"""
+    """who stores the weight: "plain" for a whole tensor, "fsdp2-rows" for rows beside FSDP2's groups, "dtensor" for
+    another DTensor that no engine gathers"""
     world_size: int
     weight_shape: tuple[int, ...]
     """of the full weight, ``(V, D)``"""

@@ -53,7 +53,7 @@ class FSDP2Gathered:
         mesh: DeviceMesh = group.mesh_info.mesh
         return DataParallel(
             groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)),
-            divide_factor=float(group.gradient_divide_factor or mesh.size()),
+            divide_factor=_divide_factor(group),
         )
 
     def linear_cross_entropy(
@@ -76,11 +76,18 @@ class ShardingUnits:
     """``[final norm, head]``; empty when the head is tied to the embedding and stays in the root"""
 
 
-def shard(model: nn.Module, units: ShardingUnits, *, mesh: DeviceMesh, config: WrapConfig) -> None:
+def shard(
+    model: nn.Module,
+    units: ShardingUnits,
+    *,
+    mesh: DeviceMesh,
+    config: WrapConfig,
+    left_alone: frozenset[nn.Parameter] = frozenset(),
+) -> None:
     """Shards ``model`` in place over ``mesh`` (1-D: FSDP; 2-D: HSDP, replicate x shard).
 
-    Masters keep their dtype; with ``config.param_dtype`` the layers compute in that one. ``output_dtype`` is left
-    alone, because FSDP2 would round the loss with it.
+    Parameters that are ``left_alone`` stay as they are. Masters keep their dtype; with ``config.param_dtype`` the
+    layers compute in that one. ``output_dtype`` is left alone, because FSDP2 would round the loss with it.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -96,7 +103,16 @@ def shard(model: nn.Module, units: ShardingUnits, *, mesh: DeviceMesh, config: W
     if units.tail:
         # Its backward follows its forward at once: freeing it in between would only gather it twice.
         fully_shard(list(units.tail), reshard_after_forward=False, **options)
-    fully_shard(model, **options)
+    fully_shard(model, ignored_params=set(left_alone) or None, **options)
+
+
+def divide_factor(model: nn.Module) -> float:
+    """What FSDP2 divides summed gradients by, read from the first of the model's groups."""
+    return _divide_factor(next(_param_groups(model)))
+
+
+def _divide_factor(group: Any) -> float:
+    return float(group.gradient_divide_factor or group.mesh_info.mesh.size())
 
 
 def unfinished_reduction(model: nn.Module) -> str | None:

@@ -98,10 +98,11 @@ class TensorParallel:
 
 
 def first_row(weight: DTensor) -> int:
-    """Where this process's rows begin: DTensor gives every process ``ceil(V / G)`` rows, and the last ones fewer."""
+    """Where this process's rows begin, on the last mesh axis: DTensor gives every process ``ceil(V / G)`` rows, and the
+    last ones fewer."""
     mesh = weight.device_mesh
-    rows = -(-weight.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * rows, weight.shape[0])
+    rows = -(-weight.shape[0] // mesh.shape[-1])
+    return min(mesh.get_local_rank(mesh.ndim - 1) * rows, weight.shape[0])
 
 
 def parallelize_heads(

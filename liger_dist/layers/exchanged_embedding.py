@@ -1,0 +1,128 @@
+"""Embedding lookup in rows that are split over processes, each of which has tokens of its own.
+
+Legend: T tokens of this process, m tokens of each process at once, G processes, D hidden, V rows of this process.
+
+The ids of all processes are gathered, every process looks up those that lie in its rows, and sends each of the others
+the vectors of its tokens: a sum of one vector and zeros. The gradient goes the other way, and is complete for the own
+rows. Bytes that a process sends: ``8 * T * (G - 1)`` of ids, ``T * D * itemsize * (G - 1)`` of vectors, and as many of
+their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_dist.errors import refuse_second_order
+from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.losses.vocab_parallel import gather
+
+BUFFER_BYTES = 2**28
+"""of the vectors that all processes' tokens get from this process at once"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lookup:
+    """One lookup, on every process alike but for its own number of tokens."""
+
+    shard: ExchangingShard
+    most: int
+    """tokens of the process with the most"""
+    at_once: int
+    """m"""
+    dtype: torch.dtype
+    padding_idx: int | None
+
+    def pieces(self) -> Iterator[int]:
+        """First token of each piece."""
+        return iter(range(0, self.most, self.at_once))
+
+    def padded(self, values_T: Tensor, start: int, fill: int) -> Tensor:
+        """``[m, ...]``: this process's values from ``start`` on."""
+        own = values_T[start : start + self.at_once]
+        padded = own.new_full((self.at_once, *own.shape[1:]), fill)
+        padded[: len(own)] = own
+        return padded
+
+    def own_rows(self, ids_Gm: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Rows of this process for all ids, any row for those of others, and which are its own."""
+        rows = ids_Gm.reshape(-1) - self.shard.start
+        is_own = (rows >= 0) & (rows < num_rows)
+        # Spread, so that no row is everybody's.
+        return torch.where(is_own, rows, torch.arange(rows.numel(), device=rows.device) % max(num_rows, 1)), is_own
+
+
+class _ExchangedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, ids_T: Tensor, lookup: _Lookup) -> Tensor:
+        ctx.lookup, ctx.num_rows, ctx.weight_dtype = lookup, weight_VD.shape[0], weight_VD.dtype
+        out_TD = torch.empty((ids_T.numel(), weight_VD.shape[1]), dtype=lookup.dtype, device=weight_VD.device)
+        everyone = []
+        for start in lookup.pieces():
+            ids_Gm = gather(lookup.padded(ids_T, start, -1), lookup.shard.group)
+            everyone.append(ids_Gm)
+            rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
+            vectors = weight_VD.new_zeros((rows.numel(), weight_VD.shape[1]), dtype=lookup.dtype)
+            if ctx.num_rows > 0:
+                vectors = torch.where(is_own[:, None], weight_VD[rows].to(lookup.dtype), vectors)
+            received = torch.empty_like(vectors)
+            dist.all_to_all_single(received, vectors, group=lookup.shard.tokens_group)
+            own = slice(start, min(start + lookup.at_once, ids_T.numel()))
+            parts_GmD = received.view(*ids_Gm.shape, -1)
+            out_TD[own] = parts_GmD[:, : max(own.stop - own.start, 0)].sum(0)
+        ctx.save_for_backward(*everyone)
+        return out_TD
+
+    @staticmethod
+    def backward(ctx: Any, d_out_TD: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("this embedding", "use a whole weight for them")
+        lookup: _Lookup = ctx.lookup
+        d_weight_VD = d_out_TD.new_zeros((ctx.num_rows, d_out_TD.shape[1]), dtype=ctx.weight_dtype)
+        for start, ids_Gm in zip(lookup.pieces(), ctx.saved_tensors, strict=True):
+            gradients = gather(lookup.padded(d_out_TD, start, 0), lookup.shard.tokens_group).flatten(0, 1)
+            if ctx.num_rows == 0:
+                continue
+            rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
+            if lookup.padding_idx is not None:
+                is_own &= ids_Gm.reshape(-1) != lookup.padding_idx
+            gradients = torch.where(is_own[:, None], gradients.to(ctx.weight_dtype), 0)
+            d_weight_VD += torch.ops.aten.embedding_dense_backward(gradients, rows, ctx.num_rows, -1, False)
+        return d_weight_VD / lookup.shard.divide_factor, None, None
+
+
+def exchanged_embedding(
+    ids: Tensor, weight_local: Tensor, *, shard: ExchangingShard, dtype: torch.dtype, padding_idx: int | None = None
+) -> Tensor:
+    """``[..., D]`` of ``dtype``: the rows of the whole weight that ``ids`` name, :func:`torch.nn.functional.embedding`.
+
+    Args:
+        ids: ``[...]`` integers in ``[0, shard.vocab_size)``, different ones on every process, and as many as it likes.
+        weight_local: ``[V, D]``, this process's rows; there may be none. Its gradient is the sum over all processes'
+            tokens, divided by ``shard.divide_factor``.
+        padding_idx: an id whose row gets no gradient.
+
+    Raises:
+        IndexError: an id beside the weight, on the CPU; on a GPU an assertion on the device ends the program.
+    """
+    ids_T = ids.reshape(-1).long()
+    in_range = ((ids_T >= 0) & (ids_T < shard.vocab_size)).all()
+    if ids_T.is_cuda:
+        torch._assert_async(in_range, f"an id lies outside [0, {shard.vocab_size})")
+    elif not bool(in_range):
+        raise IndexError(f"an id lies outside [0, {shard.vocab_size}): they go from {ids_T.min()} to {ids_T.max()}.")
+    most = max(shard.agree(ids_T.numel()))
+    bytes_of_token = shard.group.size() * max(weight_local.shape[1], 1) * dtype.itemsize
+    lookup = _Lookup(
+        shard=shard,
+        most=most,
+        at_once=max(min(BUFFER_BYTES // bytes_of_token, most), 1),
+        dtype=dtype,
+        padding_idx=padding_idx,
+    )
+    vectors: Tensor = _ExchangedEmbedding.apply(weight_local, ids_T, lookup)  # type: ignore[no-untyped-call]
+    return vectors.view(*ids.shape, -1)

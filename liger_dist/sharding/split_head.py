@@ -1,0 +1,176 @@
+"""A head whose rows stay split over the processes of FSDP2's shard axis, outside FSDP2's own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from liger_dist.layers.exchanged_embedding import exchanged_embedding
+from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.losses.vocab_parallel import SumGradient
+
+from .base import DataParallel
+from .fsdp2 import divide_factor
+from .tensor_parallel import first_row
+
+_ROWS = "_liger_dist_rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRows:
+    """Who shares the rows, kept on every module that uses them."""
+
+    model: nn.Module
+    """sharded by FSDP2, whose convention of averaging is followed"""
+    mesh: DeviceMesh
+    """``(shard,)`` or ``(replicate, shard)``"""
+    tokens_group: dist.ProcessGroup
+    counting_group: dist.ProcessGroup
+    compute_dtype: torch.dtype | None
+    """what parameters are rounded to for computing; None for their own dtype"""
+
+    def shard(self, weight: Tensor) -> ExchangingShard:
+        """Of ``weight``, for the losses."""
+        assert isinstance(weight, DTensor)
+        return ExchangingShard(
+            group=self.mesh.get_group(self.mesh.ndim - 1),
+            tokens_group=self.tokens_group,
+            counting_group=self.counting_group,
+            start=first_row(weight),
+            vocab_size=weight.shape[0],
+            divide_factor=divide_factor(self.model),
+        )
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This process's rows, whose gradient is summed over the replicas."""
+        assert isinstance(parameter, DTensor)
+        rows = parameter.to_local()
+        if self.mesh.ndim == 2:
+            rows = SumGradient.apply(rows, self.mesh.get_group(0))  # type: ignore[no-untyped-call]
+        return rows
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """All rows, gathered; the gradient goes back as FSDP2 would reduce it."""
+        assert isinstance(parameter, DTensor)
+        gathered = parameter.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
+        whole = gathered.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+        scaled: Tensor = _DivideGradient.apply(whole, divide_factor(self.model))  # type: ignore[no-untyped-call]
+        return scaled
+
+    def data_parallel(self) -> DataParallel:
+        groups = tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
+        return DataParallel(groups=groups, divide_factor=divide_factor(self.model))
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, divisor: float) -> Tensor:
+        ctx.divisor = divisor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.divisor, None
+
+
+class PlainLogits:
+    """The forward of a split head for whole logits: the weight is gathered for it, and gone afterwards. All processes
+    have to ask for logits together."""
+
+    def __init__(self, head: nn.Linear, rows: SplitRows) -> None:
+        self.head, self.rows = head, rows
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        bias = None if self.head.bias is None else self.rows.whole(self.head.bias).to(dtype)
+        return nn.functional.linear(hidden_states, self.rows.whole(self.head.weight).to(dtype), bias)
+
+
+class SplitEmbedding(nn.Embedding):
+    """An embedding that shares the rows of a split head."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[...]`` ids to ``[..., D]``."""
+        rows: SplitRows = vars(self)[_ROWS]
+        return exchanged_embedding(
+            input,
+            rows.local(self.weight),
+            shard=rows.shard(self.weight),
+            dtype=rows.compute_dtype or self.weight.dtype,
+            padding_idx=self.padding_idx,
+        )
+
+
+def split_heads(
+    model: nn.Module,
+    heads: Sequence[nn.Linear],
+    embeddings: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype | None,
+) -> frozenset[nn.Parameter]:
+    """Gives each process its rows of the heads, and of the ``embeddings`` that a single head is tied to. Every process
+    keeps its own values, as FSDP2 does. To be called before FSDP2 shards the rest, which leaves alone what is returned.
+    """
+    rows = SplitRows(
+        model=model,
+        mesh=mesh,
+        tokens_group=_same_processes(mesh, None),
+        counting_group=_same_processes(mesh, "gloo"),
+        compute_dtype=compute_dtype,
+    )
+    parameters = set()
+    for head in heads:
+        for name, parameter in head.named_parameters(recurse=False):
+            split = _split(parameter, mesh, device)
+            setattr(head, name, split)
+            parameters.add(split)
+        setattr(head, _ROWS, rows)
+        head.forward = PlainLogits(head, rows)  # type: ignore[assignment]
+    for embedding in embeddings:
+        embedding.weight = heads[0].weight
+        setattr(embedding, _ROWS, rows)
+        cls: Any = type(embedding)
+        # Behind what a model's own class adds, such as Gemma's scale.
+        embedding.__class__ = SplitEmbedding if cls is nn.Embedding else type(cls.__name__, (cls, SplitEmbedding), {})
+    return frozenset(parameters)
+
+
+def rows_of(head: object) -> SplitRows | None:
+    """Who shares the rows of ``head``; None when they are not split here."""
+    return vars(head).get(_ROWS)
+
+
+def _split(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    size, place = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
+    rows = -(-parameter.shape[0] // size)
+    local = parameter.detach()[place * rows : (place + 1) * rows].clone()
+    if not parameter.is_meta:
+        local = local.to(device)
+    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    placements.append(Shard(0))
+    split = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _same_processes(mesh: DeviceMesh, backend: str | None) -> dist.ProcessGroup:
+    """A communicator of its own for this process's shard group; on CPUs the one that there is."""
+    axis = mesh.ndim - 1
+    if mesh.device_type == "cpu":
+        return mesh.get_group(axis)
+    mine: Any = None
+    for ranks in mesh.mesh.reshape(-1, mesh.shape[-1]).tolist():
+        group = dist.new_group(ranks, backend=backend)
+        mine = group if dist.get_rank() in ranks else mine
+    assert mine is not None
+    return mine  # type: ignore[no-any-return]

@@ -1,0 +1,268 @@
+"""A head whose rows are never gathered, in training: optimisers, clipping, checkpoints, memory, bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Workers
+from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_config, make_model
+from test_token_exchange import shard_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_dist
+from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.sharding.devices import compute_device
+
+HEADS = ("gather", "vocab_parallel")
+
+
+def wrapped(head: str, *, tied: bool = False, mesh: tuple[int, ...] | None = None, **options: Any) -> Any:
+    config = liger_dist.WrapConfig(head=head, reduce_dtype=torch.float64, **options)  # type: ignore[arg-type]
+    return liger_dist.wrap(make_model("llama", tied=tied), "fsdp2", mesh=mesh, config=config)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_it_trains_as_the_gathered_head_does(tied: bool, workers_2: Workers) -> None:
+    """AdamW on all parameters at once, clipped gradients, and the other head's checkpoint in the middle."""
+    with tempfile.TemporaryDirectory() as folder:
+        for results in workers_2.run(trained, tied, folder):
+            straight = results["gather"]
+            assert max(abs(a - b) for a, b in zip(straight[1:], straight, strict=False)) > 1e-3
+            for name, losses in results.items():
+                assert losses == pytest.approx(straight[-len(losses) :], abs=1e-9), name
+
+
+def trained(tied: bool, folder: str) -> dict[str, list[float]]:
+    """Losses and norms of five steps; and of the last three, behind a checkpoint of the other head's first two."""
+    found = {}
+    for head in HEADS:
+        model = wrapped(head, tied=tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found[head] = steps(model, optimizer, range(2))
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=Path(folder) / head)
+        found[head] += steps(model, optimizer, range(2, 5))
+    for head, other in (HEADS, HEADS[::-1]):
+        model = wrapped(head, tied=tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=Path(folder) / other)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+        found[f"{head} from {other}"] = steps(model, optimizer, range(2, 5))
+    return found
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    seen = []
+    for number in numbers:
+        loss = model(**make_batch(dist.get_rank(), seed=number)).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [float(loss.detach()), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)]
+    return seen
+
+
+def test_nothing_has_the_size_of_the_weight(workers_2: Workers) -> None:
+    """By what operations return on one process; of a tied head, because FSDP2 gathers an embedding that is another
+    parameter. The gathered head shows that whole weights would be seen."""
+    for shapes in workers_2.run(shapes_of_a_step):
+        whole = {(VOCAB_SIZE, HIDDEN_SIZE), (VOCAB_SIZE + 1, HIDDEN_SIZE)}
+        assert whole & shapes["gather"]
+        assert not whole & shapes["vocab_parallel"]
+        assert not [shape for shape in shapes["vocab_parallel"] if shape[-1:] == (VOCAB_SIZE,)]
+        assert [shape for shape in shapes["gather"] if shape[-1:] == (VOCAB_SIZE,)]
+
+
+class LocalShapes(TorchDispatchMode):
+    """Of the floating tensors of this process that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.is_floating_point():
+                self.seen.add(tuple(tensor.shape))
+        return result
+
+
+def shapes_of_a_step() -> dict[str, set[tuple[int, ...]]]:
+    found = {}
+    for head in HEADS:
+        model = wrapped(head, tied=True)
+        with LocalShapes() as shapes:
+            model(**make_batch(dist.get_rank())).loss.backward()
+        found[head] = shapes.seen
+    return found
+
+
+def test_bytes_that_travel(workers_4: Workers) -> None:
+    """As the docstring of the exchange has it: hidden states there and back, nothing else that grows with D."""
+    T, D, V, G = 40, 64, 101, 4
+    for sent in workers_4.run(bytes_of_a_loss, T, D, V):
+        there, back = sent.pop("all_gather_into_tensor"), sent.pop("all_to_all")
+        assert there == T * D * 8 * (G - 1)
+        assert back == T * D * 8 * (G - 1)
+        # Labels (8), upstream gradients (two of 8), statistics of all tokens for two chunks (three of 8 each); counts.
+        assert sent.pop("all_gather") <= (G - 1) * (T * (8 + 16) + G * T * 24 + 256)
+        assert not sent
+
+
+class BytesSent(TorchDispatchMode):
+    """What this process sends to others, by kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name, others = str(func.name()), dist.get_world_size() - 1
+            if "_allgather_base" in name:
+                self.sent["all_gather_into_tensor"] += args[1].nbytes * others
+            elif "allgather" in name:
+                self.sent["all_gather"] += sum(tensor.nbytes for tensor in args[1]) * others
+            elif "alltoall_base" in name:
+                self.sent["all_to_all"] += args[1].nbytes * others // (others + 1)
+            else:
+                self.sent[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
+    shard, own = shard_of(V, divide_factor=4.0)
+    device = compute_device()
+    hidden = torch.randn(T, D, dtype=torch.float64, device=device, requires_grad=True)
+    weight = torch.randn(own.stop - own.start, D, dtype=torch.float64, device=device, requires_grad=True)
+    labels = torch.randint(V, (T,), device=device)
+    with BytesSent() as seen:
+        output = fused_linear_cross_entropy(
+            hidden,
+            weight,
+            None,
+            labels,
+            loss=LossArguments(),
+            execution=Execution(memory_budget=T // 2 * 4 * math.ceil(V / 4) * 8),
+            split=shard,
+        )
+        output.loss.backward()
+    return dict(seen.sent)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=str)
+def test_a_meta_model(mesh: tuple[int, ...], tied: bool, workers_2: Workers) -> None:
+    for loss, expected in workers_2.run(losses_of_meta_models, mesh, tied):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def losses_of_meta_models(mesh: tuple[int, ...], tied: bool) -> tuple[float, float]:
+    from transformers import AutoModelForCausalLM
+
+    losses = []
+    for head in HEADS[::-1]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(make_config("gemma2", tied=tied))
+        torch.manual_seed(7 + dist.get_rank())
+        config = liger_dist.WrapConfig(head=head)  # type: ignore[arg-type]
+        built: Any = liger_dist.wrap(model, "fsdp2", mesh=mesh, config=config)
+        loss = built(**make_batch(0)).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses[0], losses[1]
+
+
+def test_an_embedding_that_adds_something_of_its_own(workers_2: Workers) -> None:
+    """Gemma 3 scales what it looks up."""
+    for errors in workers_2.run(scaled_embedding):
+        assert max(errors.values()) < 1e-9, errors
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3.0
+
+
+def scaled_embedding() -> dict[str, float]:
+    gradients = {}
+    for head in HEADS:
+        model = make_model("llama", tied=True)
+        model.model.embed_tokens.__class__ = Scaled  # type: ignore[union-attr]
+        config = liger_dist.WrapConfig(head=head, reduce_dtype=torch.float64)  # type: ignore[arg-type]
+        built: Any = liger_dist.wrap(model, "fsdp2", config=config)
+        assert type(built.model.embed_tokens).__name__ == "Scaled"
+        built(**make_batch(dist.get_rank())).loss.backward()
+        gradients[head] = {name: full(parameter.grad) for name, parameter in built.named_parameters()}
+    return {
+        name: float((gradient - gradients["gather"][name]).abs().max())
+        for name, gradient in gradients["vocab_parallel"].items()
+    }
+
+
+def test_it_stays_split_when_unwrapped(workers_2: Workers) -> None:
+    for difference in workers_2.run(unwrapped_logits):
+        assert difference < 1e-9
+
+
+def unwrapped_logits() -> float:
+    ids = make_batch(0)["input_ids"]
+    expected = make_model("llama")(input_ids=ids).logits
+    model = liger_dist.unwrap(wrapped("vocab_parallel"))
+    return float((model(input_ids=ids).logits - expected).abs().max())
+
+
+def test_what_does_not_go_with_it(workers_2: Workers) -> None:
+    for sentences in workers_2.run(refusals):
+        assert "use strategy='fsdp2'" in sentences["strategy"]
+        assert "cpu_offload is True" in sentences["cpu_offload"]
+        assert "tensor-parallel axis" in sentences["mesh"]
+        assert "head is 'gathered'; expected one of 'auto', 'gather', 'vocab_parallel'" in sentences["name"]
+
+
+def refusals() -> dict[str, str]:
+    grid = init_device_mesh(compute_device().type, (1, 2), mesh_dim_names=("shard", "tp"))
+    cases: dict[str, Any] = {
+        "strategy": lambda: liger_dist.wrap(
+            make_model("llama"), "fsdp1", config=liger_dist.WrapConfig(head="vocab_parallel")
+        ),
+        "cpu_offload": lambda: wrapped("vocab_parallel", cpu_offload=True),
+        "mesh": lambda: wrapped("vocab_parallel", mesh=grid),  # type: ignore[arg-type]
+        "name": lambda: wrapped("gathered"),
+    }
+    sentences = {}
+    for name, case in cases.items():
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            case()
+        sentences[name] = str(caught.value)
+    return sentences
+
+
+def test_it_is_explained_and_verified(workers_2: Workers) -> None:
+    for text, verified in workers_2.run(explained):
+        assert re.search(r"^adapter +fsdp2-vocab-parallel$", text, re.MULTILINE)
+        assert "never gathered for the loss" in text
+        assert verified, text
+
+
+def explained() -> tuple[str, bool]:
+    model = wrapped("vocab_parallel")
+    result = liger_dist.verify(model, make_batch(dist.get_rank()))
+    return str(liger_dist.explain(model)), result.ok
