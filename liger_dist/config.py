@@ -43,7 +43,8 @@ class WrapConfig:
     kernels: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None
-    """Bytes of the buffer that holds one chunk of logits; None for 1 GiB. Three and more chunks need an fp32 sum of the
+    """Bytes of the buffer that holds one chunk of logits (with "vocab_parallel", and of the hidden states that travel
+    with it); None for 1 GiB. Three and more chunks need an fp32 sum of the
     weight's gradient beside it (four bytes for each of its numbers), so a smaller buffer may take more memory."""
     max_valid_tokens: int | None = None
     """How many tokens the loss computes inside a CUDA graph, where the host cannot count the ones with a label; more of

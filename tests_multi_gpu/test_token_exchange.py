@@ -15,7 +15,7 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard
+from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
 from liger_dist.sharding.devices import compute_device
 from liger_dist_kernels import LossOptions
 
@@ -118,7 +118,7 @@ def errors_of(
         loss=LossArguments(
             options=LossOptions(**case), class_weight=class_weight, token_weight=token_weight, outputs=outputs, **plain
         ),
-        execution=Execution(memory_budget=len(counts) * rows * shard.largest * 8),
+        execution=Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8),
         split=shard,
     )
     objective = (result.loss * upstream["loss"]).sum()
@@ -176,9 +176,9 @@ def frozen_on_one() -> str:
 def test_a_plan_covers_every_token_once() -> None:
     for counts in ((5, 5), (17, 3, 0, 9), (0, 1), (1000, 999, 1)):
         for budget in (1, 100, 10**4, 10**9):
-            plan = ExchangePlan.of(counts, largest_shard=7, itemsize=2, memory_budget=budget)
+            plan = ExchangePlan.of(counts, bytes_of_token=14, memory_budget=budget)
             for process, count in enumerate(counts):
                 shares = [plan.share(process, chunk) for chunk in range(plan.num_chunks)]
                 assert [token for start, end in shares for token in range(start, end)] == list(range(count))
             assert all(max(plan.sizes(chunk)) <= plan.rows for chunk in range(plan.num_chunks))
-            assert plan.rows * len(counts) * 7 * 2 <= max(budget, len(counts) * 14)
+            assert plan.rows * len(counts) * 14 <= max(budget, len(counts) * 14)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.token_exchange import numbers_of_token
 from liger_dist.sharding.devices import compute_device
 
 HEADS = ("gather", "vocab_parallel")
@@ -160,7 +161,7 @@ def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
             None,
             labels,
             loss=LossArguments(),
-            execution=Execution(memory_budget=T // 2 * 4 * math.ceil(V / 4) * 8),
+            execution=Execution(memory_budget=T // 2 * 4 * numbers_of_token(math.ceil(V / 4), D) * 8),
             split=shard,
         )
         output.loss.backward()

@@ -40,9 +40,9 @@ class ExchangePlan:
     num_chunks: int
 
     @staticmethod
-    def of(counts: Sequence[int], *, largest_shard: int, itemsize: int, memory_budget: int) -> ExchangePlan:
-        """As few chunks as fit ``memory_budget`` bytes of logits on the process with the most rows."""
-        rows = max(memory_budget // (max(largest_shard, 1) * itemsize) // len(counts), 1)
+    def of(counts: Sequence[int], *, bytes_of_token: int, memory_budget: int) -> ExchangePlan:
+        """As few chunks as fit ``memory_budget``."""
+        rows = max(memory_budget // max(bytes_of_token, 1) // len(counts), 1)
         return ExchangePlan(counts=tuple(counts), num_chunks=-(-max(counts) // rows))
 
     @property
@@ -59,6 +59,12 @@ class ExchangePlan:
         """Tokens of each process in a chunk."""
         bounds = (self.share(process, chunk) for process in range(len(self.counts)))
         return [end - start for start, end in bounds]
+
+
+def numbers_of_token(num_rows: int, hidden_size: int) -> int:
+    """Numbers that a process holds for each token of a chunk: logits of ``num_rows``; hidden states of this chunk and
+    the next; parts of their gradient that leave, and that arrive."""
+    return num_rows + 4 * hidden_size
 
 
 class ExchangedTokens:
@@ -239,8 +245,7 @@ class ExchangingShard(VocabularyShard):
         asked = (budget, int(gradients is not None), int(needs.hidden), int(needs.weight), int(needs.bias))
         plan = ExchangePlan.of(
             self.agree(len(hidden_TD), *asked),
-            largest_shard=self.largest,
-            itemsize=hidden_TD.element_size(),
+            bytes_of_token=numbers_of_token(self.largest, hidden_TD.shape[1]) * hidden_TD.element_size(),
             memory_budget=budget,
         )
         tokens = ExchangedTokens(
