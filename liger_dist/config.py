@@ -35,6 +35,11 @@ class WrapConfig:
     """How the loss reaches a head that "fsdp2" shards: "gather" collects its weight; with "vocab_parallel" every
     process keeps its rows and the tokens travel to them, so that neither the whole weight nor its whole gradient
     exists anywhere; "auto" is "gather"."""
+    head_shard_size: int | None = None
+    """"vocab_parallel": how many neighbours on the shard axis share the rows, of which the others then have replicas;
+    None for those on one node, because tokens travel for every loss."""
+    expected_tokens: int = 8192
+    """Tokens of one process's micro-batch, for which ``explain`` says what "gather" and "vocab_parallel" cost."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
     "log_prob" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation computes the
@@ -72,6 +77,8 @@ class WrapConfig:
         _check_choice("token_mean", self.token_mean, get_args(TokenMean))
         check_count("memory_budget", self.memory_budget, "bytes")
         check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
+        check_count("head_shard_size", self.head_shard_size, "processes")
+        check_count("expected_tokens", self.expected_tokens, "tokens")
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

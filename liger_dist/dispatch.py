@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from .sharding.base import Engine, Facts, ShardingAdapter
 from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
 from .sharding.fsdp2 import FSDP2Gathered, find_param
 from .sharding.fsdp2_vocab_parallel import FSDP2VocabParallel
+from .sharding.head_cost import HeadShapes, gathered, vocab_parallel
 from .sharding.replicated import Replicated
 from .sharding.split_head import rows_of
 from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
@@ -82,6 +84,23 @@ def collect_facts(
         head_choice=config.head,
         token_mean=config.token_mean,
     )
+
+
+def head_costs(facts: Facts, config: WrapConfig) -> tuple[tuple[str, str], ...]:
+    """What the ways to a head under FSDP2 cost; nothing for other layouts."""
+    if facts.engine not in ("fsdp2", "fsdp2-rows") or facts.tensor_parallel is not None or facts.mesh_shape is None:
+        return ()
+    dtype = config.param_dtype or getattr(torch, facts.weight_dtype.removeprefix("torch."))
+    shapes = HeadShapes(
+        tokens=config.expected_tokens,
+        hidden_size=facts.weight_shape[1],
+        vocab_size=facts.weight_shape[0],
+        processes=facts.mesh_shape[-1],
+        tied=facts.tied,
+        itemsize=dtype.itemsize,
+        memory_budget=config.memory_budget,
+    )
+    return (("gather", str(gathered(shapes))), ("vocab_parallel", str(vocab_parallel(shapes))))
 
 
 def reasons_against(facts: Facts) -> dict[str, list[str]]:

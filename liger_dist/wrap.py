@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
-from .dispatch import SERVES_TOO, collect_facts, reasons_against
+from .dispatch import SERVES_TOO, collect_facts, head_costs, reasons_against
 from .errors import LigerDistError
 from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
@@ -29,7 +29,7 @@ from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
 from .sharding.mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
-from .sharding.split_head import split_heads
+from .sharding.split_head import rows_mesh, split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
@@ -61,12 +61,15 @@ class Explanation:
     """the chosen adapter; None when the loss is not fused, or when every adapter has a reason against it"""
     declined: tuple[tuple[str, tuple[str, ...]], ...]
     """every other adapter with its reasons"""
+    costs: tuple[tuple[str, str], ...]
+    """of the ways to a head under FSDP2, for each micro-batch of ``WrapConfig.expected_tokens`` on each process"""
     layers: LayerReport
     """which layers are computed by kernels, and why others are not"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
+        rows += [(f"cost of {name}", cost) for name, cost in self.costs]
         rows += self.layers.lines()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -185,7 +188,7 @@ def _shard(
                 model,
                 heads,
                 structure.tied_to,
-                mesh=data_parallel,
+                mesh=rows_mesh(data_parallel, config.head_shard_size),
                 device=device,
                 compute_dtype=config.param_dtype,
             )
@@ -245,7 +248,7 @@ def explain(model: nn.Module) -> Explanation:
     )
     if record.plan is None:
         words = f"not fused: {record.unfused_reason}"
-        return Explanation(facts=facts, fused=words, adapter=None, declined=(), layers=record.layers)
+        return Explanation(facts=facts, fused=words, adapter=None, declined=(), costs=(), layers=record.layers)
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
@@ -253,6 +256,7 @@ def explain(model: nn.Module) -> Explanation:
         fused=str(record.plan),
         adapter=chosen,
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
+        costs=head_costs(facts, record.config),
         layers=record.layers,
     )
 
@@ -362,19 +366,8 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
                         + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
                     )
                 )
-    if config.head == "vocab_parallel":
-        names = (mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None) or ()
-        obstacle = (
-            f"strategy={strategy!r} does not split its rows so; use strategy='fsdp2'"
-            if strategy != "fsdp2"
-            else "the mesh has a tensor-parallel axis, which splits its rows already; leave head='auto'"
-            if TENSOR_PARALLEL in names
-            else "cpu_offload is True, and its rows are computed with where they lie; leave one of them out"
-            if config.cpu_offload
-            else None
-        )
-        if obstacle is not None:
-            raise LigerDistError(f"head is 'vocab_parallel' for the output embedding but {obstacle}.")
+    if config.head == "vocab_parallel" or config.head_shard_size is not None:
+        _check_split_rows(strategy, mesh, config)
     if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
         raise LigerDistError(
             "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
@@ -383,4 +376,31 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
         raise LigerDistError(
             "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
             "model."
+        )
+
+
+def _check_split_rows(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:
+    """What stands against rows that stay where they are."""
+    if config.head != "vocab_parallel":
+        raise LigerDistError(
+            f"head_shard_size is {config.head_shard_size} but head is {config.head!r}; it is for head='vocab_parallel'."
+        )
+    if strategy != "fsdp2":
+        raise LigerDistError(
+            f"head is 'vocab_parallel' but strategy={strategy!r} does not split its rows so; use strategy='fsdp2'."
+        )
+    if isinstance(mesh, DeviceMesh) and TENSOR_PARALLEL in (mesh.mesh_dim_names or ()):
+        raise LigerDistError(
+            "head is 'vocab_parallel' but the mesh has a tensor-parallel axis, which splits its rows already; leave "
+            "head='auto'."
+        )
+    if config.cpu_offload:
+        raise LigerDistError(
+            "head is 'vocab_parallel' but cpu_offload is True, and rows are computed with where they lie; leave one of "
+            "them out."
+        )
+    axis = dist.get_world_size() if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)[-1]
+    if config.head_shard_size is not None and axis % config.head_shard_size != 0:
+        raise LigerDistError(
+            f"head_shard_size is {config.head_shard_size}; expected a divisor of the shard axis, {axis}."
         )

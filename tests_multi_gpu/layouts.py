@@ -41,10 +41,11 @@ class Session:
         self.root: nn.Module = inner
         self.data_rank, self.data_world = _rank_and_world()
         self.shard()
-        # Torch's updates of many tensors at once do not mix plain ones with DTensors.
-        distributed = [p for p in self.root.parameters() if isinstance(p, DTensor)]
-        plain = [p for p in self.root.parameters() if not isinstance(p, DTensor)]
-        groups = [{"params": parameters} for parameters in (distributed, plain) if parameters]
+        # Torch's updates of many tensors at once do not mix plain ones with DTensors, or DTensors of two meshes.
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in self.root.parameters():
+            by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        groups = [{"params": parameters} for parameters in by_mesh.values()]
         self.optimizer: Any = torch.optim.SGD(groups, lr=LEARNING_RATE)
 
     def wrap(self, strategy: str, mesh: Any = None, **options: Any) -> Any:

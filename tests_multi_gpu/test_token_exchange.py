@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import Workers
 from test_vocab_parallel import CASES, D
 from torch import Tensor
@@ -137,6 +138,57 @@ def errors_of(
     for output in outputs:
         errors[output] = relative_error(getattr(result, output).double(), getattr(truth, output).double())
     return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_hidden_states_and_fp32_rows(dtype: torch.dtype, workers_4: Workers) -> None:
+    """No worse than 1.5 times torch's own product in that dtype with fp32 softmax; gradients small enough to vanish in
+    fp16 are there."""
+    for errors in workers_4.run(rounding_errors, dtype):
+        for name, (ours, torchs) in errors.items():
+            assert ours <= 1.5 * torchs + 1e-6, (name, ours, torchs)
+
+
+def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    device, rank, V, T, hidden_size = compute_device(), dist.get_rank(), 1009, 512, 64
+    generator = torch.Generator().manual_seed(5)
+    weight = (torch.randn(V, hidden_size, generator=generator) / 8).to(dtype).float().to(device)
+    counts = (T, T - 100, T // 8, T)
+    hidden = [torch.randn(count, hidden_size, generator=generator).to(device, dtype) for count in counts]
+    labels = [torch.randint(V, (count,), generator=generator).to(device) for count in counts]
+
+    def gradients_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of all processes' tokens, by torch."""
+        w = weight.to(dtype, copy=True).requires_grad_()
+        x = [tensor.to(dtype, copy=True).requires_grad_() for tensor in hidden]
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = 1.0 if dtype == torch.float64 else 2.0**10
+        losses = [F.cross_entropy((h @ w.T).to(wide), y) for h, y in zip(x, labels, strict=True)]
+        (torch.stack(losses).sum() * scale).backward()
+        assert w.grad is not None
+        assert x[rank].grad is not None
+        return w.grad.double() / scale / len(counts), x[rank].grad.double() / scale  # type: ignore[union-attr]
+
+    shard, own = shard_of(V, divide_factor=float(len(counts)))
+    mine = [hidden[rank].clone().requires_grad_(), weight[own].clone().requires_grad_()]
+    loss = fused_linear_cross_entropy(
+        mine[0], mine[1], None, labels[rank], loss=LossArguments(), execution=Execution(), split=shard
+    ).loss
+    (loss * 2.0**10).backward()
+    assert mine[1].grad is not None
+    assert mine[1].grad.dtype == torch.float32
+    true_weight, true_hidden = gradients_of(torch.float64)
+    torch_weight, torch_hidden = gradients_of(dtype)
+    return {
+        "weight": (
+            relative_error(mine[1].grad.double() / 2.0**10, true_weight[own]),
+            relative_error(torch_weight[own], true_weight[own]),
+        ),
+        "hidden states": (
+            relative_error(mine[0].grad.double() / 2.0**10, true_hidden),  # type: ignore[union-attr]
+            relative_error(torch_hidden, true_hidden),
+        ),
+    }
 
 
 @pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")

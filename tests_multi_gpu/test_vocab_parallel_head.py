@@ -235,6 +235,8 @@ def test_what_does_not_go_with_it(workers_2: Workers) -> None:
         assert "use strategy='fsdp2'" in sentences["strategy"]
         assert "cpu_offload is True" in sentences["cpu_offload"]
         assert "tensor-parallel axis" in sentences["mesh"]
+        assert "expected a divisor of the shard axis, 2" in sentences["size"]
+        assert "it is for head='vocab_parallel'" in sentences["size alone"]
         assert "head is 'gathered'; expected one of 'auto', 'gather', 'vocab_parallel'" in sentences["name"]
 
 
@@ -247,6 +249,8 @@ def refusals() -> dict[str, str]:
         "cpu_offload": lambda: wrapped("vocab_parallel", cpu_offload=True),
         "mesh": lambda: wrapped("vocab_parallel", mesh=grid),  # type: ignore[arg-type]
         "name": lambda: wrapped("gathered"),
+        "size": lambda: wrapped("vocab_parallel", head_shard_size=3),
+        "size alone": lambda: wrapped("gather", head_shard_size=2),
     }
     sentences = {}
     for name, case in cases.items():
@@ -260,6 +264,8 @@ def test_it_is_explained_and_verified(workers_2: Workers) -> None:
     for text, verified in workers_2.run(explained):
         assert re.search(r"^adapter +fsdp2-vocab-parallel$", text, re.MULTILINE)
         assert "never gathered for the loss" in text
+        assert re.search(r"^cost of gather +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
+        assert re.search(r"^cost of vocab_parallel +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
         assert verified, text
 
 

@@ -284,9 +284,9 @@ def _report(
         )
         rows = largest.rows_of_width.get(vocab_size, 0)
         # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token.
+        seen = f"at most {rows} of {tokens} rows of {vocab_size} at once" if rows else f"not one row of {vocab_size}"
         line += (
-            f", {'no' if rows < tokens else 'all'} logits were materialised: at most {rows} of {tokens} rows of "
-            f"{vocab_size} at once, the head's largest tensor was {list(largest.shape)}, "
-            f"{largest.num_bytes / 2**20:.2f} MiB"
+            f", {'no' if rows < tokens else 'all'} logits were materialised: {seen}, the head's largest tensor was "
+            f"{list(largest.shape)}, {largest.num_bytes / 2**20:.2f} MiB"
         )
     print(line)

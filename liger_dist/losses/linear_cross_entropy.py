@@ -188,7 +188,14 @@ def fused_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     problem = Problem(
         labels_T=targets.labels_T,
-        scales=token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_states.dtype),
+        scales=token_scales(
+            targets.labels_T,
+            token_weight_T,
+            loss,
+            execution,
+            hidden_states.dtype,
+            common_factor=split is not None,
+        ),
         loss=loss,
         execution=execution,
         needs=GradientNeeds(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -106,6 +109,27 @@ class SplitEmbedding(nn.Embedding):
             dtype=rows.compute_dtype or self.weight.dtype,
             padding_idx=self.padding_idx,
         )
+
+
+def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
+    """The mesh of the rows: that of FSDP2, or ``(replicate, shard)`` with ``size`` neighbours of its shard axis in
+    every shard group; by default those on one node."""
+    size = size or neighbours_on_a_node(mesh)
+    if size == mesh.shape[-1]:
+        return mesh
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("replicate", "shard"))
+
+
+def neighbours_on_a_node(mesh: DeviceMesh) -> int:
+    """How many neighbours on the shard axis have one host, everywhere; all of them where hosts take turns. A collective
+    of host names."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    size = mesh.shape[-1]
+    for ranks in mesh.mesh.reshape(-1, size).tolist():
+        for _, neighbours in groupby(ranks, key=hosts.__getitem__):
+            size = math.gcd(size, len(list(neighbours)))
+    return size if size > 1 else mesh.shape[-1]
 
 
 def split_heads(

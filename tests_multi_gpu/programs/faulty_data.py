@@ -16,14 +16,15 @@ from models import make_batch, make_model
 
 
 def main() -> None:
-    engine = sys.argv[1]
+    name = sys.argv[1]
+    engine = name.split()[0]
     on_gpu = torch.cuda.device_count() >= 2
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     dtype = torch.float32 if engine == "zero" else torch.float64
-    layout = {"stage": 3} if engine == "zero" else {"by_others": False} if engine == "fsdp1" else {}
-    session = SESSIONS[engine](Cell(engine=engine, layout=layout), make_model("llama", dtype=dtype))
+    layouts = {"zero": {"stage": 3}, "fsdp1": {"by_others": False}, "fsdp2 rows": {"rows": True}}
+    session = SESSIONS[engine](Cell(engine=engine, layout=layouts.get(name, {})), make_model("llama", dtype=dtype))
     for step in range(100):
         batch = make_batch(session.data_rank, seed=step)
         if step == 2 and dist.get_rank() == 1:
