@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.training_step
 
-bf16 compute, fp32 masters and reduction. Each way is built, warmed up and timed by itself, then all of them once more in
-the opposite order; a figure is the median over both. Peak memory is that of the process with the most.
+bf16 compute, fp32 masters and reduction. Each way is built, warmed up and timed by itself, then all of them once more
+in the opposite order; a figure is the median over both. Peak memory is that of the process with the most.
 """
 
 from __future__ import annotations
