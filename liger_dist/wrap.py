@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, head_costs, reasons_against
 from .errors import LigerDistError
+from .patching.adapted import is_adapted
+from .patching.head import precede_installed_forward
 from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
 from .patching.probe import probe_plan
@@ -29,7 +32,7 @@ from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
 from .sharding.mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
-from .sharding.split_head import rows_mesh, split_heads
+from .sharding.split_head import embedding_objection, rows_mesh, split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
@@ -182,19 +185,22 @@ def _shard(
     if record.strategy == "fsdp2" and data_parallel is not None:
         tail = [module for module in (structure.final_norm, place) if module is not None]
         left_alone: frozenset[nn.Parameter] = frozenset()
+        undo: Callable[[], None] = _nothing
         if config.head == "vocab_parallel":
             heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
-            left_alone = split_heads(
-                model,
-                heads,
-                structure.tied_to,
-                mesh=rows_mesh(data_parallel, config.head_shard_size),
-                device=device,
-                compute_dtype=config.param_dtype,
+            mesh_of_rows = rows_mesh(data_parallel, config.head_shard_size)
+            left_alone, undo = split_heads(
+                model, heads, mesh=mesh_of_rows, device=device, compute_dtype=config.param_dtype
             )
+            for head in heads if record.seam is not None else ():
+                precede_installed_forward(head)
         in_root = structure.tied or bool(left_alone)
         units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if in_root else tail)
-        fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
+        try:
+            fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
+        except BaseException:
+            undo()
+            raise
     if record.seam is not None:
         # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
         record.seam.listen()
@@ -205,6 +211,10 @@ def _shard(
         own_unit = None if structure.tied else active_head(place)
         return fsdp1.shard(outer, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
     return replicate(outer.to(device)) if record.strategy == "ddp" else outer
+
+
+def _nothing() -> None:
+    """Undoes what was not done."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -307,6 +317,18 @@ def _check_model(
             f"activation_checkpointing is True but {type(model).__name__} does not support it "
             "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
         )
+    if config.head == "vocab_parallel":
+        if is_adapted(active_head(model.get_submodule(structure.head_name))):
+            raise LigerDistError(
+                "head is 'vocab_parallel' but an adapter (LoRA) is on the output embedding; leave the head out of its "
+                "target_modules, or use head='gather'."
+            )
+        for module in structure.tied_to:
+            objection = embedding_objection(module)
+            if objection is not None:
+                raise LigerDistError(
+                    f"head is 'vocab_parallel' but what shares its weight {objection}; use head='gather'."
+                )
     if without_storage and strategy not in ("none", "ddp", "fsdp2", "tp"):
         raise LigerDistError(
             f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp', "

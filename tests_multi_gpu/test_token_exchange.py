@@ -195,6 +195,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
 def test_losses_scaled_differently_are_refused(workers_4: Workers) -> None:
     for sentence in workers_4.run(scaled_by_rank):
         assert 'use WrapConfig(head="gather")' in sentence
+        assert "scale their losses differently" in sentence
 
 
 def scaled_by_rank() -> str:
@@ -211,7 +212,8 @@ def scaled_by_rank() -> str:
 
 def test_processes_that_freeze_different_parameters_are_refused(workers_4: Workers) -> None:
     for sentence in workers_4.run(frozen_on_one):
-        assert "Freeze the same parameters" in sentence
+        assert "do not ask for the same: process 0 for a loss of" in sentence
+        assert "weight=False" in sentence
 
 
 def frozen_on_one() -> str:

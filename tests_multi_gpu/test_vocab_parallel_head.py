@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.token_exchange import numbers_of_token
+from liger_dist.sharding import fsdp2
 from liger_dist.sharding.devices import compute_device
 
 HEADS = ("gather", "vocab_parallel")
@@ -237,6 +239,8 @@ def test_what_does_not_go_with_it(workers_2: Workers) -> None:
         assert "tensor-parallel axis" in sentences["mesh"]
         assert "expected a divisor of the shard axis, 2" in sentences["size"]
         assert "it is for head='vocab_parallel'" in sentences["size alone"]
+        assert "has max_norm=0.1" in sentences["max_norm"]
+        assert "asks for a gathered weight" in sentences["gather after all"]
         assert "head is 'gathered'; expected one of 'auto', 'gather', 'vocab_parallel'" in sentences["name"]
 
 
@@ -250,6 +254,8 @@ def refusals() -> dict[str, str]:
         "mesh": lambda: wrapped("vocab_parallel", mesh=grid),  # type: ignore[arg-type]
         "name": lambda: wrapped("gathered"),
         "size": lambda: wrapped("vocab_parallel", head_shard_size=3),
+        "max_norm": lambda: limited(),
+        "gather after all": lambda: gathered_after_all(),
         "size alone": lambda: wrapped("gather", head_shard_size=2),
     }
     sentences = {}
@@ -258,6 +264,131 @@ def refusals() -> dict[str, str]:
             case()
         sentences[name] = str(caught.value)
     return sentences
+
+
+def limited() -> None:
+    model: Any = make_model("llama", tied=True)
+    model.model.embed_tokens.max_norm = 0.1
+    liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+
+
+def gathered_after_all() -> None:
+    model = liger_dist.unwrap(wrapped("vocab_parallel"))
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(head="gather"))(**make_batch(0))
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 2.0},
+    "z-loss": {"z_loss": 0.1},
+    "an output": {"outputs": ("entropy",)},
+    "logits": {"outputs": ("logits",)},
+    "no labels": {"labels": None},
+    "class weights": {"class_weight": True},
+    "other class weights": {"class_weight": 2.0},
+}
+
+
+@pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_processes_that_do_not_do_the_same_are_refused(name: str, workers_2: Workers) -> None:
+    """On all of them, without a collective that half of them never enter."""
+    for sentence in workers_2.run(asked_on_one, name):
+        assert "the processes that share the output embedding's rows" in sentence
+        assert (
+            "have different class weights" if name == "other class weights" else "do not ask for the same"
+        ) in sentence
+
+
+def asked_on_one(name: str) -> str:
+    model = wrapped("vocab_parallel")
+    weight = torch.ones(VOCAB_SIZE, dtype=torch.float64)
+    usual: dict[str, Any] = {"class_weight": weight} if name == "other class weights" else {}
+    changed = {key: weight * float(value) if key == "class_weight" else value for key, value in DIFFERENT[name].items()}
+    arguments = make_batch(dist.get_rank()) | usual | (changed if dist.get_rank() == 0 else {})
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        model(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "tp"])
+def test_a_head_that_peft_saves_stays_tied(strategy: str, workers_2: Workers) -> None:
+    pytest.importorskip("peft")
+    assert all(workers_2.run(saved_and_tied, strategy))
+
+
+def saved_and_tied(strategy: str) -> bool:
+    from peft import LoraConfig, get_peft_model
+
+    peft: Any = get_peft_model(
+        make_model("llama", tied=True),  # type: ignore[arg-type]
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+    )
+    head = "vocab_parallel" if strategy == "fsdp2" else "auto"
+    liger_dist.wrap(peft, strategy, config=liger_dist.WrapConfig(head=head))  # type: ignore[arg-type]
+    model = peft.get_base_model()
+    peft(**make_batch(0)).loss.backward()
+    saved = model.lm_head.modules_to_save.default.weight
+    return model.model.embed_tokens.modules_to_save.default.weight is saved and saved.grad is not None
+
+
+def test_a_wrap_that_fails_leaves_the_model_whole(workers_2: Workers) -> None:
+    # The model's own loss goes through fp32.
+    for difference in workers_2.run(failed_half_way):
+        assert difference < 1e-5
+
+
+def failed_half_way() -> float:
+    model: Any = make_model("llama", tied=True)
+    before = {name: type(module) for name, module in model.named_modules()}
+    with mock.patch.object(fsdp2, "shard", side_effect=RuntimeError("out of memory")), pytest.raises(RuntimeError):
+        liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    batch = make_batch(dist.get_rank())
+    expected = make_model("llama", tied=True)(**batch).loss
+    config = liger_dist.WrapConfig(head="gather")
+    return float((liger_dist.wrap(model, "fsdp2", config=config)(**batch).loss - expected).abs())
+
+
+def test_a_forward_put_on_the_head_afterwards_still_computes_the_loss(workers_2: Workers) -> None:
+    assert all(workers_2.run(hooked_by_hand))
+
+
+def hooked_by_hand() -> bool:
+    model = wrapped("vocab_parallel")
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden_states: own(hidden_states)
+    output = model(**make_batch(dist.get_rank()))
+    return not hasattr(output, "logits")
+
+
+def test_gemma3_in_bf16(workers_2: Workers) -> None:
+    """Its embedding is scaled by a number in the dtype of the weight, which is that of computing."""
+    for gathered, split in workers_2.run(losses_of_gemma3):
+        assert split == pytest.approx(gathered, rel=1e-4)
+
+
+def losses_of_gemma3() -> tuple[float, float]:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    losses = []
+    for head in HEADS:
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=40,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.3,
+        )
+        model = Gemma3ForCausalLM(config).to(compute_device())
+        options: Any = {"head": head, "param_dtype": torch.bfloat16}
+        model = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(**options))
+        losses.append(float(model(**make_batch(0)).loss.detach()))
+    return losses[0], losses[1]
 
 
 def test_it_is_explained_and_verified(workers_2: Workers) -> None:

@@ -140,8 +140,19 @@ def clip(model: nn.Module, max_norm: float) -> Tensor | None:
     """Clips the gradient of the whole model; returns its norm before."""
     if max_norm <= 0:
         return None
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Torch adds up norms on one mesh; rows of a vocab-parallel head may lie on another than the rest.
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in by_mesh.values()]
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+    )
+    for kind in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+    return total
 
 
 def make_folder(folder: Path) -> None:

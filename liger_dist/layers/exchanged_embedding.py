@@ -92,7 +92,7 @@ class _ExchangedEmbedding(torch.autograd.Function):
                 is_own &= ids_Gm.reshape(-1) != lookup.padding_idx
             gradients = torch.where(is_own[:, None], gradients.to(ctx.weight_dtype), 0)
             d_weight_VD += torch.ops.aten.embedding_dense_backward(gradients, rows, ctx.num_rows, -1, False)
-        return d_weight_VD / lookup.shard.divide_factor, None, None
+        return d_weight_VD.div_(lookup.shard.divide_factor), None, None
 
 
 def exchanged_embedding(
@@ -115,7 +115,7 @@ def exchanged_embedding(
         torch._assert_async(in_range, f"an id lies outside [0, {shard.vocab_size})")
     elif not bool(in_range):
         raise IndexError(f"an id lies outside [0, {shard.vocab_size}): they go from {ids_T.min()} to {ids_T.max()}.")
-    most = max(shard.agree(ids_T.numel()))
+    most = max(shard.agree(ids_T.numel(), f"an embedding in {dtype}"))
     bytes_of_token = shard.group.size() * max(weight_local.shape[1], 1) * dtype.itemsize
     lookup = _Lookup(
         shard=shard,
@@ -125,4 +125,4 @@ def exchanged_embedding(
         padding_idx=padding_idx,
     )
     vectors: Tensor = _ExchangedEmbedding.apply(weight_local, ids_T, lookup)  # type: ignore[no-untyped-call]
-    return vectors.view(*ids.shape, -1)
+    return vectors.view(*ids.shape, weight_local.shape[1])

@@ -52,6 +52,11 @@ class SplitHead(Protocol):
         """What :func:`liger_dist_kernels.linear_cross_entropy` returns, for this process's tokens and rows."""
         ...
 
+    def common_divisor(self, num_tokens: int) -> float | None:
+        """A divisor that all processes have alike, where their gradients are added up; None where each may have its
+        own."""
+        ...
+
     def check_upstream(self, gradient: Tensor) -> None:
         """Refuses the upstream gradient of a scalar loss for which :meth:`run` has not made the gradients."""
         ...
@@ -186,6 +191,9 @@ def fused_linear_cross_entropy(
         hidden_TD = take_rows(hidden_TD, targets.index_T)
         token_weight_T = None if token_weight_T is None else take_rows(token_weight_T, targets.index_T)
     grad = torch.is_grad_enabled()
+    common_divisor = None
+    if split is not None and hidden_states.dtype == torch.float16 and loss.reduction == "mean":
+        common_divisor = split.common_divisor(len(hidden_TD))
     problem = Problem(
         labels_T=targets.labels_T,
         scales=token_scales(
@@ -194,7 +202,7 @@ def fused_linear_cross_entropy(
             loss,
             execution,
             hidden_states.dtype,
-            common_factor=split is not None,
+            common_divisor=common_divisor,
         ),
         loss=loss,
         execution=execution,

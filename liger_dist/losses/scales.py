@@ -42,10 +42,6 @@ class Scales:
         return loss.sum() * self.factor, z_loss.sum() * self.factor
 
 
-COMMON_FACTOR = 2.0**-14
-"""of fp16 gradients, where all processes need the same: what is left of a token's scale is at most 2 ** 14"""
-
-
 def token_scales(
     labels_T: Tensor,
     token_weight_T: Tensor | None,
@@ -53,12 +49,12 @@ def token_scales(
     execution: Execution,
     dtype: torch.dtype,
     *,
-    common_factor: bool = False,
+    common_divisor: float | None = None,
 ) -> Scales:
     """Scales of tokens with ``labels_T`` (negative: counts nothing), in fp32, or fp64 for an fp64 ``dtype``.
 
     For an fp16 ``dtype`` the divisor is kept apart as ``factor``: a gradient divided by the number of tokens would
-    underflow in fp16 before a loss scale could lift it. With ``common_factor`` a number that is the same everywhere is
+    underflow in fp16 before a loss scale could lift it. With ``common_divisor``, which is the same everywhere, that is
     kept apart in its place.
     """
     keeps_apart = dtype == torch.float16 and loss.reduction != "none"
@@ -82,9 +78,9 @@ def token_scales(
     if loss.class_weight is not None:
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
         by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
-    if keeps_apart and common_factor:
-        lifted_T = counts_T / COMMON_FACTOR
-        factor = torch.full((), COMMON_FACTOR, dtype=dtype, device=labels_T.device)
+    if keeps_apart and common_divisor is not None:
+        lifted_T = counts_T * common_divisor
+        factor = torch.full((), 1.0 / common_divisor, dtype=dtype, device=labels_T.device)
         return Scales(cross_entropy_T=lifted_T / by_class, z_loss_T=lifted_T / z_divisor, factor=factor)
     if keeps_apart:
         return Scales(cross_entropy_T=counts_T, z_loss_T=counts_T * (by_class / z_divisor), factor=1.0 / by_class)

@@ -16,8 +16,9 @@ before the products.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,10 +109,10 @@ class ExchangedTokens:
         K, m = self.num_chunks, self._plan.rows
         if self._plan.counts[self._rank] == K * m:
             return None
-        places_Km = torch.full((K, m), -1)
+        places_Km = torch.full((K, m), -1, device="cpu")
         for chunk in range(K):
             start, end = self._plan.share(self._rank, chunk)
-            places_Km[chunk, : end - start] = torch.arange(start, end)
+            places_Km[chunk, : end - start] = torch.arange(start, end, device="cpu")
         return places_Km.to(device, non_blocking=True)
 
     def _padded(self, values_T: Tensor, places: Tensor | None, fill: int) -> Tensor:
@@ -132,7 +133,8 @@ class ExchangedTokens:
         sizes, m = self._plan.sizes(chunk), self._plan.rows
         if sum(sizes) >= 0.9 * len(sizes) * m:
             return None
-        places = torch.cat([torch.arange(rank * m, rank * m + size) for rank, size in enumerate(sizes)])
+        starts = range(0, len(sizes) * m, m)
+        places = torch.cat([torch.arange(s, s + size, device="cpu") for s, size in zip(starts, sizes, strict=True)])
         return places.to(self._hidden_TD.device, non_blocking=True)
 
     def _of_chunk(self, values_GKm: Tensor, chunk: int) -> Tensor:
@@ -194,9 +196,10 @@ class ExchangedTokens:
         kept = self._kept[chunk]
         if kept is not None:
             part_RD = part_RD.new_zeros((self.rows, part_RD.shape[1])).index_copy_(0, kept, part_RD)
+        # First, so that what the chunk before has sent and received is gone.
+        self._add_received()
         received_RD = torch.empty_like(part_RD)
         work = dist.all_to_all_single(received_RD, part_RD, group=self._group, async_op=True)
-        self._add_received()
         self._leaving = (received_RD, work, chunk)
 
     def _add_received(self) -> None:
@@ -240,14 +243,14 @@ class ExchangingShard(VocabularyShard):
         problem: Problem,
         gradients: TokenGradients | None,
     ) -> LinearCrossEntropyResult:
-        needs = problem.needs
         budget = problem.execution.memory_budget or DEFAULT_MEMORY_BUDGET
-        asked = (budget, int(gradients is not None), int(needs.hidden), int(needs.weight), int(needs.bias))
         plan = ExchangePlan.of(
-            self.agree(len(hidden_TD), *asked),
+            self.agree(len(hidden_TD), _described(problem, gradients, hidden_TD.dtype, budget)),
             bytes_of_token=numbers_of_token(self.largest, hidden_TD.shape[1]) * hidden_TD.element_size(),
             memory_budget=budget,
         )
+        if problem.loss.class_weight is not None:
+            self._check_same(_checksum(problem.loss.class_weight), "have different class weights")
         tokens = ExchangedTokens(
             hidden_TD,
             problem.labels_T,
@@ -258,31 +261,60 @@ class ExchangingShard(VocabularyShard):
         )
         return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
 
-    def agree(self, count: int, *asked: int) -> list[int]:
-        """Every process's number of tokens; what else is asked for has to be the same on all of them.
+    def agree(self, count: int, asked: str) -> list[int]:
+        """Every process's number of tokens, on the hosts. All of them have to be at the same place: ``asked`` says what
+        this one is about to do.
 
         Raises:
-            LigerDistError: on every process alike, where it is not.
+            LigerDistError: on every process alike, where they are not.
         """
-        everyone = gather(torch.tensor([count, *asked]), self.counting_group).tolist()
-        if any(numbers[1:] != everyone[0][1:] for numbers in everyone):
+        digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
+        everyone = gather(torch.tensor([count, digest], device="cpu"), self.counting_group).tolist()
+        if any(numbers[1] != digest for numbers in everyone):
+            answers: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(answers, asked, group=self.counting_group)
             raise LigerDistError(
-                "the processes that share the output embedding's rows do not ask for the same: (memory budget, has "
-                f"upstream gradients, needs those of hidden states, weight, bias) are {[n[1:] for n in everyone]}. "
-                "Freeze the same parameters, use the same configuration and the same torch.no_grad() on all of them."
+                "the processes that share the output embedding's rows do not ask for the same: "
+                + "; ".join(f"process {place} for {answer}" for place, answer in enumerate(answers))
+                + ". Call the model on all of them, with the same kind of arguments, loss options, frozen parameters "
+                "and torch.no_grad()."
             )
         return [numbers[0] for numbers in everyone]
 
+    def common_divisor(self, num_tokens: int) -> float:
+        return float(max(1, *self.agree(num_tokens, "the number of tokens")))
+
     def check_upstream(self, gradient: Tensor) -> None:
         """Refuses upstream gradients that differ between processes, on a GPU by an assertion on the device."""
-        everyone_G = gather(gradient.detach().reshape(1), self.group)
-        same = (everyone_G == everyone_G[0]).all()
-        sentence = (
-            "the processes that share the output embedding's rows scale their losses differently, and the gradient of "
-            "the rows has been made for one scale; give num_items_in_batch or token_weight to the model instead of "
-            'multiplying its loss, or use WrapConfig(head="gather")'
+        self._check_same(
+            gradient.detach(),
+            "scale their losses differently, and the gradient of the rows has been made for one scale; give "
+            "num_items_in_batch or token_weight to the model instead of multiplying its loss",
         )
-        if gradient.is_cuda:
+
+    def _check_same(self, number: Tensor, difference: str) -> None:
+        everyone_G = gather(number.reshape(1), self.group)
+        same = ((everyone_G == everyone_G[0]) | (everyone_G.isnan() & everyone_G[0].isnan())).all()
+        sentence = (
+            f"the processes that share the output embedding's rows {difference}. Make it the same on all of them, or "
+            'use WrapConfig(head="gather")'
+        )
+        if number.is_cuda:
             torch._assert_async(same, sentence)
         elif not bool(same):
-            raise LigerDistError(f"{sentence}. The scales: {everyone_G[:, 0].tolist()}.")
+            raise LigerDistError(f"{sentence}. The numbers: {everyone_G[:, 0].tolist()}.")
+
+
+def _described(problem: Problem, gradients: TokenGradients | None, dtype: torch.dtype, memory_budget: int) -> str:
+    """What one loss is about to do, for the processes to compare."""
+    loss, needs = problem.loss, problem.needs
+    upstream = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
+    return (
+        f"a loss of {replace(loss.options, ignore_index=0)}, outputs {sorted(loss.outputs)}, {dtype}, class weights: "
+        f"{loss.class_weight is not None}, memory budget {memory_budget}, {needs}, upstream gradients {upstream}"
+    )
+
+
+def _checksum(values_V: Tensor) -> Tensor:
+    places_V = torch.arange(1, len(values_V) + 1, dtype=torch.float64, device=values_V.device)
+    return (values_V.double() * places_V.sqrt()).sum()

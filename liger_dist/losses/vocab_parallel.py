@@ -143,6 +143,9 @@ class VocabularyShard:
         tokens = ReplicatedTokens(hidden_TD, problem.labels_T, gradients, rows=plan.rows, num_chunks=plan.num_chunks)
         return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
 
+    def common_divisor(self, num_tokens: int) -> float | None:
+        return None
+
     def check_upstream(self, gradient: Tensor) -> None:
         """Nothing to refuse: every process computes the same loss."""
 

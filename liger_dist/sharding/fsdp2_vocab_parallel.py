@@ -28,6 +28,8 @@ class FSDP2VocabParallel:
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp2-rows":
             return [facts.storage + "; WrapConfig(head='vocab_parallel') with strategy='fsdp2' splits its rows"]
+        if facts.head_choice == "gather":
+            return ["WrapConfig(head='gather') asks for a gathered weight, and its rows have been split"]
         if facts.adapted:
             return [
                 "an adapter (LoRA) on a head whose rows are split is not supported; leave the head out of its "

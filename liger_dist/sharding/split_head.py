@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,7 @@ from .fsdp2 import divide_factor
 from .tensor_parallel import first_row
 
 _ROWS = "_liger_dist_rows"
+_MASTER = "_liger_dist_master"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ class PlainLogits:
         self.head, self.rows = head, rows
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
+        self.rows.shard(self.head.weight).agree(0, "whole logits")
         dtype = hidden_states.dtype
         bias = None if self.head.bias is None else self.rows.whole(self.head.bias).to(dtype)
         return nn.functional.linear(hidden_states, self.rows.whole(self.head.weight).to(dtype), bias)
@@ -102,13 +104,33 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """``[...]`` ids to ``[..., D]``."""
         rows: SplitRows = vars(self)[_ROWS]
+        weight: Tensor = vars(self).get(_MASTER, self.weight)
         return exchanged_embedding(
             input,
-            rows.local(self.weight),
-            shard=rows.shard(self.weight),
-            dtype=rows.compute_dtype or self.weight.dtype,
+            rows.local(weight),
+            shard=rows.shard(weight),
+            dtype=rows.compute_dtype or weight.dtype,
             padding_idx=self.padding_idx,
         )
+
+
+class _ShowsComputeDtype(nn.Module):
+    """In front of what a model's own class adds, such as Gemma's scale, which has the dtype of the weight: under FSDP2
+    that is the one it computes in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rows: SplitRows = vars(self)[_ROWS]
+        master = self._parameters["weight"]
+        assert master is not None
+        if rows.compute_dtype is None:
+            return super().forward(*args, **kwargs)
+        vars(self)[_MASTER] = master
+        self._parameters["weight"] = torch.empty(0, dtype=rows.compute_dtype, device=master.device)  # type: ignore[assignment]
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters["weight"] = master
+            del vars(self)[_MASTER]
 
 
 def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
@@ -132,17 +154,28 @@ def neighbours_on_a_node(mesh: DeviceMesh) -> int:
     return size if size > 1 else mesh.shape[-1]
 
 
+def embedding_objection(module: nn.Module) -> str | None:
+    """Why a module that shares the head's weight cannot look up in split rows, as a clause; None if it can."""
+    if not isinstance(module, nn.Embedding):
+        return f"is a {type(module).__name__}, not an nn.Embedding"
+    options = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+    changed = [f"{name}={getattr(module, name)}" for name, usual in options.items() if getattr(module, name) != usual]
+    return f"has {', '.join(changed)}" if changed else None
+
+
 def split_heads(
     model: nn.Module,
     heads: Sequence[nn.Linear],
-    embeddings: Sequence[nn.Module],
     *,
     mesh: DeviceMesh,
     device: torch.device,
     compute_dtype: torch.dtype | None,
-) -> frozenset[nn.Parameter]:
-    """Gives each process its rows of the heads, and of the ``embeddings`` that a single head is tied to. Every process
-    keeps its own values, as FSDP2 does. To be called before FSDP2 shards the rest, which leaves alone what is returned.
+) -> tuple[frozenset[nn.Parameter], Callable[[], None]]:
+    """Gives each process its rows of the heads and of every embedding that is tied to one of them. Every process keeps
+    its own values, as FSDP2 does. To be called before FSDP2 shards the rest.
+
+    Returns:
+        The parameters that FSDP2 has to leave alone, and what undoes it all.
     """
     rows = SplitRows(
         model=model,
@@ -151,21 +184,37 @@ def split_heads(
         counting_group=_same_processes(mesh, "gloo"),
         compute_dtype=compute_dtype,
     )
-    parameters = set()
-    for head in heads:
-        for name, parameter in head.named_parameters(recurse=False):
-            split = _split(parameter, mesh, device)
-            setattr(head, name, split)
-            parameters.add(split)
-        setattr(head, _ROWS, rows)
-        head.forward = PlainLogits(head, rows)  # type: ignore[assignment]
-    for embedding in embeddings:
-        embedding.weight = heads[0].weight
-        setattr(embedding, _ROWS, rows)
-        cls: Any = type(embedding)
-        # Behind what a model's own class adds, such as Gemma's scale.
-        embedding.__class__ = SplitEmbedding if cls is nn.Embedding else type(cls.__name__, (cls, SplitEmbedding), {})
-    return frozenset(parameters)
+    whole = {parameter for head in heads for parameter in head.parameters(recurse=False)}
+    split = {parameter: _split(parameter, mesh, device) for parameter in whole}
+    owners = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in split
+    ]
+    classes = {module: type(module) for module, _, _ in owners}
+    for module, name, parameter in owners:
+        module._parameters[name] = split[parameter]
+        vars(module)[_ROWS] = rows
+    for module, cls in classes.items():
+        if module in heads:
+            assert isinstance(module, nn.Linear)
+            module.forward = PlainLogits(module, rows)  # type: ignore[assignment]
+        else:
+            usual: Any = cls is nn.Embedding
+            module.__class__ = (
+                SplitEmbedding if usual else type(cls.__name__, (_ShowsComputeDtype, cls, SplitEmbedding), {})
+            )
+
+    def undo() -> None:
+        for module, name, parameter in owners:
+            module._parameters[name] = parameter
+            module.__class__ = classes[module]
+            vars(module).pop(_ROWS, None)
+            if module in heads:
+                vars(module).pop("forward", None)
+
+    return frozenset(split.values()), undo
 
 
 def rows_of(head: object) -> SplitRows | None:

@@ -116,11 +116,13 @@ def parallelize_heads(
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
     # A head that other code has to run as usual still returns whole logits.
+    holds = {head.weight: head for head in heads}
+    tied = [(embedding, holds[embedding.weight]) for embedding in embeddings]  # type: ignore[index]
     for head in heads:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
-    for embedding in embeddings:
+    for embedding, head in tied:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
-        embedding.weight = heads[0].weight
+        embedding.weight = head.weight
 
 
 def placed_like(hidden_states: Tensor, tensor: Tensor) -> Tensor:
