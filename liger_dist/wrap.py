@@ -190,7 +190,12 @@ def _shard(
             heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
             mesh_of_rows = rows_mesh(data_parallel, config.head_shard_size)
             left_alone, undo = split_heads(
-                model, heads, mesh=mesh_of_rows, device=device, compute_dtype=config.param_dtype
+                model,
+                heads,
+                mesh=mesh_of_rows,
+                device=device,
+                compute_dtype=config.param_dtype,
+                reduce_dtype=config.reduce_dtype,
             )
             for head in heads if record.seam is not None else ():
                 precede_installed_forward(head)

@@ -40,7 +40,7 @@ TIED_APART = replace(_fsdp1(own_unit=True, use_orig_params=False), model="tied")
 
 def no_reduction_of_the_hidden_gradient() -> Any:
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient, None
+        return gradient, None, None
 
     return mock.patch.object(vocab_parallel.SumGradient, "backward", staticmethod(backward))
 

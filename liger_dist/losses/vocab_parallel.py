@@ -234,18 +234,18 @@ def score(
 
 
 class SumGradient(torch.autograd.Function):
-    """The tensor itself; in the backward, the sum of its gradients over the group."""
+    """The tensor itself; in the backward, the sum of its gradients over the group, in ``dtype`` (None: their own)."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient.to(ctx.dtype or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None, None
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -269,7 +269,7 @@ def vocab_parallel_linear_cross_entropy(
         sums_gradient: sum the hidden states' gradient over the group; otherwise it is this process's part of the sum.
     """
     if sums_gradient:
-        hidden_states = SumGradient.apply(hidden_states, shard.group)  # type: ignore[no-untyped-call]
+        hidden_states = SumGradient.apply(hidden_states, shard.group, None)  # type: ignore[no-untyped-call]
     return fused_linear_cross_entropy(
         hidden_states, weight_local, bias_local, labels, loss=loss, execution=execution, split=shard
     )

@@ -39,6 +39,8 @@ class SplitRows:
     counting_group: dist.ProcessGroup
     compute_dtype: torch.dtype | None
     """what parameters are rounded to for computing; None for their own dtype"""
+    reduce_dtype: torch.dtype
+    """in which the gradients of replicas are added up"""
 
     def shard(self, weight: Tensor) -> ExchangingShard:
         """Of ``weight``, for the losses."""
@@ -57,7 +59,7 @@ class SplitRows:
         assert isinstance(parameter, DTensor)
         rows = parameter.to_local()
         if self.mesh.ndim == 2:
-            rows = SumGradient.apply(rows, self.mesh.get_group(0))  # type: ignore[no-untyped-call]
+            rows = SumGradient.apply(rows, self.mesh.get_group(0), self.reduce_dtype)  # type: ignore[no-untyped-call]
         return rows
 
     def whole(self, parameter: Tensor) -> Tensor:
@@ -170,6 +172,7 @@ def split_heads(
     mesh: DeviceMesh,
     device: torch.device,
     compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
 ) -> tuple[frozenset[nn.Parameter], Callable[[], None]]:
     """Gives each process its rows of the heads and of every embedding that is tied to one of them. Every process keeps
     its own values, as FSDP2 does. To be called before FSDP2 shards the rest.
@@ -183,6 +186,7 @@ def split_heads(
         tokens_group=_same_processes(mesh, None),
         counting_group=_same_processes(mesh, "gloo"),
         compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
     )
     whole = {parameter for head in heads for parameter in head.parameters(recurse=False)}
     split = {parameter: _split(parameter, mesh, device) for parameter in whole}
