@@ -168,7 +168,7 @@ class VocabularyShard:
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[G, *shape]`` from every process's tensor of one ``shape``."""
     everyone = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather(list(everyone.unbind(0)), tensor, group=group)
+    dist.all_gather_into_tensor(everyone.view(-1), tensor.reshape(-1), group=group)
     return everyone
 
 
