@@ -27,7 +27,7 @@ sys.path.insert(0, str(LAUNCH))
 
 from training.arguments import TrainArguments, parse  # noqa: E402
 from training.corpus import Columns, find_corpus, tokenize  # noqa: E402
-from training.loop import train  # noqa: E402
+from training.loop import clip, train  # noqa: E402
 from training.meter import measured  # noqa: E402
 from training.packing import Blocks, Order, Stream  # noqa: E402
 from training.process import run  # noqa: E402
@@ -434,3 +434,30 @@ def test_run_is_the_programs_entry() -> None:
     seen: list[int] = []
     run(lambda: seen.append(1))
     assert seen == [1]
+
+
+def test_clipping_adds_up_norms_on_two_meshes(workers_4: Workers) -> None:
+    """Rows of the head on pairs lie on another mesh than the rest; torch's own clipping of all of them is the truth."""
+    for pairs, together in workers_4.run(clipped_norms):
+        assert pairs == pytest.approx(together, rel=1e-9)
+
+
+def clipped_norms() -> tuple[list[float], list[float]]:
+    """Norms before and after clipping to half of them."""
+    found = []
+    for size in (2, 4):
+        config = liger_dist.WrapConfig(head="vocab_parallel", head_shard_size=size, reduce_dtype=torch.float64)
+        model: Any = liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
+        model(**make_batch(torch.distributed.get_rank())).loss.backward()
+        if size == 4:
+            before = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()  # type: ignore[attr-defined]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float(found[0][0]) / 2)
+        else:
+            norm = clip(model, 1e9)
+            assert norm is not None
+            before = norm
+            clip(model, float(before) / 2)
+        after = clip(model, 1e9)
+        assert after is not None
+        found.append([float(before), float(after)])
+    return found[0], found[1]

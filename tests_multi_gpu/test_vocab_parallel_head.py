@@ -237,6 +237,7 @@ def test_what_does_not_go_with_it(workers_2: Workers) -> None:
         assert "expected a divisor of the shard axis, 2" in sentences["size"]
         assert "it is for head='vocab_parallel'" in sentences["size alone"]
         assert "has max_norm=0.1" in sentences["max_norm"]
+        assert f"ids go from 1 to {VOCAB_SIZE}" in sentences["ids"]
         assert "asks for a gathered weight" in sentences["gather after all"]
         assert "head is 'gathered'; expected one of 'auto', 'gather', 'vocab_parallel'" in sentences["name"]
 
@@ -252,6 +253,7 @@ def refusals() -> dict[str, str]:
         "name": lambda: wrapped("gathered"),
         "size": lambda: wrapped("vocab_parallel", head_shard_size=3),
         "max_norm": lambda: limited(),
+        "ids": lambda: wrapped("vocab_parallel", tied=True)(input_ids=torch.tensor([[1, VOCAB_SIZE]])),
         "gather after all": lambda: gathered_after_all(),
         "size alone": lambda: wrapped("gather", head_shard_size=2),
     }

@@ -147,9 +147,8 @@ def clip(model: nn.Module, max_norm: float) -> Tensor | None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in by_mesh.values()]
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
-    )
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = nn.utils.get_total_norm(norms)
     for kind in by_mesh.values():
         nn.utils.clip_grads_with_norm_(kind, max_norm, total)
     return total

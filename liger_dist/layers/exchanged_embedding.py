@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist.errors import refuse_second_order
+from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.losses.token_exchange import ExchangingShard
 from liger_dist.losses.vocab_parallel import gather
 
@@ -67,9 +67,10 @@ class _ExchangedEmbedding(torch.autograd.Function):
             ids_Gm = gather(lookup.padded(ids_T, start, -1), lookup.shard.group)
             everyone.append(ids_Gm)
             rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
-            vectors = weight_VD.new_zeros((rows.numel(), weight_VD.shape[1]), dtype=lookup.dtype)
             if ctx.num_rows > 0:
-                vectors = torch.where(is_own[:, None], weight_VD[rows].to(lookup.dtype), vectors)
+                vectors = weight_VD[rows].to(lookup.dtype).masked_fill_(~is_own[:, None], 0)
+            else:
+                vectors = weight_VD.new_zeros((rows.numel(), weight_VD.shape[1]), dtype=lookup.dtype)
             received = torch.empty_like(vectors)
             dist.all_to_all_single(received, vectors, group=lookup.shard.tokens_group)
             own = slice(start, min(start + lookup.at_once, ids_T.numel()))
@@ -90,7 +91,7 @@ class _ExchangedEmbedding(torch.autograd.Function):
             rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
             if lookup.padding_idx is not None:
                 is_own &= ids_Gm.reshape(-1) != lookup.padding_idx
-            gradients = torch.where(is_own[:, None], gradients.to(ctx.weight_dtype), 0)
+            gradients = gradients.to(ctx.weight_dtype).masked_fill_(~is_own[:, None], 0)
             d_weight_VD += torch.ops.aten.embedding_dense_backward(gradients, rows, ctx.num_rows, -1, False)
         return d_weight_VD.div_(lookup.shard.divide_factor), None, None
 
@@ -107,14 +108,17 @@ def exchanged_embedding(
         padding_idx: an id whose row gets no gradient.
 
     Raises:
-        IndexError: an id beside the weight, on the CPU; on a GPU an assertion on the device ends the program.
+        LigerDistError: an id beside the weight, on the CPU; on a GPU an assertion on the device ends the program.
     """
     ids_T = ids.reshape(-1).long()
     in_range = ((ids_T >= 0) & (ids_T < shard.vocab_size)).all()
     if ids_T.is_cuda:
         torch._assert_async(in_range, f"an id lies outside [0, {shard.vocab_size})")
     elif not bool(in_range):
-        raise IndexError(f"an id lies outside [0, {shard.vocab_size}): they go from {ids_T.min()} to {ids_T.max()}.")
+        raise LigerDistError(
+            f"ids go from {ids_T.min()} to {ids_T.max()} but the embedding has {shard.vocab_size} rows: expected ids "
+            f"in [0, {shard.vocab_size}). Use the tokenizer that belongs to the model, or resize its embeddings first."
+        )
     most = max(shard.agree(ids_T.numel(), f"an embedding in {dtype}"))
     bytes_of_token = shard.group.size() * max(weight_local.shape[1], 1) * dtype.itemsize
     lookup = _Lookup(

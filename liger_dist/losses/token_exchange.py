@@ -89,13 +89,12 @@ class ExchangedTokens:
         self._hidden_TD = hidden_TD
         self._places_Km = self._padded_places(hidden_TD.device)
         self._kept = [self._kept_places(chunk) for chunk in range(self.num_chunks)]
-        self._labels_GKm = self._gathered(labels_T, fill=-1)
+        (self._labels_GKm,) = self._gathered([labels_T], fill=-1)
         self._gradients: list[Tensor | None] = []
         if gradients is not None:
-            fields = [g for g in gradients if g is not None]
-            scaled = [self._gathered(g * gradient_scale, fill=0) for g in fields]
-            remaining = iter(scaled)
-            self._gradients = [None if g is None else next(remaining) for g in gradients]
+            fields = [g * gradient_scale for g in gradients if g is not None]
+            gathered = iter(self._gathered(fields, fill=0) if fields else ())
+            self._gradients = [None if g is None else next(gathered) for g in gradients]
         self._coming: tuple[Tensor, Any] | None = None
         self._leaving: tuple[Tensor, Any, int] | None = None
         self._buffers: list[Tensor] = []
@@ -115,18 +114,18 @@ class ExchangedTokens:
             places_Km[chunk, : end - start] = torch.arange(start, end, device="cpu")
         return places_Km.to(device, non_blocking=True)
 
-    def _padded(self, values_T: Tensor, places: Tensor | None, fill: int) -> Tensor:
-        if places is None:
-            return values_T.view(self.num_chunks, self._plan.rows, *values_T.shape[1:])
+    def _padded(self, values_T: Tensor, fill: int) -> Tensor:
+        if self._places_Km is None:
+            return values_T.view(self.num_chunks, self._plan.rows)
         if len(values_T) == 0:
-            return values_T.new_full((*places.shape, *values_T.shape[1:]), fill)
-        taken = values_T[places.clamp_min(0)]
-        return torch.where(places < 0, fill, taken)
+            return values_T.new_full(self._places_Km.shape, fill)
+        return torch.where(self._places_Km < 0, fill, values_T[self._places_Km.clamp_min(0)])
 
-    def _gathered(self, values_T: Tensor, *, fill: int) -> Tensor:
+    def _gathered(self, fields: Sequence[Tensor], *, fill: int) -> Sequence[Tensor]:
+        """``[G, K, m]`` of each field ``[T]``, in one collective."""
         if not self.num_chunks:
-            return values_T
-        return gather(self._padded(values_T, self._places_Km, fill).contiguous(), self._group)
+            return fields
+        return gather(torch.stack([self._padded(field_T, fill) for field_T in fields]), self._group).unbind(1)
 
     def _kept_places(self, chunk: int) -> Tensor | None:
         """Places among ``[G, m]`` that hold tokens; None where nearly all do."""

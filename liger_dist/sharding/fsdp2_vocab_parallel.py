@@ -1,9 +1,9 @@
 """A head whose rows stay where they are while the rest of the model is sharded by FSDP2.
 
-Collectives of the loss, on the shard group: one all-gather of numbers on the hosts, one of labels and upstream
-gradients, and for each chunk of tokens an all-gather of hidden states, one of softmax statistics, and an all-to-all of
-the hidden states' gradient; under HSDP an all-reduce of the rows' gradient over the replicas. In the backward one
-all-gather of one number. Nothing has the size of the weight.
+Collectives of the loss, on the shard group: one all-gather of two numbers on the hosts, one of labels, one of upstream
+gradients, one of a checksum of class weights if there are any, and for each chunk of tokens an all-gather of hidden
+states, one of softmax statistics, and an all-to-all of the hidden states' gradient. In the backward one all-gather of
+one number; under HSDP an all-reduce of the rows' gradient over the replicas. Nothing has the size of the weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
 from .base import DataParallel, Facts, Head
-from .split_head import rows_of
+from .split_head import SplitRows, rows_of
 
 
 class FSDP2VocabParallel:
@@ -38,17 +38,12 @@ class FSDP2VocabParallel:
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        rows = rows_of(head)
-        if rows is None:
-            raise LigerDistError("the rows of the output embedding are not split; wrap the model before its forward.")
-        return rows.data_parallel()
+        return _rows(head).data_parallel()
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
-        rows = rows_of(head)
-        if rows is None:
-            raise LigerDistError("the rows of the output embedding are not split; wrap the model before its forward.")
+        rows = _rows(head)
         return fused_linear_cross_entropy(
             hidden_states,
             rows.local(head.weight),
@@ -58,3 +53,10 @@ class FSDP2VocabParallel:
             execution=execution,
             split=rows.shard(head.weight),
         )
+
+
+def _rows(head: object) -> SplitRows:
+    rows = rows_of(head)
+    if rows is None:
+        raise LigerDistError("the rows of the output embedding are not split; wrap the model before its forward.")
+    return rows
