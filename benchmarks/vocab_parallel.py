@@ -70,16 +70,16 @@ def split(inputs: Inputs, groups: Groups, budget_mib: int) -> Callable[[], tuple
 
 
 def gathered(inputs: Inputs, dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor]]:
-    """What FSDP2 does with a head: gathers bf16 rows, and reduces the gradient in ``dtype``."""
+    """What FSDP2 does with a head of fp32 masters: gathers bf16 rows, and reduces the gradient in ``dtype``."""
     own, largest = rows_of(inputs.weight_VD)
     size, D = dist.get_world_size(), inputs.weight_VD.shape[1]
-    local = inputs.weight_VD.new_zeros((largest, D), requires_grad=False).detach()
+    local = torch.zeros(largest, D, device=inputs.weight_VD.device)
     local[: own.stop - own.start] = inputs.weight_VD.detach()[own]
 
     def run() -> tuple[Tensor, Tensor]:
         inputs.hidden_TD.grad = None
-        whole = local.new_empty((size * largest, D))
-        dist.all_gather_into_tensor(whole, local)
+        whole = inputs.weight_VD.new_empty((size * largest, D))
+        dist.all_gather_into_tensor(whole, local.to(whole.dtype))
         weight = whole[: len(inputs.weight_VD)].detach().requires_grad_()
         output = fused_linear_cross_entropy(
             inputs.hidden_TD, weight, None, inputs.labels_T, loss=LossArguments(), execution=Execution()
@@ -111,8 +111,8 @@ def measure_together(problem: str, candidates: list[Candidate], rounds: int) -> 
     for number in range(rounds):
         for index in torch.randperm(len(candidates), generator=order).tolist():
             before()
-            # Nobody's clock runs while it waits for somebody else's products.
-            dist.barrier()
+            # Nobody's clock runs while it waits for somebody else's products; the hosts run ahead.
+            dist.all_reduce(torch.zeros(1, device="cuda"))
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             candidates[index].run()

@@ -102,8 +102,8 @@ def _norm_bwd_kernel(
     d_y_ptr, d_sum_ptr, sum_ptr, weight_ptr, mean_ptr, rstd_ptr, d_x_ptr, d_weight_ptr, d_bias_ptr,
     stride_yt, stride_dst, stride_st, T, D: tl.constexpr, offset, HAS_SUM_GRADIENT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
-    ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    STEPS: tl.constexpr,
+    ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOADS_TWICE: tl.constexpr,
+    STAGES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
     offset = number(offset, dtype)
@@ -122,9 +122,19 @@ def _norm_bwd_kernel(
         d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0).to(dtype)
         s = tl.load(sum_ptr + row[:, None] * stride_st + offs_d, mask=mask, other=0.0).to(dtype)
         rstd = tl.load(rstd_ptr + row, mask=row < T, other=0.0)[:, None]
-        if SUBTRACT_MEAN:
-            s = tl.where(mask, s - tl.load(mean_ptr + row, mask=row < T, other=0.0)[:, None], 0.0)
-        n = s * rstd
+        mean = tl.load(mean_ptr + row, mask=row < T, other=0.0)[:, None] if SUBTRACT_MEAN else 0.0
+        if LOADS_TWICE:
+            d_n = d_y * scale
+            along_n, along_one = tl.sum(d_n * ((s - mean) * rstd), 1), tl.sum(d_n, 1)
+            # From the cache. Under another policy, or the compiler would keep the row in registers, which are short.
+            again: tl.constexpr = "evict_first"
+            d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0, eviction_policy=again)
+            s = tl.load(sum_ptr + row[:, None] * stride_st + offs_d, mask=mask, other=0.0, eviction_policy=again)
+            d_y, s = d_y.to(dtype), s.to(dtype)
+            if HAS_WEIGHT:
+                scale = offset + tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
+        # Beside the row it is not 0, but d_y is.
+        n = (s - mean) * rstd
         if NEEDS_WEIGHT:
             if ROUND_BEFORE_WEIGHT:
                 d_weight += d_y * n.to(sum_ptr.dtype.element_ty).to(dtype)
@@ -133,9 +143,11 @@ def _norm_bwd_kernel(
         if NEEDS_BIAS:
             d_bias += d_y
         d_n = d_y * scale
-        d_s = d_n - n * (tl.sum(d_n * n, 1) / D)[:, None]
+        if not LOADS_TWICE:
+            along_n, along_one = tl.sum(d_n * n, 1), tl.sum(d_n, 1)
+        d_s = d_n - n * (along_n / D)[:, None]
         if SUBTRACT_MEAN:
-            d_s -= (tl.sum(d_n, 1) / D)[:, None]
+            d_s -= (along_one / D)[:, None]
         d_s *= rstd
         if HAS_SUM_GRADIENT:
             d_s += tl.load(d_sum_ptr + row[:, None] * stride_dst + offs_d, mask=mask, other=0.0).to(dtype)
@@ -145,20 +157,6 @@ def _norm_bwd_kernel(
         tl.store(d_weight_ptr + program * D + column, tl.sum(d_weight, 0), mask=column < D)
     if NEEDS_BIAS:
         tl.store(d_bias_ptr + program * D + column, tl.sum(d_bias, 0), mask=column < D)
-
-
-@triton.jit
-def _column_sums_kernel(
-    x_ptr, parts_ptr, stride_xt, T, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
-    part = tl.program_id(1).to(tl.int64)
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    total = tl.zeros((ROWS, BLOCK_D), parts_ptr.dtype.element_ty)
-    for step in range(0, STEPS if STEPS > 0 else tl.cdiv(tl.cdiv(T, ROWS), tl.num_programs(1))):
-        row = (part + step * tl.num_programs(1)) * ROWS + tl.arange(0, ROWS)[:, None]
-        total += tl.load(x_ptr + row * stride_xt + offs_d, mask=(row < T) & (offs_d < D), other=0.0).to(total.dtype)
-    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(parts_ptr + part * D + column, tl.sum(total, 0), mask=column < D)
 
 
 @triton.jit
@@ -244,14 +242,14 @@ def norm_bwd(
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
     block = triton.next_power_of_2(D)
-    sums_bias = needs_bias and block < 16384
-    rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if sums_bias else 16384) // block, 1))
+    is_wide = block >= 16384
+    rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if needs_bias else 16384) // block, 1))
     loads = (d_y_TD, sum_TD) if d_sum_TD is None else (d_y_TD, sum_TD, d_sum_TD)
     bytes_of_step = rows * block * sum(tensor.element_size() for tensor in loads)
     programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = sum_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
-    d_bias = rstd_T.new_empty((programs, D)) if sums_bias else None
+    d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
     _norm_bwd_kernel[(programs,)](
         d_y_TD,
         d_sum_TD,
@@ -271,32 +269,22 @@ def norm_bwd(
         HAS_SUM_GRADIENT=d_sum_TD is not None,
         HAS_WEIGHT=weight_D is not None,
         NEEDS_WEIGHT=needs_weight,
-        NEEDS_BIAS=sums_bias,
+        NEEDS_BIAS=needs_bias,
         SUBTRACT_MEAN=options.subtract_mean,
         ROUND_BEFORE_WEIGHT=options.round_before_weight,
         ROWS=rows,
         BLOCK_D=block,
-        STAGES=_stages(sum_TD, bytes_of_step) if block < 16384 else 1,
+        LOADS_TWICE=is_wide and options.subtract_mean,
+        STAGES=1 if is_wide else _stages(sum_TD, bytes_of_step),
         STEPS=0 if sum_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
         num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
-    d_bias_D = None if d_bias is None else _sum(d_bias, parameter_dtype)
-    if needs_bias and not sums_bias:
-        # Two sums of such rows do not fit into the registers of a program.
-        d_bias_D = _sum(_column_sums(d_y_TD, rstd_T.dtype), parameter_dtype)
-    return NormGradients(d_x_TD, None if d_weight is None else _sum(d_weight, parameter_dtype), d_bias_D)
-
-
-def _column_sums(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[P, D]``: sums of P shares of the rows."""
-    (T, D), parts, rows = x_TD.shape, 16, 16
-    parts_PD = x_TD.new_empty((parts, D), dtype=dtype)
-    steps = 0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), parts), 1)
-    _column_sums_kernel[(triton.cdiv(D, 512), parts)](
-        x_TD, parts_PD, x_TD.stride(0), T, D, ROWS=rows, BLOCK_D=512, STEPS=steps, num_warps=8
+    return NormGradients(
+        d_x_TD,
+        None if d_weight is None else _sum(d_weight, parameter_dtype),
+        None if d_bias is None else _sum(d_bias, parameter_dtype),
     )
-    return parts_PD
 
 
 def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:

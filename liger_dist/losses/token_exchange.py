@@ -249,7 +249,7 @@ class ExchangingShard(VocabularyShard):
             memory_budget=budget,
         )
         if problem.loss.class_weight is not None:
-            self._check_same(_checksum(problem.loss.class_weight), "have different class weights")
+            self._check_same(_checksum(problem.loss.class_weight), "have different class weights; make them the same")
         tokens = ExchangedTokens(
             hidden_TD,
             problem.labels_T,
@@ -287,18 +287,15 @@ class ExchangingShard(VocabularyShard):
         """Refuses upstream gradients that differ between processes, on a GPU by an assertion on the device."""
         self._check_same(
             gradient.detach(),
-            "scale their losses differently, and the gradient of the rows has been made for one scale; give "
-            "num_items_in_batch or token_weight to the model instead of multiplying its loss",
+            "scale their losses differently; give num_items_in_batch or token_weight to the model instead",
         )
 
     def _check_same(self, number: Tensor, difference: str) -> None:
         everyone_G = gather(number.reshape(1), self.group)
         same = ((everyone_G == everyone_G[0]) | (everyone_G.isnan() & everyone_G[0].isnan())).all()
-        sentence = (
-            f"the processes that share the output embedding's rows {difference}. Make it the same on all of them, or "
-            'use WrapConfig(head="gather")'
-        )
+        sentence = f'processes that share the output embedding\'s rows {difference}, or use WrapConfig(head="gather")'
         if number.is_cuda:
+            # At most 254 characters.
             torch._assert_async(same, sentence)
         elif not bool(same):
             raise LigerDistError(f"{sentence}. The numbers: {everyone_G[:, 0].tolist()}.")
