@@ -42,24 +42,44 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any, with_re
         options = NormOptions(
             eps=1e-5, subtract_mean=subtract_mean, offset=offset, round_before_weight=round_before_weight
         )
-        D = shape[-1]
-        x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1) if with_residual else None
-        weight = None if parameters == "neither" else random(D, dtype=dtype, seed=2)
-        bias = random(D, dtype=dtype, seed=3) if parameters == "both" else None
-        inputs = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
-        y, total = norm(x, weight, bias, residual=residual, options=options, backend=backend)
-        leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        true_total = leaves[0] + leaves[-1] if with_residual else leaves[0]
-        true_weight, true_bias = None if weight is None else leaves[1], None if bias is None else leaves[2]
-        truth = true_norm(true_total, true_weight, true_bias, options)
-        up_y, up_total = random(*shape, dtype=dtype, seed=4), random(*shape, dtype=dtype, seed=5)
-        loss = (y * up_y).sum() + ((total * up_total).sum() if with_residual else 0)
-        true_loss = (truth * up_y.double()).sum() + ((true_total * up_total.double()).sum() if with_residual else 0)
-        assert y.dtype == dtype
-        assert relative_error(y, truth) <= TOLERANCE[dtype]
-        got = torch.autograd.grad(loss, inputs)
-        for gradient, want in zip(got, torch.autograd.grad(true_loss, leaves), strict=True):
-            assert relative_error(gradient, want) <= 4 * TOLERANCE[dtype]
+        check_norm(shape, dtype, backend, with_residual, parameters, options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("subtract_mean", [False, True], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("D", [16384, 20000])
+def test_a_norm_of_wide_rows(D: int, subtract_mean: bool, backend: Any) -> None:
+    options = NormOptions(eps=1e-5, subtract_mean=subtract_mean)
+    check_norm((9, D), torch.float32, backend, False, "both" if subtract_mean else "weight", options)
+
+
+def check_norm(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    backend: Any,
+    with_residual: bool,
+    parameters: str,
+    options: NormOptions,
+) -> None:
+    """Results and all gradients against fp64."""
+    D = shape[-1]
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1) if with_residual else None
+    weight = None if parameters == "neither" else random(D, dtype=dtype, seed=2)
+    bias = random(D, dtype=dtype, seed=3) if parameters == "both" else None
+    inputs = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
+    y, total = norm(x, weight, bias, residual=residual, options=options, backend=backend)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    true_total = leaves[0] + leaves[-1] if with_residual else leaves[0]
+    true_weight, true_bias = None if weight is None else leaves[1], None if bias is None else leaves[2]
+    truth = true_norm(true_total, true_weight, true_bias, options)
+    up_y, up_total = random(*shape, dtype=dtype, seed=4), random(*shape, dtype=dtype, seed=5)
+    loss = (y * up_y).sum() + ((total * up_total).sum() if with_residual else 0)
+    true_loss = (truth * up_y.double()).sum() + ((true_total * up_total.double()).sum() if with_residual else 0)
+    assert y.dtype == dtype
+    assert relative_error(y, truth) <= TOLERANCE[dtype]
+    got = torch.autograd.grad(loss, inputs)
+    for gradient, want in zip(got, torch.autograd.grad(true_loss, leaves), strict=True):
+        assert relative_error(gradient, want) <= 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

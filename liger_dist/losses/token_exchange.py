@@ -293,7 +293,7 @@ class ExchangingShard(VocabularyShard):
     def _check_same(self, number: Tensor, difference: str) -> None:
         everyone_G = gather(number.reshape(1), self.group)
         same = ((everyone_G == everyone_G[0]) | (everyone_G.isnan() & everyone_G[0].isnan())).all()
-        sentence = f'processes that share the output embedding\'s rows {difference}, or use WrapConfig(head="gather")'
+        sentence = f"the processes that share the output embedding's rows {difference}, or use head='gather'"
         if number.is_cuda:
             # At most 254 characters.
             torch._assert_async(same, sentence)
