@@ -62,6 +62,7 @@ def sharded_by_hand(model: Any, *, compiled: bool = False) -> Any:
 
 
 def liger(model: Any) -> Any:
+    """Changes transformers' module as well as the model: :func:`run` puts it back."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model)
@@ -100,7 +101,17 @@ class Seen:
 
 
 def run(way: Callable[[Any], Any], shape: dict[str, Any], steps: int) -> Seen:
-    """Builds, warms up, and times."""
+    """Builds, warms up, and times; transformers' module is as before afterwards."""
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama))
+    try:
+        return _run(way, shape, steps)
+    finally:
+        vars(modeling_llama).update(before)
+
+
+def _run(way: Callable[[Any], Any], shape: dict[str, Any], steps: int) -> Seen:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

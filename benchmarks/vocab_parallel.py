@@ -18,13 +18,16 @@ from torch import Tensor
 
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.nodes import peer_memory
 
 from .harness import Candidate, Row, arguments, products, save, show
 from .linear_cross_entropy import Inputs, relative, three_gemms
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 128256), (16384, 4096, 128256), (8192, 8192, 128256))
-BUDGETS_MIB = (1024, 512, 256)
+BUDGETS_MIB = (1700, 1024, 700, 512)
 
 
 class Groups:
@@ -33,7 +36,10 @@ class Groups:
     def __init__(self) -> None:
         self.world: Any = dist.group.WORLD
         self.tokens: Any = dist.new_group()
-        self.counting: Any = dist.new_group(backend="gloo")
+        self.hosts: Any = dist.new_group(backend="gloo")
+
+    def peer_memory(self) -> PeerMemory | None:
+        return peer_memory(self.world, self.hosts, compute_device())
 
 
 def rows_of(weight_VD: Tensor) -> tuple[slice, int]:
@@ -43,17 +49,20 @@ def rows_of(weight_VD: Tensor) -> tuple[slice, int]:
     return slice(start, min(start + largest, len(weight_VD))), largest
 
 
-def split(inputs: Inputs, groups: Groups, budget_mib: int) -> Callable[[], tuple[Tensor, Tensor]]:
+def split(
+    inputs: Inputs, groups: Groups, budget_mib: int, memory: PeerMemory | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """A loss with rows that stay; fp32 masters, so that their gradient is summed in fp32."""
     own, _ = rows_of(inputs.weight_VD)
     local = inputs.weight_VD.detach()[own].float().requires_grad_()
     shard = ExchangingShard(
         group=groups.world,
         tokens_group=groups.tokens,
-        counting_group=groups.counting,
+        counting_group=groups.hosts,
         start=own.start,
         vocab_size=len(inputs.weight_VD),
         divide_factor=float(dist.get_world_size()),
+        peer_memory=memory,
     )
     execution = Execution(memory_budget=budget_mib * 2**20)
 
@@ -131,32 +140,39 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     groups = Groups()
     for shape in SHAPES:
-        name = "x".join(map(str, shape))
-        if given.only not in name:
+        problem = "x".join(map(str, shape))
+        if given.only not in problem:
             continue
         inputs = Inputs.random(*shape)
         # The same weight everywhere, other tokens.
         torch.manual_seed(1 + dist.get_rank())
         inputs.hidden_TD.data.normal_()
         inputs.labels_T.random_(0, shape[2])
-        steps = {f"split, {budget} MiB": split(inputs, groups, budget) for budget in BUDGETS_MIB}
+        memories = {f"split, {budget} MiB": groups.peer_memory() for budget in BUDGETS_MIB}
+        steps = {
+            name: split(inputs, groups, budget, memories[name])
+            for name, budget in zip(memories, BUDGETS_MIB, strict=True)
+        }
+        steps["split, 1024 MiB, by NCCL"] = split(inputs, groups, 1024, None)
         steps["gathered, bf16 reduction"] = gathered(inputs, torch.bfloat16)
         steps["gathered, fp32 reduction"] = gathered(inputs, torch.float32)
         candidates = [Candidate("three GEMMs", three_gemms(inputs))]
         candidates += [Candidate(label, step) for label, step in steps.items()]
-        rows = measure_together(name, candidates, given.rounds)
+        rows = measure_together(problem, candidates, given.rounds)
         true_loss, true_gradient = steps["gathered, fp32 reduction"]()
         for row in rows:
-            row.figures |= {"ratio": row.median_ms / rows[0].median_ms, "peak MiB": row.extra_mib}
+            memory = memories.get(row.name)
+            kept_mib = 0 if memory is None else memory.num_bytes / 2**20
+            row.figures |= {"ratio": row.median_ms / rows[0].median_ms, "peak MiB": row.extra_mib + kept_mib}
             if row.name in steps:
                 loss, gradient = steps[row.name]()
                 row.figures["loss difference"] = relative(loss, true_loss)
                 row.figures["dW difference"] = relative(gradient, true_gradient)
         if dist.get_rank() == 0:
-            print(f"{name} on {dist.get_world_size()}")
+            print(f"{problem} on {dist.get_world_size()}")
             show(rows, ("ratio", "peak MiB", "loss difference", "dW difference"))
             save("vocab_parallel", rows, given.results)
-        del inputs, candidates, steps, true_loss, true_gradient
+        del inputs, candidates, steps, memories, memory, true_loss, true_gradient
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 

@@ -38,6 +38,10 @@ class WrapConfig:
     head_shard_size: int | None = None
     """"vocab_parallel": how many neighbours on the shard axis share the rows, of which the others then have replicas;
     None for those on one node, because tokens travel for every loss."""
+    peer_copies: bool = True
+    """"vocab_parallel": let tokens travel by copies between the GPUs that share the rows, where these are on one node
+    and can read each other's memory (torch's symmetric memory); False for NCCL, whose kernels take multiprocessors from
+    the products."""
     expected_tokens: int = 8192
     """Tokens of one process's micro-batch, for which ``explain`` says what "gather" and "vocab_parallel" cost."""
     outputs: tuple[str, ...] = ()

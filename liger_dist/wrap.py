@@ -196,6 +196,7 @@ def _shard(
                 device=device,
                 compute_dtype=config.param_dtype,
                 reduce_dtype=config.reduce_dtype,
+                peer_copies=config.peer_copies,
             )
             for head in heads if record.seam is not None else ():
                 precede_installed_forward(head)

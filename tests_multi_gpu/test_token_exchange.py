@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
 from liger_dist.sharding.devices import compute_device
 from liger_dist_kernels import LossOptions
@@ -53,7 +56,47 @@ def check(results: list[dict[str, float]]) -> None:
         assert max(errors.values()) < 1e-10, errors
 
 
-def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangingShard, slice]:
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_copies_between_peers(tokens: str, num_chunks: int, workers_4: Workers) -> None:
+    check(workers_4.run(errors_with_copies, TOKENS[tokens], num_chunks))
+
+
+def errors_with_copies(counts: tuple[int, ...], num_chunks: int) -> dict[str, float]:
+    """The same memory for two losses of different sizes, one behind the other."""
+    memory = peer_memory()
+    errors = errors_of("plain", 101, (5, 5, 5, 5), 1, memory=memory)
+    return {
+        **{f"{name}, first": error for name, error in errors.items()},
+        **errors_of("log-probabilities and entropy", 101, counts, num_chunks, memory=memory),
+        **errors_of("plain", 101, counts, num_chunks, (0, 1, 0), memory=memory),
+    }
+
+
+def peer_memory() -> PeerMemory:
+    world: Any = dist.group.WORLD
+    device = compute_device()
+    if device.type == "cuda":
+        return PeerMemory(world, dist.new_group(backend="gloo"), device)
+    return SharedFile(world, world, device)
+
+
+class SharedFile(PeerMemory):
+    """Memory that processes without GPUs share."""
+
+    def _allocated(self, num_bytes: int) -> tuple[list[Tensor], Any]:
+        folder: list[Any] = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        arenas = [
+            torch.from_file(f"{folder[0]}/{rank}", shared=True, size=num_bytes, dtype=torch.uint8)
+            for rank in range(self.size)
+        ]
+        return arenas, SimpleNamespace(barrier=dist.barrier)
+
+
+def shard_of(
+    vocab_size: int, *, divide_factor: float, memory: PeerMemory | None = None
+) -> tuple[ExchangingShard, slice]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = -(-vocab_size // size)
     own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
@@ -66,12 +109,19 @@ def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangingShard,
         start=own.start,
         vocab_size=vocab_size,
         divide_factor=divide_factor,
+        peer_memory=memory,
     )
     return shard, own
 
 
 def errors_of(
-    name: str, vocab_size: int, counts: tuple[int, ...], num_chunks: int, needs: tuple[int, int, int] = (1, 1, 1)
+    name: str,
+    vocab_size: int,
+    counts: tuple[int, ...],
+    num_chunks: int,
+    needs: tuple[int, int, int] = (1, 1, 1),
+    *,
+    memory: PeerMemory | None = None,
 ) -> dict[str, float]:
     case, device, rank = dict(CASES[name]), compute_device(), dist.get_rank()
     generator = torch.Generator().manual_seed(3)
@@ -105,7 +155,7 @@ def errors_of(
     objective.backward()
 
     hidden, labels, token_weight, upstream, truth = everyone[rank]
-    shard, own = shard_of(vocab_size, divide_factor=factor)
+    shard, own = shard_of(vocab_size, divide_factor=factor, memory=memory)
     mine = [hidden.detach().clone(), weight[own].clone(), bias[own].clone()]
     for tensor, need in zip(mine, needs, strict=True):
         tensor.requires_grad_(bool(need))
@@ -194,7 +244,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
 @pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")
 def test_losses_scaled_differently_are_refused(workers_4: Workers) -> None:
     for sentence in workers_4.run(scaled_by_rank):
-        assert 'use WrapConfig(head="gather")' in sentence
+        assert "use WrapConfig(head='gather')" in sentence
         assert "scale their losses differently" in sentence
 
 

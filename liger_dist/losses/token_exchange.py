@@ -5,9 +5,9 @@ hidden.
 
 For each chunk the hidden states are gathered from all processes, and the parts of their gradient go back: every process
 sends each of the others what its rows give to their tokens, and adds up in fp32 what it receives. The next chunk
-arrives while one is computed, and a gradient leaves while the next one is computed. Bytes that a process sends, of
-``T * D`` 16-bit hidden states: ``2 * T * D * (G - 1)`` on the way there and as many on the way back; of labels and
-upstream gradients 12 to 24 a token, once. Neither the weight nor its gradient travels.
+arrives while one is computed, and a gradient leaves while the next one is computed (:mod:`.transport`). Bytes that a
+process sends, of ``T * D`` 16-bit hidden states: ``2 * T * D * (G - 1)`` on the way there and as many on the way back;
+of labels and upstream gradients 12 to 24 a token, once. Neither the weight nor its gradient travels.
 
 All processes cut their tokens into the same number of chunks, and fill up what is short of ``m``. Where that would be
 more than a tenth of a chunk, because processes have different numbers of tokens, the fillers are taken out again
@@ -17,7 +17,7 @@ before the products.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, SoftmaxStatistics, TokenGradients
 
 from .linear_cross_entropy import Problem
+from .peer_memory import PeerMemory
+from .transport import Collectives, OwnTokens, PeerCopies, Transport
 from .vocab_parallel import VocabularyShard, gather, score
 
 
@@ -79,10 +81,12 @@ class ExchangedTokens:
         *,
         plan: ExchangePlan,
         group: dist.ProcessGroup,
+        transport: Callable[[OwnTokens, int], Transport],
         gradient_scale: float,
     ) -> None:
-        """``gradient_scale`` multiplies the upstream gradients that travel, and is taken out of the hidden states'
-        gradient again: what is left of it is in the gradients of the rows."""
+        """``transport`` is made of this process's tokens and the number of chunks. ``gradient_scale`` multiplies the
+        upstream gradients that travel, and is taken out of the hidden states' gradient again: what is left of it is in
+        the gradients of the rows."""
         self.num_chunks, self._plan, self._group, self._scale = plan.num_chunks, plan, group, gradient_scale
         self._rank, self._size = group.rank(), group.size()
         self.rows = self._size * plan.rows
@@ -95,13 +99,9 @@ class ExchangedTokens:
             fields = [g * gradient_scale for g in gradients if g is not None]
             gathered = iter(self._gathered(fields, fill=0) if fields else ())
             self._gradients = [None if g is None else next(gathered) for g in gradients]
-        self._coming: tuple[Tensor, Any] | None = None
-        self._leaving: tuple[Tensor, Any, int] | None = None
-        self._buffers: list[Tensor] = []
-        self._part_RD: Tensor | None = None
+        self._transport = transport(self._own, self.num_chunks) if self.num_chunks > 0 else None
+        self._sent: int | None = None
         self._d_hidden_TD: Tensor | None = None
-        if self.num_chunks > 0:
-            self._coming = self._fetch(0)
 
     def _padded_places(self, device: torch.device) -> Tensor | None:
         """``[K, m]``: places of this process's tokens, -1 for a filler; None where they are ``0, 1, 2, …``."""
@@ -142,28 +142,19 @@ class ExchangedTokens:
         values_R, kept = values_GKm[:, chunk].reshape(-1), self._kept[chunk]
         return values_R if kept is None else values_R[kept]
 
-    def _fetch(self, chunk: int) -> tuple[Tensor, Any]:
+    def _own(self, chunk: int) -> Tensor:
         m, D = self._plan.rows, self._hidden_TD.shape[1]
         if self._places_Km is None:
-            own_mD = self._hidden_TD[chunk * m : (chunk + 1) * m]
-        else:
-            start, end = self._plan.share(self._rank, chunk)
-            own_mD = self._hidden_TD.new_zeros((m, D))
-            own_mD[: end - start] = self._hidden_TD[start:end]
-        if len(self._buffers) < 2:
-            self._buffers.append(self._hidden_TD.new_empty((self._size * m, D)))
-        # The buffer of the chunk before the last: its products have been issued.
-        everyone_RD = self._buffers[chunk % 2]
-        work = dist.all_gather_into_tensor(everyone_RD, own_mD.contiguous(), group=self._group, async_op=True)
-        return everyone_RD, work
+            return self._hidden_TD[chunk * m : (chunk + 1) * m]
+        start, end = self._plan.share(self._rank, chunk)
+        own_mD = self._hidden_TD.new_zeros((m, D))
+        own_mD[: end - start] = self._hidden_TD[start:end]
+        return own_mD
 
     def hidden(self, chunk: int) -> Tensor:
-        if self._coming is None:
+        if self._transport is None:
             return self._hidden_TD[:0]
-        everyone_RD, work = self._coming
-        work.wait()
-        self._coming = self._fetch(chunk + 1) if chunk + 1 < self.num_chunks else None
-        kept = self._kept[chunk]
+        everyone_RD, kept = self._transport.everyone(chunk).flatten(0, 1), self._kept[chunk]
         return everyone_RD if kept is None else everyone_RD[kept]
 
     def labels(self, chunk: int) -> Tensor:
@@ -182,38 +173,32 @@ class ExchangedTokens:
         return SoftmaxStatistics(*fields)
 
     def gradient_buffer(self, chunk: int) -> Tensor:
-        kept = self._kept[chunk] if self.num_chunks else None
-        rows = self.rows if kept is None else len(kept)
-        self._part_RD = self._hidden_TD.new_empty((rows, self._hidden_TD.shape[1]))
-        return self._part_RD
+        if self._transport is None:
+            return self._hidden_TD.new_empty((0, self._hidden_TD.shape[1]))
+        self._add_received()
+        self._part_RD, kept = self._transport.part(chunk).flatten(0, 1), self._kept[chunk]
+        self._kept_RD = self._part_RD if kept is None else self._part_RD.new_empty((len(kept), self._part_RD.shape[1]))
+        return self._kept_RD
 
     def take_gradient(self, chunk: int) -> None:
-        if not self.num_chunks:
+        if self._transport is None:
             return
-        part_RD, self._part_RD = self._part_RD, None
-        assert part_RD is not None
         kept = self._kept[chunk]
         if kept is not None:
-            part_RD = part_RD.new_zeros((self.rows, part_RD.shape[1])).index_copy_(0, kept, part_RD)
-        # First, so that what the chunk before has sent and received is gone.
-        self._add_received()
-        received_RD = torch.empty_like(part_RD)
-        work = dist.all_to_all_single(received_RD, part_RD, group=self._group, async_op=True)
-        self._leaving = (received_RD, work, chunk)
+            self._part_RD.zero_().index_copy_(0, kept, self._kept_RD)
+        self._transport.send(chunk)
+        self._sent = chunk
 
     def _add_received(self) -> None:
         """Adds up the parts of the chunk that was sent last, into the rows of this process's tokens."""
-        if self._leaving is None:
+        if self._transport is None or self._sent is None:
             return
-        received_RD, work, chunk = self._leaving
-        self._leaving = None
-        work.wait()
-        start, end = self._plan.share(self._rank, chunk)
+        received_GmD, (start, end) = self._transport.received(), self._plan.share(self._rank, self._sent)
+        self._sent = None
         if self._d_hidden_TD is None:
             self._d_hidden_TD = self._hidden_TD.new_empty(self._hidden_TD.shape)
-        dtype = torch.float64 if received_RD.dtype == torch.float64 else torch.float32
-        parts_GmD = received_RD.view(self._size, self._plan.rows, -1)[:, : end - start]
-        self._d_hidden_TD[start:end] = parts_GmD.sum(0, dtype=dtype) / self._scale
+        dtype = torch.float64 if received_GmD.dtype == torch.float64 else torch.float32
+        self._d_hidden_TD[start:end] = received_GmD[:, : end - start].sum(0, dtype=dtype) / self._scale
 
     def hidden_gradient(self) -> Tensor:
         self._add_received()
@@ -233,6 +218,8 @@ class ExchangingShard(VocabularyShard):
     counting_group: dist.ProcessGroup
     """the same processes on their hosts, for numbers of tokens"""
     divide_factor: float
+    peer_memory: PeerMemory | None = None
+    """of the same processes, for hidden states and their gradients instead of ``tokens_group``"""
 
     def run(
         self,
@@ -250,12 +237,21 @@ class ExchangingShard(VocabularyShard):
         )
         if problem.loss.class_weight is not None:
             self._check_same(_checksum(problem.loss.class_weight), "have different class weights; make them the same")
+        # Copies are hidden behind the products of a gradient; without one, an all-gather is behind those of logits.
+        copies = self.peer_memory if gradients is not None and problem.needs.hidden else None
+
+        def transport(own: OwnTokens, num_chunks: int) -> Transport:
+            if copies is None:
+                return Collectives(own, num_chunks=num_chunks, group=self.tokens_group)
+            return PeerCopies(own, num_chunks=num_chunks, rank=self.group.rank(), memory=copies)
+
         tokens = ExchangedTokens(
             hidden_TD,
             problem.labels_T,
             gradients,
             plan=plan,
             group=self.tokens_group,
+            transport=transport,
             gradient_scale=1.0 / self.divide_factor,
         )
         return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
@@ -293,7 +289,9 @@ class ExchangingShard(VocabularyShard):
     def _check_same(self, number: Tensor, difference: str) -> None:
         everyone_G = gather(number.reshape(1), self.group)
         same = ((everyone_G == everyone_G[0]) | (everyone_G.isnan() & everyone_G[0].isnan())).all()
-        sentence = f"the processes that share the output embedding's rows {difference}, or use head='gather'"
+        sentence = (
+            f"the processes that share the output embedding's rows {difference}, or use WrapConfig(head='gather')"
+        )
         if number.is_cuda:
             # At most 254 characters.
             torch._assert_async(same, sentence)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_dist.layers.exchanged_embedding import exchanged_embedding
+from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangingShard
 from liger_dist.losses.vocab_parallel import SumGradient
 
 from .base import DataParallel
 from .fsdp2 import divide_factor
+from .nodes import neighbours_on_a_node, peer_memory
 from .tensor_parallel import first_row
 
 _ROWS = "_liger_dist_rows"
@@ -37,6 +36,7 @@ class SplitRows:
     """``(shard,)`` or ``(replicate, shard)``"""
     tokens_group: dist.ProcessGroup
     counting_group: dist.ProcessGroup
+    peer_memory: PeerMemory | None
     compute_dtype: torch.dtype | None
     """what parameters are rounded to for computing; None for their own dtype"""
     reduce_dtype: torch.dtype
@@ -52,6 +52,7 @@ class SplitRows:
             start=first_row(weight),
             vocab_size=weight.shape[0],
             divide_factor=divide_factor(self.model),
+            peer_memory=self.peer_memory,
         )
 
     def local(self, parameter: Tensor) -> Tensor:
@@ -144,18 +145,6 @@ def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("replicate", "shard"))
 
 
-def neighbours_on_a_node(mesh: DeviceMesh) -> int:
-    """How many neighbours on the shard axis have one host, everywhere; all of them where hosts take turns. A collective
-    of host names."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    size = mesh.shape[-1]
-    for ranks in mesh.mesh.reshape(-1, size).tolist():
-        for _, neighbours in groupby(ranks, key=hosts.__getitem__):
-            size = math.gcd(size, len(list(neighbours)))
-    return size if size > 1 else mesh.shape[-1]
-
-
 def embedding_objection(module: nn.Module) -> str | None:
     """Why a module that shares the head's weight cannot look up in split rows, as a clause; None if it can."""
     if not isinstance(module, nn.Embedding):
@@ -173,6 +162,7 @@ def split_heads(
     device: torch.device,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
+    peer_copies: bool,
 ) -> tuple[frozenset[nn.Parameter], Callable[[], None]]:
     """Gives each process its rows of the heads and of every embedding that is tied to one of them. Every process keeps
     its own values, as FSDP2 does. To be called before FSDP2 shards the rest.
@@ -180,11 +170,13 @@ def split_heads(
     Returns:
         The parameters that FSDP2 has to leave alone, and what undoes it all.
     """
+    counting_group = _same_processes(mesh, "gloo")
     rows = SplitRows(
         model=model,
         mesh=mesh,
         tokens_group=_same_processes(mesh, None),
-        counting_group=_same_processes(mesh, "gloo"),
+        counting_group=counting_group,
+        peer_memory=peer_memory(mesh.get_group(mesh.ndim - 1), counting_group, device) if peer_copies else None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
     )

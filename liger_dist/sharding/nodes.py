@@ -1,0 +1,47 @@
+"""Which processes of the shard axis have one host, and whether their GPUs read each other's memory."""
+
+from __future__ import annotations
+
+import math
+import socket
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from liger_dist.losses.peer_memory import PeerMemory
+
+
+def neighbours_on_a_node(mesh: DeviceMesh) -> int:
+    """How many neighbours on the shard axis have one host, everywhere; all of them where hosts take turns. A collective
+    of host names."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    size = mesh.shape[-1]
+    for ranks in mesh.mesh.reshape(-1, size).tolist():
+        for _, neighbours in groupby(ranks, key=hosts.__getitem__):
+            size = math.gcd(size, len(list(neighbours)))
+    return size if size > 1 else mesh.shape[-1]
+
+
+def peer_memory(group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """Memory that the GPUs of ``group`` read of each other; None where one of them cannot. A collective of host names
+    and device numbers.
+
+    Args:
+        host_group: the same processes, on their hosts.
+    """
+    if device.type != "cuda" or group.size() == 1:
+        return None
+    places: list[tuple[str, int]] = [("", -1)] * group.size()
+    dist.all_gather_object(places, (socket.gethostname(), device.index), group=host_group)
+    own = places[group.rank()]
+    is_one_node = all(host == own[0] for host, _ in places) and len(set(places)) == len(places)
+    sees_all = is_one_node and all(
+        place == own or (place[1] < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own[1], place[1]))
+        for place in places
+    )
+    answers: list[bool] = [False] * group.size()
+    dist.all_gather_object(answers, sees_all, group=host_group)
+    return PeerMemory(group, host_group, device) if all(answers) else None
