@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from test_linear_cross_entropy import BACKENDS, DEVICE
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from truth import relative_error
 
-from liger_dist.layers import gated_activation, norm, rotary
+from liger_dist.layers import gated_activation, gated_projection, norm, rotary
 from liger_dist_kernels import ACTIVATIONS, NormOptions, RotaryLayout
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -116,6 +118,51 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
         (got,) = torch.autograd.grad((y * upstream).sum(), gate_up)
         (want,) = torch.autograd.grad((activated * true_up * upstream.double()).sum(), leaf)
         assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_projection_keeps_no_product(bias: bool) -> None:
+    down = torch.nn.Linear(40, 6, bias=bias, dtype=torch.float64, device=DEVICE)
+    gate, up = (random(2, 5, 40, dtype=torch.float64, seed=seed) for seed in range(2))
+    products: list[StorageWeakRef] = []
+
+    def projection(product: Tensor) -> Tensor:
+        products.append(StorageWeakRef(product.untyped_storage()))
+        result: Tensor = down(product)
+        return result
+
+    def run() -> Tensor:
+        return gated_projection(projection, gate, up, activation="silu")
+
+    y = run()
+    assert products.pop().expired()
+    leaves = [gate, up, *down.parameters()]
+    upstream = random(*y.shape, dtype=torch.float64, seed=3).detach()
+    want = torch.autograd.grad(down(F.silu(gate) * up), leaves, upstream)
+    for _ in range(2):
+        for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream, retain_graph=True), want, strict=True):
+            assert relative_error(gradient, expected) <= 1e-12
+    for others in (
+        torch.autograd.graph.save_on_cpu(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    ):
+        with others:
+            y = run()
+        for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream), want, strict=True):
+            assert relative_error(gradient, expected) <= 1e-12
+    y = checkpoint(run, use_reentrant=False)
+    for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream), want, strict=True):
+        assert relative_error(gradient, expected) <= 1e-12
+
+
+def test_a_gated_projection_that_changes_its_input() -> None:
+    """What it keeps is then not the product any more."""
+    weight = random(6, 40, dtype=torch.float64)
+    gate, up = (random(5, 40, dtype=torch.float64, seed=seed) for seed in range(1, 3))
+    y = gated_projection(lambda x: F.linear(x.mul_(2.0), weight), gate, up, activation="relu")
+    (got,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    (want,) = torch.autograd.grad(F.linear(F.relu(gate) * up * 2.0, weight).sum(), weight)
+    assert relative_error(got, want) <= 1e-12
 
 
 def true_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> Tensor:

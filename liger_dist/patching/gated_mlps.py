@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_dist.layers import gated_activation
+from liger_dist.layers import gated_activation, gated_projection
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend
 
 from .hooks import has_hooks
@@ -187,7 +187,11 @@ def _make_forward(own: Forward) -> Forward:
             return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
         projected: Any = getattr(self, plan.gate)(hidden_states)
         gate, up = (projected, getattr(self, plan.up)(hidden_states)) if plan.up else plan.split(projected)
-        return getattr(self, plan.down)(_gated(gate, up, plan))
+        down = getattr(self, plan.down)
+        if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
+            # Projections may give DTensors, or under an adapter another dtype.
+            return down(_activate(gate, plan.activation) * up)
+        return gated_projection(down, gate, up, activation=plan.activation, backend=plan.backend)
 
     return forward
 
@@ -197,13 +201,6 @@ def _is_as_probed(module: nn.Module, plan: GatedPlan, own: Forward) -> bool:
     parts = plan.others.items()
     same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
     return same and own_forward(module, own) is None and plan.settings == settings_of(module)
-
-
-def _gated(gate: Tensor, up: Tensor, plan: GatedPlan) -> Tensor:
-    if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
-        # Projections may give DTensors, or under an adapter another dtype.
-        return _activate(gate, plan.activation) * up
-    return gated_activation(gate, up, activation=plan.activation, backend=plan.backend)
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:
