@@ -63,14 +63,15 @@ class _ExchangedEmbedding(torch.autograd.Function):
         ctx.lookup, ctx.num_rows, ctx.weight_dtype = lookup, weight_VD.shape[0], weight_VD.dtype
         out_TD = torch.empty((ids_T.numel(), weight_VD.shape[1]), dtype=lookup.dtype, device=weight_VD.device)
         everyone = []
+        used_VD = weight_VD.to(lookup.dtype)
         for start in lookup.pieces():
             ids_Gm = gather(lookup.padded(ids_T, start, -1), lookup.shard.group)
             everyone.append(ids_Gm)
             rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
             if ctx.num_rows > 0:
-                vectors = weight_VD[rows].to(lookup.dtype).masked_fill_(~is_own[:, None], 0)
+                vectors = used_VD[rows].masked_fill_(~is_own[:, None], 0)
             else:
-                vectors = weight_VD.new_zeros((rows.numel(), weight_VD.shape[1]), dtype=lookup.dtype)
+                vectors = used_VD.new_zeros((rows.numel(), weight_VD.shape[1]))
             received = torch.empty_like(vectors)
             dist.all_to_all_single(received, vectors, group=lookup.shard.tokens_group)
             own = slice(start, min(start + lookup.at_once, ids_T.numel()))

@@ -263,6 +263,11 @@ class ExchangingShard(VocabularyShard):
         Raises:
             LigerDistError: on every process alike, where they are not.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise LigerDistError(
+                f"{asked} cannot be captured in a CUDA graph: the processes that share the output embedding's rows "
+                "compare their numbers of tokens on the hosts. Use WrapConfig(head='gather')."
+            )
         digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
         everyone = gather(torch.tensor([count, digest], device="cpu"), self.counting_group).tolist()
         if any(numbers[1] != digest for numbers in everyone):
