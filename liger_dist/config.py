@@ -34,7 +34,8 @@ class WrapConfig:
     head: Head = "auto"
     """How the loss reaches a head that "fsdp2" shards: "gather" collects its weight; with "vocab_parallel" every
     process keeps its rows and the tokens travel to them, so that neither the whole weight nor its whole gradient
-    exists anywhere; "auto" is "gather"."""
+    exists anywhere. "auto" takes the second where it can, the shard axis is one node, and less is sent and held for
+    micro-batches of ``expected_tokens``; ``explain`` says why."""
     head_shard_size: int | None = None
     """"vocab_parallel": how many neighbours on the shard axis share the rows, of which the others then have replicas;
     None for those on one node, because tokens travel for every loss."""
@@ -43,7 +44,8 @@ class WrapConfig:
     and can read each other's memory (torch's symmetric memory); False for NCCL, whose kernels take multiprocessors from
     the products."""
     expected_tokens: int = 8192
-    """Tokens of one process's micro-batch, for which ``explain`` says what "gather" and "vocab_parallel" cost."""
+    """Tokens with a label in one process's micro-batch, for which ``head="auto"`` compares what "gather" and
+    "vocab_parallel" cost."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
     "log_prob" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation computes the

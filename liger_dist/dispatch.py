@@ -13,7 +13,7 @@ from .sharding.base import Engine, Facts, ShardingAdapter
 from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
 from .sharding.fsdp2 import FSDP2Gathered, find_param
 from .sharding.fsdp2_vocab_parallel import FSDP2VocabParallel
-from .sharding.head_cost import HeadShapes, gathered, vocab_parallel
+from .sharding.head_cost import HeadShapes, head_costs
 from .sharding.replicated import Replicated
 from .sharding.split_head import rows_of
 from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
@@ -80,13 +80,14 @@ def collect_facts(
         tied=tied,
         apart_from_embedding=is_apart,
         adapted=adapted,
+        trains=weight.requires_grad,
         zero_quantized=engine == "zero3" and is_quantized(weight),
         head_choice=config.head,
         token_mean=config.token_mean,
     )
 
 
-def head_costs(facts: Facts, config: WrapConfig) -> tuple[tuple[str, str], ...]:
+def costs_of_heads(facts: Facts, config: WrapConfig) -> tuple[tuple[str, str], ...]:
     """What the ways to a head under FSDP2 cost; nothing for other layouts."""
     if facts.engine not in ("fsdp2", "fsdp2-rows") or facts.tensor_parallel is not None or facts.mesh_shape is None:
         return ()
@@ -97,10 +98,11 @@ def head_costs(facts: Facts, config: WrapConfig) -> tuple[tuple[str, str], ...]:
         vocab_size=facts.weight_shape[0],
         processes=facts.mesh_shape[-1],
         tied=facts.tied,
+        trains=facts.trains,
         itemsize=dtype.itemsize,
         memory_budget=config.memory_budget,
     )
-    return (("gather", str(gathered(shapes))), ("vocab_parallel", str(vocab_parallel(shapes))))
+    return tuple((name, str(cost)) for name, cost in head_costs(shapes).items())
 
 
 def reasons_against(facts: Facts) -> dict[str, list[str]]:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
-from .dispatch import SERVES_TOO, collect_facts, head_costs, reasons_against
+from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
-from .patching.adapted import is_adapted
+from .head_choice import check_head_of, check_head_options, choose_head
 from .patching.head import precede_installed_forward
 from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
@@ -30,9 +30,9 @@ from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
-from .sharding.mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, split_axes
+from .sharding.mesh import Mesh, check_mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
-from .sharding.split_head import embedding_objection, rows_mesh, split_heads
+from .sharding.split_head import rows_mesh, split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
@@ -48,6 +48,8 @@ class _Wrapped:
     seam: Seam | None
     plan: LossPlan | None
     unfused_reason: str | None
+    head_reason: str | None
+    """which way to the head was chosen under "fsdp2", and why"""
     layers: LayerReport
     owner: str
     """by which replaced layers are told from those of other wrapped models inside this one"""
@@ -64,6 +66,8 @@ class Explanation:
     """the chosen adapter; None when the loss is not fused, or when every adapter has a reason against it"""
     declined: tuple[tuple[str, tuple[str, ...]], ...]
     """every other adapter with its reasons"""
+    head: str | None
+    """under "fsdp2": the way to the head, and why"""
     costs: tuple[tuple[str, str], ...]
     """of the ways to a head under FSDP2, for each micro-batch of ``WrapConfig.expected_tokens`` on each process"""
     layers: LayerReport
@@ -72,6 +76,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
+        rows += [("head", self.head)] if self.head is not None else []
         rows += [(f"cost of {name}", cost) for name, cost in self.costs]
         rows += self.layers.lines()
         width = max(len(name) for name, _ in rows)
@@ -127,6 +132,11 @@ def wrap(
     _check_model(model, structure, strategy, config, without_storage=without_storage)
     initialize = initializer_of(model) if without_storage else None
     plan, reason = _probe(model, structure, config)
+    device_mesh, head_reason = None, None
+    if strategy in ("fsdp1", "fsdp2", "tp"):
+        device_mesh = make_mesh(mesh, dist.get_world_size(), device_type=compute_device().type, strategy=strategy)
+    if strategy == "fsdp2" and device_mesh is not None:
+        config, head_reason = choose_head(model, structure, plan, mesh=device_mesh, config=config)
     seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
     layers, owner = LayerReport(), uuid.uuid4().hex
     try:
@@ -139,13 +149,14 @@ def wrap(
             seam=seam,
             plan=plan,
             unfused_reason=reason,
+            head_reason=head_reason,
             layers=layers,
             owner=owner,
         )
         setattr(model, _RECORD, record)
         if seam is not None:
             seam.fuse()
-        wrapped = _shard(outer, model, record, mesh, initialize)
+        wrapped = _shard(outer, model, record, device_mesh, initialize)
         if seam is not None and seam.redirect is not None and isinstance(wrapped, Wrapper):
             seam.redirect.attach(wrapped)
     except BaseException:
@@ -165,7 +176,7 @@ def _without_adapters(model: nn.Module) -> nn.Module:
 
 
 def _shard(
-    outer: nn.Module, model: nn.Module, record: _Wrapped, mesh: Mesh | None, initialize: Initializer | None
+    outer: nn.Module, model: nn.Module, record: _Wrapped, mesh: DeviceMesh | None, initialize: Initializer | None
 ) -> nn.Module:
     """Everything that :func:`wrap` does after the head has its new class; ``outer`` is ``model``, or PEFT's around
     it."""
@@ -174,9 +185,8 @@ def _shard(
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     data_parallel: DeviceMesh | None = None
-    if record.strategy in ("fsdp1", "fsdp2", "tp"):
-        whole = make_mesh(mesh, dist.get_world_size(), device_type=device.type, strategy=record.strategy)
-        data_parallel, tensor_parallel = split_axes(whole, strategy=record.strategy)
+    if mesh is not None:
+        data_parallel, tensor_parallel = split_axes(mesh, strategy=record.strategy)
         if tensor_parallel is not None and not isinstance(structure.head.weight, DTensor):
             if initialize is None:
                 model.to(device)
@@ -264,7 +274,9 @@ def explain(model: nn.Module) -> Explanation:
     )
     if record.plan is None:
         words = f"not fused: {record.unfused_reason}"
-        return Explanation(facts=facts, fused=words, adapter=None, declined=(), costs=(), layers=record.layers)
+        return Explanation(
+            facts=facts, fused=words, adapter=None, declined=(), head=record.head_reason, costs=(), layers=record.layers
+        )
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
@@ -272,7 +284,8 @@ def explain(model: nn.Module) -> Explanation:
         fused=str(record.plan),
         adapter=chosen,
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
-        costs=head_costs(facts, record.config),
+        head=record.head_reason,
+        costs=costs_of_heads(facts, record.config),
         layers=record.layers,
     )
 
@@ -323,18 +336,7 @@ def _check_model(
             f"activation_checkpointing is True but {type(model).__name__} does not support it "
             "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
         )
-    if config.head == "vocab_parallel":
-        if is_adapted(active_head(model.get_submodule(structure.head_name))):
-            raise LigerDistError(
-                "head is 'vocab_parallel' but an adapter (LoRA) is on the output embedding; leave the head out of its "
-                "target_modules, or use head='gather'."
-            )
-        for module in structure.tied_to:
-            objection = embedding_objection(module)
-            if objection is not None:
-                raise LigerDistError(
-                    f"head is 'vocab_parallel' but what shares its weight {objection}; use head='gather'."
-                )
+    check_head_of(model, structure, config)
     if without_storage and strategy not in ("none", "ddp", "fsdp2", "tp"):
         raise LigerDistError(
             f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp', "
@@ -394,8 +396,7 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
                         + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
                     )
                 )
-    if config.head == "vocab_parallel" or config.head_shard_size is not None:
-        _check_split_rows(strategy, mesh, config)
+    check_head_options(strategy, mesh, config)
     if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
         raise LigerDistError(
             "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
@@ -404,31 +405,4 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
         raise LigerDistError(
             "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
             "model."
-        )
-
-
-def _check_split_rows(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:
-    """What stands against rows that stay where they are."""
-    if config.head != "vocab_parallel":
-        raise LigerDistError(
-            f"head_shard_size is {config.head_shard_size} but head is {config.head!r}; it is for head='vocab_parallel'."
-        )
-    if strategy != "fsdp2":
-        raise LigerDistError(
-            f"head is 'vocab_parallel' but strategy={strategy!r} does not split its rows so; use strategy='fsdp2'."
-        )
-    if isinstance(mesh, DeviceMesh) and TENSOR_PARALLEL in (mesh.mesh_dim_names or ()):
-        raise LigerDistError(
-            "head is 'vocab_parallel' but the mesh has a tensor-parallel axis, which splits its rows already; leave "
-            "head='auto'."
-        )
-    if config.cpu_offload:
-        raise LigerDistError(
-            "head is 'vocab_parallel' but cpu_offload is True, and rows are computed with where they lie; leave one of "
-            "them out."
-        )
-    axis = dist.get_world_size() if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)[-1]
-    if config.head_shard_size is not None and axis % config.head_shard_size != 0:
-        raise LigerDistError(
-            f"head_shard_size is {config.head_shard_size}; expected a divisor of the shard axis, {axis}."
         )

@@ -9,7 +9,14 @@ import pytest
 from liger_dist.sharding.head_cost import HeadShapes, gathered, vocab_parallel
 
 LLAMA_8B = HeadShapes(
-    tokens=8192, hidden_size=4096, vocab_size=128256, processes=8, tied=False, itemsize=2, memory_budget=None
+    tokens=8192,
+    hidden_size=4096,
+    vocab_size=128256,
+    processes=8,
+    tied=False,
+    trains=True,
+    itemsize=2,
+    memory_budget=None,
 )
 
 

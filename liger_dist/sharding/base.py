@@ -48,6 +48,8 @@ class Facts:
     """whether the engine stores the weight apart from the input embedding's; must not be where they are one"""
     adapted: bool
     """whether an adapter (LoRA) makes the weight that is used out of this one and its own"""
+    trains: bool
+    """whether the weight requires a gradient"""
     zero_quantized: bool
     """ZeRO-3: whether DeepSpeed sends weights or gradients quantised"""
     head_choice: str

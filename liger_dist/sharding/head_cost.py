@@ -25,6 +25,8 @@ class HeadShapes:
     vocab_size: int
     processes: int
     tied: bool
+    trains: bool
+    """whether the weight requires a gradient"""
     itemsize: int
     memory_budget: int | None
 
@@ -46,10 +48,18 @@ class HeadCost:
         return f"sends {self.sent_bytes / 2**20:.0f} MiB, holds {self.held_bytes / 2**20:.0f} MiB"
 
 
+def head_costs(shapes: HeadShapes) -> dict[str, HeadCost]:
+    """Of every way, by the name of ``WrapConfig.head``."""
+    return {"gather": gathered(shapes), "vocab_parallel": vocab_parallel(shapes)}
+
+
 def gathered(shapes: HeadShapes) -> HeadCost:
-    """The weight is gathered once, and its gradient is reduced in fp32. Whole are the weight, its gradient, and what
-    the reduction starts from."""
+    """The weight is gathered once, and its gradient, if it has one, is reduced in fp32. Whole are the weight, its
+    gradient, and what the reduction starts from."""
     whole, whole_fp32 = shapes.weight_bytes, shapes.weight_bytes // shapes.itemsize * FP32
+    if not shapes.trains:
+        logits, _ = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
+        return HeadCost(sent_bytes=whole * (shapes.processes - 1) // shapes.processes, held_bytes=whole + logits)
     others = shapes.processes - 1
     logits, chunks = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
     in_loss = logits + (whole if chunks <= 2 else whole_fp32)

@@ -14,15 +14,15 @@ from liger_dist.losses.peer_memory import PeerMemory
 
 
 def neighbours_on_a_node(mesh: DeviceMesh) -> int:
-    """How many neighbours on the shard axis have one host, everywhere; all of them where hosts take turns. A collective
-    of host names."""
+    """How many neighbours on the shard axis have one host, everywhere; 1 where hosts take turns. A collective of host
+    names."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     size = mesh.shape[-1]
     for ranks in mesh.mesh.reshape(-1, size).tolist():
         for _, neighbours in groupby(ranks, key=hosts.__getitem__):
             size = math.gcd(size, len(list(neighbours)))
-    return size if size > 1 else mesh.shape[-1]
+    return size
 
 
 def peer_memory(group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:

@@ -138,9 +138,9 @@ class _ShowsComputeDtype(nn.Module):
 
 def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
     """The mesh of the rows: that of FSDP2, or ``(replicate, shard)`` with ``size`` neighbours of its shard axis in
-    every shard group; by default those on one node."""
+    every shard group; by default those on one node, or all where each is on a node of its own."""
     size = size or neighbours_on_a_node(mesh)
-    if size == mesh.shape[-1]:
+    if size in (1, mesh.shape[-1]):
         return mesh
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("replicate", "shard"))
 
