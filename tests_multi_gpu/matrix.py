@@ -122,6 +122,7 @@ WHOLE = Facts(
     tied=False,
     apart_from_embedding=False,
     adapted=False,
+    trains=True,
     zero_quantized=False,
     head_choice="auto",
     token_mean="local",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments, loss_options
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist_kernels import LossOptions, SoftmaxStatistics, cross_entropy_fwd, merge_statistics
 
 T, V = 19, 83
 
@@ -107,3 +109,30 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     fused_cross_entropy(other, labels, loss=loss, execution=execution)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bounds", [(0, 83), (0, 40, 83), (0, 28, 56, 83, 83)], ids=str)
+def test_statistics_of_slices_make_those_of_whole_rows(bounds: tuple[int, ...], smoothing: float, backend: Any) -> None:
+    """The last slice may have no logits; in some, all may be -inf, as a padded vocabulary has them."""
+    logits, labels = make_logits(torch.float64)
+    logits = logits.detach()
+    if smoothing == 0:
+        labels[5] = 70
+        logits[5, :60] = float("-inf")
+    described: dict[str, Any] = {
+        "options": LossOptions(label_smoothing=smoothing),
+        "with_entropy": True,
+        "backend": backend,
+    }
+    slices = []
+    for start, end in pairwise(bounds):
+        own = torch.where((labels >= start) & (labels < end), labels - start, end - start)
+        own = torch.where(labels < 0, labels, own)
+        slices.append(cross_entropy_fwd(logits[:, start:end].contiguous(), own, **described))
+    fields = [None if each[0] is None else torch.stack(each) for each in zip(*slices, strict=True)]
+    got = merge_statistics(SoftmaxStatistics(*fields), backend)
+    want = cross_entropy_fwd(logits, labels, **described)
+    for name, value in want._asdict().items():
+        assert value is None or torch.allclose(getattr(got, name), value, rtol=1e-12, atol=1e-12), name

@@ -6,7 +6,6 @@ from .cross_entropy import GradientCoefficients as GradientCoefficients
 from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
-from .cross_entropy import merge_statistics as merge_statistics
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
@@ -18,6 +17,7 @@ from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropy
 from .linear_cross_entropy import join_statistics as join_statistics
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import plan_chunks as plan_chunks
+from .merge import merge_statistics as merge_statistics
 from .norm import NormOptions as NormOptions
 from .norm import NormOutput as NormOutput
 from .norm import norm_bwd as norm_bwd

@@ -36,27 +36,6 @@ class SoftmaxStatistics(NamedTuple):
     """``sum_v w_v * z_v`` with class weights w (or ones), for label smoothing"""
 
 
-def merge_statistics(slices: SoftmaxStatistics) -> SoftmaxStatistics:
-    """Statistics of whole rows from those of slices of the vocabulary, each field ``[G, T]`` for G slices.
-
-    Each slice saw the labels that lie in it; elsewhere its ``target_T`` is 0. A slice may be empty (``max_T`` -inf).
-    """
-    max_T = slices.max_T.amax(0)
-    # A slice, or a row, whose logits are all -inf must not turn into inf - inf.
-    anchor_T = torch.where(max_T == float("-inf"), 0.0, max_T)
-    distance_GT = slices.max_T - anchor_T
-    shrink_GT = distance_GT.exp()
-    dot_other_T = weighted_sum_T = None
-    if slices.dot_other_T is not None:
-        moved_GT = torch.where(shrink_GT == 0, 0.0, distance_GT * slices.sum_other_T)
-        dot_other_T = (shrink_GT * (slices.dot_other_T + moved_GT)).sum(0)
-    if slices.weighted_sum_T is not None:
-        weighted_sum_T = slices.weighted_sum_T.sum(0)
-    return SoftmaxStatistics(
-        max_T, (shrink_GT * slices.sum_other_T).sum(0), slices.target_T.sum(0), dot_other_T, weighted_sum_T
-    )
-
-
 class GradientCoefficients(NamedTuple):
     """Per-token coefficients, each ``[T]``, of the gradient by z:
 
@@ -321,7 +300,7 @@ def cross_entropy_fwd(
 
     Args:
         logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here. May be
-            a slice of the vocabulary, even an empty one: see :func:`merge_statistics`.
+            a slice of the vocabulary, even an empty one: see :func:`.merge.merge_statistics`.
         labels_T: ``[T]`` int64. A negative label marks a token that takes no part, one of V or more a label in
             another slice.
         class_weight_V: ``[V]`` floating, used for label smoothing.
@@ -445,7 +424,8 @@ def cross_entropy_fwd_reference(
     z_TV, _ = _transformed(logits_TV, options)
     is_target = _is_target(logits_TV, labels_T)
     max_T = z_TV.amax(-1)
-    distance_TV = z_TV - max_T[:, None]
+    # A slice whose logits are all -inf must not turn into inf - inf.
+    distance_TV = z_TV - torch.where(max_T == float("-inf"), 0.0, max_T)[:, None]
     e_TV = distance_TV.exp().masked_fill_(is_target, 0.0)
     dot_other_T = weighted_sum_T = None
     if with_entropy:

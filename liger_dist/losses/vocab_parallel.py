@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_dist_kernels import (
+    Backend,
     GradientNeeds,
     LinearCrossEntropyResult,
     SoftmaxStatistics,
@@ -155,14 +156,14 @@ class VocabularyShard:
         is_own_R = (own_R >= 0) & (own_R < num_rows)
         return torch.where(labels_R < 0, labels_R, torch.where(is_own_R, own_R, num_rows))
 
-    def complete(self, own: SoftmaxStatistics) -> SoftmaxStatistics:
+    def complete(self, own: SoftmaxStatistics, backend: Backend) -> SoftmaxStatistics:
         """Statistics of whole rows of logits from those of this process's part of them: one all-gather."""
         if own.max_T.numel() == 0:
             return own
         fields = [field for field in own if field is not None]
         gathered = iter(gather(torch.stack(fields), self.group).unbind(1))
         slices: list[Any] = [None if field is None else next(gathered) for field in own]
-        return merge_statistics(SoftmaxStatistics(*slices))
+        return merge_statistics(SoftmaxStatistics(*slices), backend)
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,9 +207,8 @@ def score(
         hidden_RD, labels_R = tokens.hidden(chunk), tokens.labels(chunk)
         own_labels_R = shard.own_labels(labels_R, V)
         logits = write_logits(hidden_RD, used_weight_VD, used_bias_V, logits_RV[: len(hidden_RD)])
-        statistics = shard.complete(
-            cross_entropy_fwd(logits, own_labels_R, with_entropy="entropy" in loss.outputs, **local)
-        )
+        own = cross_entropy_fwd(logits, own_labels_R, with_entropy="entropy" in loss.outputs, **local)
+        statistics = shard.complete(own, backend)
         parts.append(tokens.own(statistics, chunk))
         if not needs.any:
             continue

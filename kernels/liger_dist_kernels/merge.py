@@ -1,0 +1,104 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Softmax statistics of whole rows of logits from those of slices of the vocabulary.
+
+Legend: G slices, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import Backend, runs_triton
+from .cross_entropy import SoftmaxStatistics
+
+
+@triton.jit
+def _merge_kernel(
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, stride_g, merged_ptr, T, G: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < T
+    row_max = tl.load(max_ptr + offs, mask=mask, other=0.0)
+    for g in tl.static_range(1, G):
+        row_max = tl.maximum(row_max, tl.load(max_ptr + g * stride_g + offs, mask=mask, other=0.0))
+    # A slice, or a row, whose logits are all -inf must not turn into inf - inf.
+    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
+    sum_other = tl.zeros_like(row_max)
+    target = tl.zeros_like(row_max)
+    dot_other = tl.zeros_like(row_max)
+    weighted_sum = tl.zeros_like(row_max)
+    for g in tl.static_range(G):
+        places = g * stride_g + offs
+        distance = tl.load(max_ptr + places, mask=mask, other=0.0) - anchor
+        shrink = tl.exp(distance)
+        own_sum = tl.load(sum_other_ptr + places, mask=mask, other=0.0)
+        sum_other += shrink * own_sum
+        target += tl.load(target_ptr + places, mask=mask, other=0.0)
+        if WITH_ENTROPY:
+            moved = tl.where(shrink == 0.0, 0.0, distance * own_sum)
+            dot_other += shrink * (tl.load(dot_other_ptr + places, mask=mask, other=0.0) + moved)
+        if WITH_SMOOTHING:
+            weighted_sum += tl.load(weighted_sum_ptr + places, mask=mask, other=0.0)
+    tl.store(merged_ptr + offs, row_max, mask=mask)
+    tl.store(merged_ptr + T + offs, sum_other, mask=mask)
+    tl.store(merged_ptr + 2 * T + offs, target, mask=mask)
+    if WITH_ENTROPY:
+        tl.store(merged_ptr + 3 * T + offs, dot_other, mask=mask)
+    if WITH_SMOOTHING:
+        tl.store(merged_ptr + 4 * T + offs, weighted_sum, mask=mask)
+
+
+def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> SoftmaxStatistics:
+    """Each field ``[G, T]`` to ``[T]``; a row of every field is contiguous, and rows of all fields are as far apart.
+
+    Each slice saw the labels that lie in it; elsewhere its ``target_T`` is 0. A slice may be empty (``max_T`` -inf).
+    """
+    max_GT = slices.max_T
+    if not runs_triton(max_GT, backend):
+        return merge_statistics_reference(slices)
+    G, T = max_GT.shape
+    merged = max_GT.new_empty((5, T))
+    with_entropy, with_smoothing = slices.dot_other_T is not None, slices.weighted_sum_T is not None
+    if T > 0:
+        _merge_kernel[(triton.cdiv(T, 128),)](
+            *slices,
+            max_GT.stride(0),
+            merged,
+            T,
+            G,
+            WITH_ENTROPY=with_entropy,
+            WITH_SMOOTHING=with_smoothing,
+            BLOCK=128,
+            num_warps=4,
+        )
+    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = merged
+    return SoftmaxStatistics(
+        max_T, sum_other_T, target_T, dot_other_T if with_entropy else None, weighted_sum_T if with_smoothing else None
+    )
+
+
+def merge_statistics_reference(slices: SoftmaxStatistics) -> SoftmaxStatistics:
+    """:func:`merge_statistics` in plain torch: the path on CPU."""
+    max_T = slices.max_T.amax(0)
+    anchor_T = torch.where(max_T == float("-inf"), 0.0, max_T)
+    distance_GT = slices.max_T - anchor_T
+    shrink_GT = distance_GT.exp()
+
+    def total(field_GT: Tensor | None) -> Tensor | None:
+        return None if field_GT is None else field_GT.sum(0)
+
+    dot_other_GT = slices.dot_other_T
+    if dot_other_GT is not None:
+        moved_GT = torch.where(shrink_GT == 0, 0.0, distance_GT * slices.sum_other_T)
+        dot_other_GT = shrink_GT * (dot_other_GT + moved_GT)
+    return SoftmaxStatistics(
+        max_T,
+        (shrink_GT * slices.sum_other_T).sum(0),
+        slices.target_T.sum(0),
+        total(dot_other_GT),
+        total(slices.weighted_sum_T),
+    )
