@@ -1,7 +1,9 @@
-"""``liger-dist explain`` and ``liger-dist verify`` for the model that a training script builds.
+"""``liger-dist explain`` and ``liger-dist verify`` for the model that a training script builds, and ``liger-dist
+deepspeed`` in front of a command that trains with DeepSpeed.
 
 liger-dist explain my_training.py:make_model
 torchrun --nproc-per-node 4 -m liger_dist verify my_training.py:make_model --strategy fsdp2
+liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. 0: fine; 1: verify found problems; 2: it could not run, said in one sentence."""
     options = _parser().parse_args(arguments)
     try:
+        if options.command is _deepspeed:
+            _deepspeed(options.run)
         with _process_group():
             report, is_fine = options.command(options)
             if _rank() == 0:
@@ -67,7 +71,18 @@ def _parser() -> argparse.ArgumentParser:
                 "--batch",
                 help="module:function or file.py:function that returns this rank's batch; default: random tokens",
             )
+    what = "run a command that trains with DeepSpeed, and apply the liger_dist section of its JSON"
+    sub = commands.add_parser("deepspeed", help=what, description=what)
+    sub.set_defaults(command=_deepspeed)
+    sub.add_argument("run", nargs=argparse.REMAINDER, metavar="command ...", help="the usual command")
     return parser
+
+
+def _deepspeed(command: Sequence[str]) -> NoReturn:
+    # Imports DeepSpeed, which the other commands may not need.
+    from .integrations.deepspeed import run
+
+    run(command)
 
 
 def _explain(options: argparse.Namespace) -> tuple[str, bool]:

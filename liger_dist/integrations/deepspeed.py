@@ -1,0 +1,88 @@
+"""DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
+
+In code of your own, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate,
+Lightning), :func:`install` once before, or ``liger-dist deepspeed`` in front of the usual command:
+
+    liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
+    liger-dist deepspeed torchrun --nproc-per-node 4 train.py --deepspeed zero3.json
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+from liger_dist.errors import LigerDistError
+from liger_dist.wrap import unwrap, wrap
+
+from .deepspeed_section import NAME, Section, read_section
+
+_own: Callable[..., Any] = deepspeed.initialize
+
+
+@functools.wraps(_own)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the model wrapped as the section says; without one, or with ``"enabled": false``,
+    nothing but ``deepspeed.initialize``.
+
+    Raises:
+        LigerDistError: a section that does not fit, see :func:`.deepspeed_section.read_section`, or a model that does
+            not; the model is as it was then.
+    """
+    given = inspect.signature(_own).bind(*args, **kwargs).arguments
+    section = section_of(given)
+    if section is None:
+        return _own(*args, **kwargs)
+    model = given.get("model")
+    if isinstance(model, PipelineModule):
+        raise LigerDistError(
+            f"the model is a PipelineModule, whose last stage computes the loss itself; leave {NAME} out of the "
+            "DeepSpeed configuration, or train without pipeline parallelism."
+        )
+    wrap(model, "deepspeed", config=section.wrap_config())  # type: ignore[arg-type]
+    try:
+        return _own(*args, **kwargs)
+    except BaseException:
+        unwrap(model)  # type: ignore[arg-type]
+        raise
+
+
+def section_of(given: dict[str, Any]) -> Section | None:
+    """The section of what ``deepspeed.initialize`` was given."""
+    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    return None if config is None else read_section(load_ds_config(config))
+
+
+def install() -> None:
+    """Makes ``deepspeed.initialize`` this module's, for callers who look it up there. Twice is once."""
+    deepspeed.initialize = initialize
+
+
+def uninstall() -> None:
+    deepspeed.initialize = _own
+
+
+def run(command: Sequence[str]) -> NoReturn:
+    """Replaces this process by ``command``, in which, and in whose children, :func:`install` follows the import of
+    DeepSpeed.
+
+    Raises:
+        LigerDistError: there is no such program.
+    """
+    startup = str(Path(__file__).parent / "startup")
+    paths = [startup, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    try:
+        os.execvpe(command[0], list(command), os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    except (OSError, IndexError) as error:
+        raise LigerDistError(
+            f"the command {' '.join(command)!r} cannot be run ({error}); expected the one that starts the training, "
+            "such as: deepspeed train.py --deepspeed zero3.json"
+        ) from error

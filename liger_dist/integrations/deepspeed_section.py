@@ -1,0 +1,88 @@
+"""The ``"liger_dist"`` section of a DeepSpeed JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+
+NAME = "liger_dist"
+
+
+class Section(BaseModel):
+    """Every key, its type and its default. What is not here is DeepSpeed's own to say: precision, sharding, offload,
+    activation checkpointing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = Field(True, description="false leaves everything as it was")
+    fused_loss: bool = Field(True, description="compute the loss inside the output embedding")
+    layer_kernels: bool = Field(
+        True, description="compute norms, gated MLPs, rotary embedding and residual additions by kernels"
+    )
+    kernels: Literal["auto", "triton", "reference"] = Field(
+        "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
+    )
+    memory_budget: int | None = Field(None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB")
+    max_valid_tokens: int | None = Field(
+        None, gt=0, description="inside a CUDA graph: tokens with a label that the loss computes; null: all"
+    )
+    outputs: list[str] = Field(
+        [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, log_prob, "
+        "z_loss, or logits alone"
+    )  # fmt: skip
+
+    def wrap_config(self) -> WrapConfig:
+        options = self.model_dump(exclude={"enabled"})
+        return WrapConfig(**options | {"outputs": tuple(self.outputs)})
+
+
+def read_section(config: Mapping[str, Any]) -> Section | None:
+    """The section of a DeepSpeed configuration; None when it has none or is not enabled.
+
+    Raises:
+        LigerDistError: unknown keys, wrong types, or parts of DeepSpeed that compute the loss themselves. The message
+            has the path in the JSON, what stands there and what was expected.
+    """
+    if NAME not in config:
+        return None
+    try:
+        section = Section.model_validate(config[NAME])
+    except ValidationError as error:
+        raise LigerDistError("; ".join(_sentence(fault) for fault in error.errors())) from None
+    if not section.enabled:
+        return None
+    for path, value in _conflicts(config):
+        raise LigerDistError(
+            f"{path} is {value!r} in the DeepSpeed configuration, which computes the loss or the output embedding "
+            f"itself; leave it out, or set {NAME}.enabled to false."
+        )
+    return section
+
+
+def _sentence(fault: Any) -> str:
+    path = ".".join(map(str, (NAME, *fault["loc"])))
+    if fault["type"] == "extra_forbidden":
+        return f"{path} is no key of the DeepSpeed configuration; expected one of {', '.join(Section.model_fields)}."
+    return f"{path} is {fault['input']!r} in the DeepSpeed configuration; {_lowered(fault['msg'])}."
+
+
+def _lowered(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _conflicts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Paths and values that would compute the loss elsewhere."""
+    tensor_parallel = config.get("tensor_parallel") or {}
+    found = []
+    for key, is_on in (("autotp_size", lambda size: size > 1), ("vocab_parallel_lm_head", bool)):
+        value = tensor_parallel.get(key)
+        if value is not None and is_on(value):
+            found.append((f"tensor_parallel.{key}", value))
+    if (config.get("hybrid_engine") or {}).get("enabled"):
+        found.append(("hybrid_engine.enabled", True))
+    return found

@@ -1,0 +1,42 @@
+"""Python imports this when it starts, if ``liger-dist deepspeed`` put its folder on the path: behind the import of
+DeepSpeed, liger_dist's section is applied. Another ``sitecustomize`` further down the path runs as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+
+class _BehindDeepSpeed:
+    """Finds DeepSpeed once, and installs the hook when it has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            own = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                own(module)
+                from liger_dist.integrations.deepspeed import install
+
+                install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _run_another() -> None:
+    own = str(Path(__file__).parent)
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != own])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.meta_path.insert(0, _BehindDeepSpeed())
+_run_another()

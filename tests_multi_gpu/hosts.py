@@ -1,0 +1,54 @@
+"""What every host has to show: the fused op was called, no logits existed, and training is as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from models import VOCAB_SIZE
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_dist.losses import linear_cross_entropy
+
+
+@dataclass
+class Seen:
+    """Of the loss, while it was watched."""
+
+    fused_calls: int = 0
+    most_logits: int = 0
+    """rows of the largest tensor with a column for every class, its gradient or the weight's transpose not counted"""
+
+
+class _Logits(TorchDispatchMode):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == VOCAB_SIZE and func._schema.name in (
+            "aten::mm", "aten::addmm", "aten::_unsafe_view", "aten::linear"
+        ):  # fmt: skip
+            self.seen.most_logits = max(self.seen.most_logits, result.numel() // VOCAB_SIZE)
+        return result
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """Counts calls of the fused op, and looks at what products return."""
+    seen, own = Seen(), linear_cross_entropy._LinearCrossEntropy.forward
+
+    def forward(*args: Any) -> Any:
+        seen.fused_calls += 1
+        return own(*args)
+
+    with (
+        mock.patch.object(linear_cross_entropy._LinearCrossEntropy, "forward", staticmethod(forward)),
+        _Logits(seen),
+    ):
+        yield seen

@@ -1,0 +1,149 @@
+"""The liger_dist section of a DeepSpeed JSON, with the real DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from hosts import watched
+from layouts import zero_settings
+from models import VOCAB_SIZE, make_batch, make_model
+
+import liger_dist
+from liger_dist.cli import main
+from liger_dist.integrations.deepspeed_section import Section, read_section
+from liger_dist.wrap import is_wrapped
+
+PROGRAM = Path(__file__).parent / "programs" / "deepspeed_training.py"
+ROWS = 8
+SECTION = {"memory_budget": ROWS * VOCAB_SIZE * 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"liger_dist": {"memory_bugdet": 1}}, "liger_dist.memory_bugdet is no key of the DeepSpeed configuration"),
+        ({"liger_dist": {"memory_budget": "1 GiB"}}, "liger_dist.memory_budget is '1 GiB'"),
+        ({"liger_dist": {"memory_budget": 0}}, "liger_dist.memory_budget is 0"),
+        ({"liger_dist": {"fused_loss": "auto"}}, "liger_dist.fused_loss is 'auto'"),
+        ({"liger_dist": {"outputs": ["entropy", 3]}}, "liger_dist.outputs.1 is 3"),
+        ({"liger_dist": {"kernels": "cuda"}}, "liger_dist.kernels is 'cuda'"),
+        ({"liger_dist": True}, "liger_dist is True"),
+        ({"liger_dist": {}, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
+        ({"liger_dist": {}, "hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled is True"),
+    ],
+    ids=str,
+)
+def test_a_section_that_does_not_fit_is_named_by_its_path(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        read_section(config)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_what_a_section_says() -> None:
+    assert read_section({}) is None
+    assert read_section({"liger_dist": {"enabled": False}, "tensor_parallel": {"autotp_size": 2}}) is None
+    section = read_section({"liger_dist": {"outputs": ["entropy"], "kernels": "reference"}})
+    assert section is not None
+    assert section.wrap_config() == liger_dist.WrapConfig(outputs=("entropy",), kernels="reference")
+    assert all(field.description for field in Section.model_fields.values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_the_configuration_changes(stage: int, workers_2: Workers) -> None:
+    for with_section, disabled, without in workers_2.run(trained_thrice, stage):
+        assert with_section["fused calls"] == 3
+        assert 0 < with_section["most logits"] <= ROWS
+        assert without["fused calls"] == disabled["fused calls"] == 0
+        assert without["most logits"] > ROWS
+        assert without["losses"] == disabled["losses"]
+        assert with_section["losses"] == pytest.approx(without["losses"], rel=1e-5)
+        assert without["losses"][0] != without["losses"][2]
+        for name, weight in without["weights"].items():
+            assert torch.allclose(with_section["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+
+
+def trained_thrice(stage: int) -> list[dict[str, Any]]:
+    sections: list[dict[str, Any]] = [{"liger_dist": SECTION}, {"liger_dist": {"enabled": False}}, {}]
+    return [trained(stage, section) for section in sections]
+
+
+def trained(stage: int, section: dict[str, Any]) -> dict[str, Any]:
+    settings = zero_settings({"stage": stage}) | section
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from liger_dist.integrations.deepspeed import initialize
+
+    model = make_model("llama", dtype=torch.float32)
+    with watched() as seen:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
+        losses = []
+        for number in range(3):
+            loss = engine(**make_batch(dist.get_rank(), seed=number), use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    # Without partitions there is none of its own.
+    weights = {
+        name: (parameter if stage == 0 else safe_get_full_fp32_param(parameter)).detach().cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
+    engine.destroy()
+    return {"losses": losses, "weights": weights, "fused calls": seen.fused_calls, "most logits": seen.most_logits}
+
+
+def test_a_model_is_as_before_where_deepspeed_refuses(workers_2: Workers) -> None:
+    assert all(workers_2.run(refused))
+
+
+def refused() -> bool:
+    settings = zero_settings({"stage": 2}) | {"liger_dist": {}, "train_batch_size": 1}
+    from liger_dist.integrations.deepspeed import initialize
+
+    model = make_model("llama", dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        initialize(model=model, model_parameters=model.parameters(), config=settings)
+    return not is_wrapped(model)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_command_in_front_of_the_usual_one(enabled: bool, tmp_path: Path) -> None:
+    """The program imports DeepSpeed alone."""
+    settings = tmp_path / "deepspeed.json"
+    settings.write_text(json.dumps(zero_settings_of_a_program() | {"liger_dist": {"enabled": enabled}}))
+    usual = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "liger_dist", "deepspeed", *usual, str(PROGRAM), str(settings)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(f"wrapped: {enabled}") == 2
+
+
+def zero_settings_of_a_program() -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def test_a_command_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deepspeed", "no-such-program", "--option"]) == 2
+    assert "the command 'no-such-program --option' cannot be run" in capsys.readouterr().err
+    assert main(["deepspeed"]) == 2
+    assert "expected the one that starts the training" in capsys.readouterr().err
