@@ -1,0 +1,77 @@
+"""Trainer of transformers: ``trainer = fuse(Trainer(…))``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from transformers import Trainer
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+
+from .accelerate import wrap_for
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def fuse(trainer: AnyTrainer, config: WrapConfig | None = None) -> AnyTrainer:
+    """Makes the trainer's model compute its loss fused, under whatever its arguments say: one process, DDP, FSDP1,
+    FSDP2 or DeepSpeed. Evaluation needs no logits where it returns the loss alone; for metrics and ``predict`` they are
+    whole, as before.
+
+    Args:
+        trainer: one that has not trained yet.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        LigerDistError: its arguments give the loss to somebody else, or see :func:`liger_dist.wrap`. Nothing has been
+            changed then.
+    """
+    for objection in _objections(trainer):
+        raise LigerDistError(objection)
+    wrap_for(trainer.accelerator, trainer.model, config)
+    trainer.prediction_step = _with_logits(trainer.prediction_step)
+    return trainer
+
+
+def _objections(trainer: Trainer) -> list[str]:
+    arguments, found = trainer.args, []
+    liger = arguments.liger_kernel_config or {}
+    if arguments.use_liger_kernel and not (
+        liger.get("fused_linear_cross_entropy") is False and liger.get("cross_entropy", False) is False
+    ):
+        found.append(
+            "use_liger_kernel is True and replaces the model's forward, with its loss; leave it out, or set "
+            "liger_kernel_config={'fused_linear_cross_entropy': False, 'cross_entropy': False}."
+        )
+    if trainer.compute_loss_func is not None:
+        found.append(
+            "compute_loss_func is given and computes the loss from whole logits; leave it out, and give options of the "
+            "loss (label_smoothing, z_loss, class_weight …) to the model's call."
+        )
+    if arguments.label_smoothing_factor != 0:
+        found.append(
+            f"label_smoothing_factor is {arguments.label_smoothing_factor}, with which Trainer computes the loss "
+            "from whole logits; leave it out, and add label_smoothing to the model's inputs (in your data collator)."
+        )
+    if trainer.model_init is not None:
+        found.append("model_init is given and makes another model for every run; give the model itself.")
+    return found
+
+
+def _with_logits(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``prediction_step`` that asks for logits where they are returned."""
+
+    @functools.wraps(own)
+    def prediction_step(
+        model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if not prediction_loss_only and inputs.get("labels") is not None:
+            inputs = {**inputs, "outputs": ("logits",)}
+        return own(model, inputs, prediction_loss_only, ignore_keys)
+
+    return prediction_step

@@ -1,0 +1,281 @@
+"""Trainer and Accelerate with the model's loss fused, against the same run without."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from hosts import watched
+from layouts import zero_settings
+from models import VOCAB_SIZE, full, make_batch, make_model
+from torch.utils.data import Dataset
+
+import liger_dist
+from liger_dist.wrap import is_wrapped
+
+ROWS = 8
+CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
+ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """Ranks get different numbers of valid labels."""
+
+    def __init__(self) -> None:
+        batches = [make_batch(number) for number in range(4)]
+        self.rows = [
+            {name: tensor[row].cpu() for name, tensor in batch.items()} for row in range(3) for batch in batches
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_trainer_trains_and_evaluates_as_before(engine: str, workers_2: Workers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for fused, unfused in workers_2.run(trained_twice, engine, folder):
+            assert unfused["fused calls"] == 0
+            # Two steps of three micro-batches, and evaluation of two; metrics and predictions are from logits.
+            assert fused["fused calls"] == 6 + 2
+            assert 0 < fused["most logits"] <= ROWS < unfused["most logits"]
+            assert fused["losses"] == pytest.approx(unfused["losses"], rel=1e-5)
+            assert len(set(unfused["losses"])) == 2
+            assert fused["eval_loss"] == pytest.approx(unfused["eval_loss"], rel=1e-5)
+            assert fused["metrics"] == pytest.approx(unfused["metrics"], rel=1e-5)
+            np.testing.assert_allclose(fused["predictions"], unfused["predictions"], rtol=1e-3, atol=1e-4)
+
+
+def trained_twice(engine: str, folder: str) -> list[dict[str, Any]]:
+    return [trained(engine, folder, fused=fused) for fused in (True, False)]
+
+
+def trained(engine: str, folder: str, *, fused: bool) -> dict[str, Any]:
+    from liger_dist.integrations.trainer import fuse
+
+    trainer = make_trainer(engine, folder)
+    if fused:
+        assert fuse(trainer, CONFIG) is trainer
+    with watched() as seen:
+        trainer.train()
+        found: dict[str, Any] = {"eval_loss": trainer.evaluate()["eval_loss"]}
+    found |= {"fused calls": seen.fused_calls, "most logits": seen.most_logits}
+    trainer.compute_metrics = lambda prediction: {
+        "accuracy": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())
+    }
+    found["metrics"] = [trainer.evaluate()[name] for name in ("eval_loss", "eval_accuracy")]
+    found["predictions"] = trainer.predict(trainer.eval_dataset).predictions
+    found["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_a_checkpoint_goes_on_where_it_was(engine: str, workers_2: Workers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for straight, resumed in workers_2.run(resumed_from_the_first_step, engine, folder):
+            assert resumed == pytest.approx(straight, rel=1e-6)
+
+
+def resumed_from_the_first_step(engine: str, folder: str) -> tuple[float, float]:
+    """Losses of the second step."""
+    from liger_dist.integrations.trainer import fuse
+
+    losses = []
+    for checkpoint in (None, f"{folder}/checkpoint-1"):
+        trainer = fuse(make_trainer(engine, folder, save_strategy="steps", save_steps=1), CONFIG)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if entry["step"] == 2 and "loss" in entry])
+    return losses[0][-1], losses[1][-1]
+
+
+def test_a_section_in_the_trainers_deepspeed_json(workers_2: Workers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for calls, rows in workers_2.run(trained_by_a_section, folder):
+            assert calls == 6
+            assert 0 < rows <= ROWS
+
+
+def trained_by_a_section(folder: str) -> tuple[int, int]:
+    trainer = make_trainer("zero2", folder, section={"memory_budget": CONFIG.memory_budget})
+    from liger_dist.integrations.deepspeed import install, uninstall
+
+    install()
+    try:
+        with watched() as seen:
+            trainer.train()
+    finally:
+        uninstall()
+    return seen.fused_calls, seen.most_logits
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_keeps_the_loss_in_fp32(version: int, workers_2: Workers) -> None:
+    """bf16 layers, fp32 masters; loss and gradients against the same without the fused loss."""
+    for fused, unfused in workers_2.run(accelerated_twice, version):
+        assert fused["dtype"] == torch.float32
+        assert fused["fused calls"] == 3
+        assert unfused["fused calls"] == 0
+        assert fused["losses"] == pytest.approx(unfused["losses"], rel=2e-2)
+        for name, weight in unfused["weights"].items():
+            assert torch.allclose(fused["weights"][name], weight, rtol=0.05, atol=0.01), name
+
+
+def accelerated_twice(version: int) -> list[dict[str, Any]]:
+    return [accelerated(version, fused=fused) for fused in (True, False)]
+
+
+def accelerated(version: int, *, fused: bool) -> dict[str, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from liger_dist.integrations.accelerate import prepare
+
+    forget_earlier_trainers()
+    with pretended_gpus():
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            use_orig_params=True,
+            **({"sync_module_states": False} if version == 1 else {}),
+        )
+        accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    model = make_model("llama", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched() as seen:
+        if fused:
+            model, optimizer = prepare(accelerator, model, optimizer, config=CONFIG)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        losses = []
+        for number in range(3):
+            loss = model(**make_batch(dist.get_rank(), seed=number), use_cache=False).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    weights = (
+        {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
+        if not isinstance(model, FullyShardedDataParallel)
+        else {}
+    )
+    return {
+        "losses": [float(loss) for loss in losses],
+        "dtype": losses[0].dtype,
+        "weights": weights,
+        "fused calls": seen.fused_calls,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel is True"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1"),
+        ({"compute_loss_func": lambda *_: None}, "compute_loss_func is given"),
+        ({"model_init": lambda: make_model("llama").cpu()}, "model_init is given"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_trainer_that_gives_its_loss_to_somebody_else(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    from liger_dist.integrations.trainer import fuse
+
+    trainer = make_trainer(None, str(tmp_path), **options)
+    with pytest.raises(liger_dist.LigerDistError, match=sentence):
+        fuse(trainer)
+    assert not is_wrapped(trainer.model)
+
+
+def forget_earlier_trainers() -> None:
+    """In this process."""
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+
+
+@contextmanager
+def pretended_gpus() -> Iterator[None]:
+    """Accelerate looks for GPUs before it lets anything be sharded."""
+    from accelerate import DistributedType
+    from accelerate.state import PartialState
+
+    if torch.cuda.is_available():
+        yield
+        return
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)):
+        yield
+    del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def make_trainer(engine: str | None, folder: str, *, section: dict[str, Any] | None = None, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    forget_earlier_trainers()
+    is_sharded = engine is not None and engine.startswith(("fsdp", "zero"))
+    if engine is not None and engine.startswith("fsdp"):
+        options |= {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": int(engine[-1]),
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": "SHARDED_STATE_DICT",
+                "sync_module_states": False,
+            },
+        }
+    if engine is not None and engine.startswith("zero"):
+        settings = zero_settings({"stage": int(engine[-1])})
+        sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        options["deepspeed"] = settings | dict.fromkeys(sizes, "auto")
+        if section is not None:
+            options["deepspeed"]["liger_dist"] = section
+    data, others = (
+        Sequences(),
+        {name: options.pop(name) for name in ("compute_loss_func", "model_init") if name in options},
+    )
+    if "model_init" not in others:
+        others["model"] = make_model("llama", dtype=torch.float32).cpu()
+    with pretended_gpus() if is_sharded else nullcontext():
+        trainer = Trainer(
+            args=TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=2,
+                per_device_eval_batch_size=3,
+                gradient_accumulation_steps=3,
+                max_steps=2,
+                learning_rate=0.05,
+                optim="sgd",
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                logging_steps=1,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=not torch.cuda.is_available() and not is_sharded,
+                **options,
+            ),
+            train_dataset=data,
+            eval_dataset=data,
+            **others,
+        )
+    kinds = {"fsdp": "FSDP", "zero": "DEEPSPEED", "ddp": "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"}
+    assert engine is None or trainer.accelerator.distributed_type.value == kinds[engine.rstrip("123")]
+    return trainer
