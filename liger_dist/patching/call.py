@@ -10,14 +10,21 @@ from typing import Any, get_args
 from torch import nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import OUTPUTS, LossArguments, as_output_names, loss_options
+from liger_dist.losses.arguments import (
+    DIFFERENTIABLE_OUTPUTS,
+    OUTPUTS,
+    LossArguments,
+    as_output_names,
+    loss_options,
+)
 
 from .plan import LossPlan
 
 IGNORE_INDEX = -100
 TAKEN_BY_DECORATORS = ("return_dict", "output_")
 """beginnings of what transformers' decorators take before any forward sees it"""
-LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs")
+DIFFERENTIABLE = "differentiable"
+LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs", DIFFERENTIABLE)
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may bring along"""
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """what the models of transformers hand to their losses themselves"""
@@ -65,7 +72,7 @@ class Call:
             token_weight=self.loss.get("token_weight"),
             num_items_in_batch=self.named.get("num_items_in_batch") if plan.takes_num_items else None,
             outputs=tuple(name for name in OUTPUTS if name in token_outputs),
-            reports_only=True,
+            reports_only=not self.loss.get(DIFFERENTIABLE, False),
         )
 
 
@@ -101,6 +108,11 @@ class Signature:
             )
         outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs()
         _check_outputs(outputs)
+        if loss.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
+            raise LigerDistError(
+                f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
+                f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
+            )
         options = [name for name in loss if name != "outputs"]
         if LOGITS in outputs and options:
             raise LigerDistError(

@@ -36,7 +36,10 @@ class LossRequest:
     summary: LabelSummary | None
     output: LossOutput | None = None
     """the finished loss, outside the graph"""
-    upstream: Tensor | None = field(default=None, repr=False)
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """further outputs that carry gradients"""
+    upstream: tuple[Tensor | None, ...] = field(default=(), repr=False)
+    """gradients of the loss and of ``others``"""
     started: bool = False
     delivered: bool = False
 
@@ -54,10 +57,18 @@ class LossRequest:
         used = effective_head(base, forward, hidden_states) if is_adapted(head) else base
         output = self.seam.compute(self, base, used, hidden_states)
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
-        carried: Tensor = _LossToLogits.apply(output.loss, self, shape, dtype)  # type: ignore[no-untyped-call]
+        carried: Tensor = _LossToLogits.apply(self, shape, dtype, *self._with_gradients(output))  # type: ignore[no-untyped-call]
         self.output = _detached(output)
         carried = placed_like(hidden_states, carried)
         return FusedLogits.carrying(carried, self) if type(carried) is Tensor else carried
+
+    def _with_gradients(self, output: LossOutput) -> list[Tensor]:
+        """What gradients may be asked of: the loss, and further outputs where the call says so."""
+        return [output.loss, *(getattr(output, name) for name in self._differentiable)]
+
+    @property
+    def _differentiable(self) -> list[str]:
+        return sorted(self.loss.differentiable_outputs)
 
     def aligned_labels(self) -> Tensor:
         """Each token's target; with labels of the next tokens, the last one has none."""
@@ -88,8 +99,9 @@ class LossRequest:
                 "never computed; wrap it with WrapConfig(fused_loss=False)."
             )
         self.delivered = True
-        loss: Tensor = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
-        return loss
+        loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        self.others = dict(zip(self._differentiable, others, strict=True))
+        return cast(Tensor, loss)
 
     def _check_targets(self, targets: Any, name: str) -> None:
         """Whether the labels that arrived are those that the loss was computed with. What was only given another shape
@@ -130,7 +142,7 @@ class LossRequest:
                 counted = (self.aligned_labels() != self.loss.options.ignore_index).sum()
                 found[name] = self.output.is_top1.sum() / counted.to(self.output.is_top1.device).clamp(min=1)
             else:
-                found[name] = getattr(self.output, name)
+                found[name] = self.others.get(name, getattr(self.output, name))
         return found
 
 
@@ -149,26 +161,27 @@ def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
 
 class _LossToLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, request: LossRequest, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, request: LossRequest, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
         ctx.request = request
-        return loss.new_empty((*shape, 0), dtype=dtype)
+        return values[0].new_empty((*shape, 0), dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:
-        upstream, ctx.request.upstream = ctx.request.upstream, None
-        return upstream, None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        upstream, ctx.request.upstream = ctx.request.upstream, ()
+        return None, None, None, *upstream
 
 
 class _LogitsToLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, request: LossRequest) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, request: LossRequest) -> tuple[Tensor, ...]:
         assert request.output is not None
         ctx.request = request
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
-        return request.output.loss.clone()
+        return tuple(value.clone() for value in request._with_gradients(request.output))
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
         ctx.request.upstream = upstream
         return torch.zeros_like(logits), None
