@@ -16,6 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "accelerate_loop.py": (),
     "deepspeed_loop.py": TORCHRUN,
     "liger_names.py": (),
+    "lightning_module.py": (),
 }
 
 

@@ -1,0 +1,48 @@
+"""Lightning: ``self.model = wrap_in(self, model)`` in ``configure_model``, and for Fabric ``parallelize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.wrap import is_wrapped, wrap
+
+
+def wrap_in(module: LightningModule, model: nn.Module, config: WrapConfig | None = None) -> nn.Module:
+    """Wraps ``model`` for the strategy of ``module``'s trainer: one device, DDP, FSDP (``FSDPStrategy``), FSDP2
+    (``ModelParallelStrategy``, sharded here) or DeepSpeed. Lightning calls ``configure_model`` more than once; the
+    second time nothing is done.
+
+    Raises:
+        LigerDistError: see :func:`liger_dist.wrap`.
+    """
+    if is_wrapped(model):
+        return model
+    strategy = module.trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        assert module.device_mesh is not None
+        return parallelize(model, module.device_mesh, config)
+    wrap(model, "deepspeed" if isinstance(strategy, DeepSpeedStrategy) else "auto", config=config)
+    return model
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None) -> nn.Module:
+    """FSDP2 over the data-parallel axis of Lightning's mesh; the ``parallelize_fn`` of Fabric's
+    ``ModelParallelStrategy``.
+
+    Raises:
+        LigerDistError: the mesh has a tensor-parallel axis of more than one process.
+    """
+    if mesh["tensor_parallel"].size() > 1:
+        raise LigerDistError(
+            f"tensor_parallel_size is {mesh['tensor_parallel'].size()}; expected 1. For both axes make a mesh whose "
+            "last one is named 'tp', and call liger_dist.wrap(model, 'fsdp2', mesh=...) yourself."
+        )
+    wrapped: Any = wrap(model, "fsdp2", mesh=mesh["data_parallel"], config=config)
+    return wrapped  # type: ignore[no-any-return]
