@@ -125,7 +125,7 @@ def test_the_command_in_front_of_the_usual_one(enabled: bool, tmp_path: Path) ->
         [sys.executable, "-m", "liger_dist", "deepspeed", *usual, str(PROGRAM), str(settings)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
