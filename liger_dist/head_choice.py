@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -56,22 +57,39 @@ def choose_head(
     model: nn.Module, structure: Structure, plan: LossPlan | None, *, mesh: DeviceMesh, config: WrapConfig
 ) -> tuple[WrapConfig, str]:
     """The choice for ``head="auto"`` under "fsdp2", and why: rows stay where they can, on one node, and where by their
-    shapes less is sent and less is held. A collective of host names where they can.
+    shapes less is sent and less is held. A collective in which all processes compare what they would choose.
 
     Args:
         mesh: FSDP2's own, with a tensor-parallel axis if there is one.
+
+    Raises:
+        LigerDistError: on every process alike, where they would choose differently.
     """
+    if config.head == "auto":
+        why = _against_rows(model, structure, plan, mesh, config)
+        choice = "vocab_parallel: it sends less and holds less" if why is None else f"gather: {why}"
+    else:
+        choice = f"{config.head}, as asked for"
+    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), choice))
+    if len({theirs for _, theirs in everyone}) > 1:
+        choices = "; ".join(f"rank {rank} {theirs}" for rank, (_, theirs) in enumerate(everyone))
+        raise LigerDistError(
+            f"the processes would reach the output embedding in different ways: {choices}. Give all of them the same "
+            "model and WrapConfig (head, expected_tokens, memory_budget, param_dtype)."
+        )
     if config.head != "auto":
-        return config, f"{config.head}, as asked for"
-    why = _against_rows(model, structure, plan, mesh, config)
-    if why is not None:
-        return replace(config, head="gather"), f"gather: {why}"
-    return replace(config, head="vocab_parallel"), "vocab_parallel: it sends less and holds less"
+        return config, choice
+    if why is None and neighbours_on_a_node(mesh, [host for host, _ in everyone]) != mesh.shape[-1]:
+        why = "the shard axis goes beyond a node (vocab_parallel keeps replicas of the rows there)"
+        choice = f"gather: {why}"
+    return replace(config, head="gather" if why else "vocab_parallel"), choice
 
 
 def _against_rows(
     model: nn.Module, structure: Structure, plan: LossPlan | None, mesh: DeviceMesh, config: WrapConfig
 ) -> str | None:
+    """By what this process knows."""
     if plan is None:
         return "the loss is not fused"
     objection = _option_objection("fsdp2", mesh, config) or _model_objection(model, structure)
@@ -80,8 +98,6 @@ def _against_rows(
     size, head = mesh.shape[-1], structure.head
     if size == 1:
         return "the shard axis has one process"
-    if neighbours_on_a_node(mesh) != size:
-        return "the shard axis goes beyond a node (vocab_parallel keeps replicas of the rows there)"
     shapes = HeadShapes(
         tokens=config.expected_tokens,
         hidden_size=head.in_features,

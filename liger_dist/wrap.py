@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy,
 from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
 from .head_choice import check_head_of, check_head_options, choose_head
+from .losses.arguments import as_output_names
+from .patching.call import check_outputs
 from .patching.head import precede_installed_forward
 from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
@@ -127,6 +130,7 @@ def wrap(
             f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
             "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
         )
+    check_outputs(as_output_names(config.outputs))
     structure = find_structure(model)
     without_storage = is_meta(model)
     _check_model(model, structure, strategy, config, without_storage=without_storage)
@@ -288,6 +292,18 @@ def explain(model: nn.Module) -> Explanation:
         costs=costs_of_heads(facts, record.config),
         layers=record.layers,
     )
+
+
+@contextmanager
+def whole_logits(model: nn.Module) -> Iterator[None]:
+    """For a while a wrapped model computes its own loss on whole logits, and returns both.
+
+    Raises:
+        LigerDistError: the model is not wrapped.
+    """
+    seam = record_of(inner_model(model)).seam
+    with nullcontext() if seam is None else seam.paused():
+        yield
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from models import VOCAB_SIZE, make_batch, make_model
 
 import liger_dist
 from liger_dist.cli import main
-from liger_dist.integrations.deepspeed_section import Section, read_section
+from liger_dist.integrations.deepspeed_section import Output, Section, read_section
+from liger_dist.patching.call import CALL_OUTPUTS
 from liger_dist.wrap import is_wrapped
 
 PROGRAM = Path(__file__).parent / "programs" / "deepspeed_training.py"
@@ -35,6 +36,8 @@ SECTION = {"memory_budget": ROWS * VOCAB_SIZE * 4}
         ({"liger_dist": {"memory_budget": 0}}, "liger_dist.memory_budget is 0"),
         ({"liger_dist": {"fused_loss": "auto"}}, "liger_dist.fused_loss is 'auto'"),
         ({"liger_dist": {"outputs": ["entropy", 3]}}, "liger_dist.outputs.1 is 3"),
+        ({"liger_dist": {"outputs": ["entropyy"]}}, "liger_dist.outputs.0 is 'entropyy'"),
+        ({"liger_dist": {}, "tensor_parallel": {"autotp_size": "auto"}}, "tensor_parallel.autotp_size is 'auto'"),
         ({"liger_dist": {"kernels": "cuda"}}, "liger_dist.kernels is 'cuda'"),
         ({"liger_dist": True}, "liger_dist is True"),
         ({"liger_dist": {}, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
@@ -51,6 +54,7 @@ def test_a_section_that_does_not_fit_is_named_by_its_path(config: dict[str, Any]
 def test_what_a_section_says() -> None:
     assert read_section({}) is None
     assert read_section({"liger_dist": {"enabled": False}, "tensor_parallel": {"autotp_size": 2}}) is None
+    assert set(get_args(Output)) == set(CALL_OUTPUTS)
     section = read_section({"liger_dist": {"outputs": ["entropy"], "kernels": "reference"}})
     assert section is not None
     assert section.wrap_config() == liger_dist.WrapConfig(outputs=("entropy",), kernels="reference")

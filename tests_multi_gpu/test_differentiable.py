@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.patching.request import LossRequest
 from liger_dist.sharding.devices import compute_device
 
 CELLS = {
@@ -54,6 +56,14 @@ def test_one_process() -> None:
     reports = model(**batch, outputs=NAMES)
     assert not reports.log_prob.requires_grad
     assert reports.loss.requires_grad
+
+
+def test_a_call_leaves_nothing_behind() -> None:
+    model = liger_dist.wrap(make_model("llama"))
+    for _ in range(3):
+        model(**make_batch(0), outputs=NAMES, differentiable=True)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is LossRequest]
 
 
 def test_what_carries_no_gradient_is_refused() -> None:

@@ -155,6 +155,26 @@ def test_a_gated_projection_keeps_no_product(bias: bool) -> None:
         assert relative_error(gradient, expected) <= 1e-12
 
 
+def test_a_gated_projection_keeps_all_else_as_it_is() -> None:
+    """Negated views, what an operation saves of its result, changes that autograd has to notice, and no graph."""
+    weight = random(6, 40, dtype=torch.float64)
+    gate, up = (random(5, 40, dtype=torch.float64, seed=seed) for seed in range(1, 3))
+    for projection in (lambda x: F.linear(torch._neg_view(x), weight), lambda x: F.linear(x, weight).sigmoid()):
+        y = gated_projection(projection, gate, up, activation="silu")
+        (got,) = torch.autograd.grad(y.sum(), weight)
+        (want,) = torch.autograd.grad(projection(F.silu(gate) * up).sum(), weight)
+        assert relative_error(got, want) <= 1e-12
+    y = gated_projection(lambda x: F.linear(x, weight).sigmoid(), gate, up, activation="silu")
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
+    y = gated_projection(lambda x: F.linear(x, weight), gate, up, activation="silu")
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_gated_projection_that_changes_its_input() -> None:
     """What it keeps is then not the product any more."""
     weight = random(6, 40, dtype=torch.float64)

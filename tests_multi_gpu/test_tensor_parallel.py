@@ -124,3 +124,23 @@ def through_a_state_dict() -> float:
     set_model_state_dict(other, whole, options=options)
     batch = make_batch(0)
     return abs(float(model(**batch).loss) - float(other(**batch).loss))
+
+
+def test_a_plan_for_the_layers_alone(workers_2: Workers) -> None:
+    """Gate and up give local tensors, down takes DTensors."""
+    for error in workers_2.run(error_of_a_plan):
+        assert error < 1e-6
+
+
+def error_of_a_plan() -> float:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model: Any = make_model("llama")
+    expected = model(**make_batch(0)).loss
+    mesh = init_device_mesh(compute_device().type, (2,), mesh_dim_names=("tp",))
+    for layer in model.model.layers:
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        parallelize_module(layer.mlp, mesh, plan)
+    loss = liger_dist.wrap(model, "auto")(**make_batch(0)).loss
+    loss.backward()
+    return float((loss - expected).abs() / expected.abs())

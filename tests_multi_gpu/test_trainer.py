@@ -279,3 +279,37 @@ def make_trainer(engine: str | None, folder: str, *, section: dict[str, Any] | N
     kinds = {"fsdp": "FSDP", "zero": "DEEPSPEED", "ddp": "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"}
     assert engine is None or trainer.accelerator.distributed_type.value == kinds[engine.rstrip("123")]
     return trainer
+
+
+def test_predictions_that_are_generated(tmp_path: Path) -> None:
+    """Seq2SeqTrainer's prediction step calls generate, with what it is given."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from liger_dist.integrations.trainer import fuse
+
+    forget_earlier_trainers()
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path),
+        predict_with_generate=True,
+        generation_max_length=6,
+        per_device_eval_batch_size=3,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    predictions = []
+    for fused in (True, False):
+        model = make_model("t5", dtype=torch.float32).cpu()
+        trainer = Seq2SeqTrainer(model=model, args=arguments, eval_dataset=Sequences())
+        if fused:
+            fuse(trainer)
+        predictions.append(trainer.predict(trainer.eval_dataset).predictions)
+    np.testing.assert_array_equal(*predictions)
+
+
+def test_a_model_that_stays_unfused_still_gives_its_logits(tmp_path: Path) -> None:
+    from liger_dist.integrations.trainer import fuse
+
+    trainer = make_trainer(None, str(tmp_path))
+    fuse(trainer, liger_dist.WrapConfig(fused_loss=False))
+    assert trainer.predict(trainer.eval_dataset).predictions.shape[-1] == VOCAB_SIZE

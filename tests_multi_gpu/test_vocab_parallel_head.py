@@ -452,3 +452,17 @@ def choices_of_a_head() -> dict[str, str | None]:
     with mock.patch("socket.gethostname", return_value=f"host {dist.get_rank()}"):
         found["two nodes"] = choice(8)
     return found
+
+
+def test_processes_that_would_choose_differently_are_refused(workers_2: Workers) -> None:
+    for sentence in workers_2.run(chosen_differently):
+        assert (
+            "rank 0 vocab_parallel: it sends less and holds less; rank 1 gather: vocab_parallel would send" in sentence
+        )
+
+
+def chosen_differently() -> str:
+    config = liger_dist.WrapConfig(expected_tokens=8 if dist.get_rank() == 0 else 10**6)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
+    return str(caught.value)

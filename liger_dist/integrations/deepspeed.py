@@ -1,7 +1,7 @@
 """DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
 
-In code of your own, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate,
-Lightning), :func:`install` once before, or ``liger-dist deepspeed`` in front of the usual command:
+In code of your own, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate),
+:func:`install` once before, or ``liger-dist deepspeed`` in front of the usual command:
 
     liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
     liger-dist deepspeed torchrun --nproc-per-node 4 train.py --deepspeed zero3.json
@@ -9,6 +9,7 @@ Lightning), :func:`install` once before, or ``liger-dist deepspeed`` in front of
 
 from __future__ import annotations
 
+import base64
 import functools
 import inspect
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed
+import hjson
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from liger_dist.errors import LigerDistError
 from liger_dist.wrap import unwrap, wrap
@@ -39,26 +40,33 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """
     given = inspect.signature(_own).bind(*args, **kwargs).arguments
     section = section_of(given)
-    if section is None:
-        return _own(*args, **kwargs)
     model = given.get("model")
+    if section is None or model is None:
+        return _own(*args, **kwargs)
     if isinstance(model, PipelineModule):
         raise LigerDistError(
             f"the model is a PipelineModule, whose last stage computes the loss itself; leave {NAME} out of the "
             "DeepSpeed configuration, or train without pipeline parallelism."
         )
-    wrap(model, "deepspeed", config=section.wrap_config())  # type: ignore[arg-type]
+    wrap(model, "deepspeed", config=section.wrap_config())
     try:
         return _own(*args, **kwargs)
     except BaseException:
-        unwrap(model)  # type: ignore[arg-type]
+        unwrap(model)
         raise
 
 
 def section_of(given: dict[str, Any]) -> Section | None:
     """The section of what ``deepspeed.initialize`` was given."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
-    return None if config is None else read_section(load_ds_config(config))
+    if isinstance(config, str):
+        # A path, or the JSON itself in base64, as the launchers hand it on; DeepSpeed says what is wrong with others.
+        is_path = os.path.exists(config)
+        try:
+            config = hjson.loads(Path(config).read_text() if is_path else base64.urlsafe_b64decode(config).decode())
+        except ValueError:
+            return None
+    return read_section(config) if isinstance(config, dict) else None
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
 NAME = "liger_dist"
+Output = Literal["token_accuracy", "is_top1", "entropy", "log_prob", "z_loss", "logits"]
 
 
 class Section(BaseModel):
@@ -31,7 +32,7 @@ class Section(BaseModel):
     max_valid_tokens: int | None = Field(
         None, gt=0, description="inside a CUDA graph: tokens with a label that the loss computes; null: all"
     )
-    outputs: list[str] = Field(
+    outputs: list[Output] = Field(
         [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, log_prob, "
         "z_loss, or logits alone"
     )  # fmt: skip
@@ -79,9 +80,9 @@ def _conflicts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Paths and values that would compute the loss elsewhere."""
     tensor_parallel = config.get("tensor_parallel") or {}
     found = []
-    for key, is_on in (("autotp_size", lambda size: size > 1), ("vocab_parallel_lm_head", bool)):
+    for key, usual in (("autotp_size", (0, 1)), ("vocab_parallel_lm_head", (False,))):
         value = tensor_parallel.get(key)
-        if value is not None and is_on(value):
+        if value is not None and value not in usual:
             found.append((f"tensor_parallel.{key}", value))
     if (config.get("hybrid_engine") or {}).get("enabled"):
         found.append(("hybrid_engine.enabled", True))

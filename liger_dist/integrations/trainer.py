@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from transformers import Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.wrap import whole_logits
 
 from .accelerate import wrap_for
 
@@ -34,12 +36,14 @@ def fuse(trainer: AnyTrainer, config: WrapConfig | None = None) -> AnyTrainer:
     for objection in _objections(trainer):
         raise LigerDistError(objection)
     wrap_for(trainer.accelerator, trainer.model, config)
-    trainer.prediction_step = _with_logits(trainer.prediction_step)
+    trainer.prediction_step = _with_logits(trainer)
     return trainer
 
 
 def _objections(trainer: Trainer) -> list[str]:
     arguments, found = trainer.args, []
+    if type(trainer).__module__.startswith("trl."):
+        found.append(f"a {type(trainer).__name__} of TRL computes its losses by a head of its own; leave fuse() out.")
     liger = arguments.liger_kernel_config or {}
     if arguments.use_liger_kernel and not (
         liger.get("fused_linear_cross_entropy") is False and liger.get("cross_entropy", False) is False
@@ -63,15 +67,15 @@ def _objections(trainer: Trainer) -> list[str]:
     return found
 
 
-def _with_logits(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``prediction_step`` that asks for logits where they are returned."""
+def _with_logits(trainer: Trainer) -> Callable[..., Any]:
+    """``prediction_step`` whose model computes whole logits where they are returned."""
+    own = trainer.prediction_step
 
     @functools.wraps(own)
     def prediction_step(
         model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        if not prediction_loss_only and inputs.get("labels") is not None:
-            inputs = {**inputs, "outputs": ("logits",)}
-        return own(model, inputs, prediction_loss_only, ignore_keys)
+        with nullcontext() if prediction_loss_only else whole_logits(trainer.model):
+            return own(model, inputs, prediction_loss_only, ignore_keys)
 
     return prediction_step

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .norm import _rows
+
+MOST_NODES = 64
+"""of a projection; one with an adapter has a dozen"""
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -45,10 +49,6 @@ class _Product:
         return product.as_strided(self.shape, self.stride, self.offset)
 
 
-def _unpacked(saved: Tensor | _Product) -> Tensor:
-    return saved.compute() if isinstance(saved, _Product) else saved
-
-
 def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
     """``activation(gate) * up``; both ``[..., F]`` of one floating dtype."""
     result: Tensor = _GatedActivation.apply(_rows(gate), _rows(up), activation, backend)  # type: ignore[no-untyped-call]
@@ -63,16 +63,42 @@ def gated_projection(
     what is kept (activation checkpointing, offloading), they do."""
     result: Tensor = _GatedActivation.apply(_rows(gate), _rows(up), activation, backend)  # type: ignore[no-untyped-call]
     product = result.reshape(gate.shape)
+    version = product._version
+    projected = down(product)
     node = result.grad_fn
-    if node is None or product.numel() == 0 or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        return down(product)
-    # Numbers, because autograd keeps the functions, and with them all that they know.
-    memory, version = product.untyped_storage().data_ptr(), product._version
+    hooks_of_others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if node is None or product.numel() == 0 or hooks_of_others is not None or type(projected) is not Tensor:
+        return projected
+    for raw, saved in _saved_between(projected.grad_fn, node):
+        if _is_view(saved, product) and saved._version == version:
+            packed = _Product(node, saved.shape, saved.stride(), int(saved.storage_offset()))
+            raw.register_hooks(lambda _, packed=packed: packed, _Product.compute)
+    return projected
 
-    def packed(saved: Tensor) -> Tensor | _Product:
-        if saved.untyped_storage().data_ptr() != memory or saved._version != version:
-            return saved
-        return _Product(node, saved.shape, saved.stride(), int(saved.storage_offset()))
 
-    with torch.autograd.graph.saved_tensors_hooks(packed, _unpacked):
-        return down(product)
+def _is_view(saved: Any, product: Tensor) -> bool:
+    """With the numbers of ``product``, and not with their negatives."""
+    is_plain = type(saved) is Tensor and saved.dtype == product.dtype and not saved.is_neg()
+    return is_plain and saved.untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+
+
+def _saved_between(last: Any, first: Any) -> Iterator[tuple[Any, Any]]:
+    """What the nodes of the graph from ``last`` down to ``first`` have saved, with where hooks are set on it; of very
+    many nodes only some."""
+    seen, waiting = {first}, [last]
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for place, name in _saved_names(type(node)):  # type: ignore[arg-type]
+            raw, saved = getattr(node, place), getattr(node, name)
+            yield from zip(raw, saved, strict=True) if isinstance(raw, tuple) else ((raw, saved),)
+        waiting += [following for following, _ in node.next_functions]
+
+
+@functools.cache
+def _saved_names(node_type: type) -> tuple[tuple[str, str], ...]:
+    """Of a node's attributes, where a tensor is saved and the tensor itself."""
+    places = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return tuple((name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:]) for name in places)

@@ -43,6 +43,8 @@ class PeerMemory:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         if starts[-1] > self.num_bytes:
             self._grow(starts[-1])
+        # Copies that an exception left behind, too.
+        self._module.current_stream().wait_stream(self._stream)
         self.barrier()
         return [
             [arena[start : start + size].view(dtype).view(*shape) for arena in self._arenas]
@@ -53,7 +55,8 @@ class PeerMemory:
         self._module.synchronize()
         # Nobody reads the old memory any more.
         dist.barrier(self._host_group)
-        self._arenas, self._handle = [], None
+        # First, so that both are not there at once.
+        self._arenas, self._handle = [torch.empty(0, dtype=torch.uint8, device=self._device)] * self.size, None
         self._arenas, self._handle = self._allocated(num_bytes)
 
     def _allocated(self, num_bytes: int) -> tuple[Sequence[Tensor], Any]:
@@ -82,6 +85,8 @@ class PeerMemory:
             for step in range(self.size):
                 process = (self._rank + step) % self.size
                 targets[process].copy_(sources[process], non_blocking=True)
+                if targets[process].is_cuda:
+                    targets[process].record_stream(self._stream)
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:

@@ -86,7 +86,7 @@ class Signature:
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         self._owner = type(model).__name__
         self._outputs = as_output_names(outputs)
-        _check_outputs(self._outputs)
+        check_outputs(self._outputs)
         self._known = frozenset(_keywords_below(model))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -107,7 +107,7 @@ class Signature:
                 "labels, or leave it out."
             )
         outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs()
-        _check_outputs(outputs)
+        check_outputs(outputs)
         if loss.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
             raise LigerDistError(
                 f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
@@ -142,7 +142,7 @@ class Signature:
             )
 
 
-def _check_outputs(outputs: tuple[str, ...]) -> None:
+def check_outputs(outputs: tuple[str, ...]) -> None:
     unknown = [name for name in outputs if name not in CALL_OUTPUTS]
     if unknown:
         raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(CALL_OUTPUTS)}.")

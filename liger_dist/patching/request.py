@@ -135,6 +135,8 @@ class LossRequest:
     def reports(self) -> dict[str, Tensor]:
         """The further outputs that were asked for, by name."""
         assert self.output is not None
+        # Their graph holds this request, which must not hold them.
+        others, self.others = self.others, {}
         found: dict[str, Tensor] = {}
         for name in self.outputs:
             if name == TOKEN_ACCURACY:
@@ -142,7 +144,7 @@ class LossRequest:
                 counted = (self.aligned_labels() != self.loss.options.ignore_index).sum()
                 found[name] = self.output.is_top1.sum() / counted.to(self.output.is_top1.device).clamp(min=1)
             else:
-                found[name] = self.others.get(name, getattr(self.output, name))
+                found[name] = others.get(name, getattr(self.output, name))
         return found
 
 

@@ -13,11 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from liger_dist.losses.peer_memory import PeerMemory
 
 
-def neighbours_on_a_node(mesh: DeviceMesh) -> int:
-    """How many neighbours on the shard axis have one host, everywhere; 1 where hosts take turns. A collective of host
-    names."""
+def hosts_of_processes() -> list[str]:
+    """By rank. A collective."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def neighbours_on_a_node(mesh: DeviceMesh, hosts: list[str]) -> int:
+    """How many neighbours on the shard axis have one host, everywhere; 1 where hosts take turns."""
     size = mesh.shape[-1]
     for ranks in mesh.mesh.reshape(-1, size).tolist():
         for _, neighbours in groupby(ranks, key=hosts.__getitem__):

@@ -1,19 +1,22 @@
-"""A training program that knows DeepSpeed alone: argv is its JSON."""
+"""A training program that knows transformers and DeepSpeed alone: argv is its JSON."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 import torch
+from accelerate.utils import is_deepspeed_available
+from attributes import make_model
 
+# As Trainer does, which looks for DeepSpeed before it imports it.
+assert is_deepspeed_available()
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
 
-import deepspeed
-from attributes import make_model
-
+deepspeed = import_module("deepspeed")
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[1])

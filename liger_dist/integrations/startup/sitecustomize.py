@@ -11,18 +11,24 @@ from typing import Any
 
 
 class _BehindDeepSpeed:
-    """Finds DeepSpeed once, and installs the hook when it has been imported."""
+    """Installs the hook when DeepSpeed has been imported. Others look for it without importing it."""
+
+    is_looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "deepspeed":
+        if name != "deepspeed" or self.is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_looking = False
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 own(module)
+                sys.meta_path.remove(self)
                 from liger_dist.integrations.deepspeed import install
 
                 install()
