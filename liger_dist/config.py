@@ -40,10 +40,10 @@ class WrapConfig:
     head_shard_size: int | None = None
     """"vocab_parallel": how many neighbours on the shard axis share the rows, of which the others then have replicas;
     None for those on one node, because tokens travel for every loss."""
-    peer_copies: bool = True
+    peer_copies: bool = False
     """"vocab_parallel": let tokens travel by copies between the GPUs that share the rows, where these are on one node
-    and can read each other's memory (torch's symmetric memory); False for NCCL, whose kernels take multiprocessors from
-    the products."""
+    and can read each other's memory (torch's symmetric memory). Otherwise they travel by NCCL, whose kernels take
+    multiprocessors from the products."""
     expected_tokens: int = 8192
     """Tokens with a label in one process's micro-batch, for which ``head="auto"`` compares what "gather" and
     "vocab_parallel" cost."""

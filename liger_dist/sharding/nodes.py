@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import warnings
 from itertools import groupby
 
 import torch
@@ -30,8 +31,8 @@ def neighbours_on_a_node(mesh: DeviceMesh, hosts: list[str]) -> int:
 
 
 def peer_memory(group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """Memory that the GPUs of ``group`` read of each other; None where one of them cannot. A collective of host names
-    and device numbers.
+    """Memory that the GPUs of ``group`` read of each other, tried out; None where one of them cannot. Collectives of
+    host names, device numbers and what went wrong.
 
     Args:
         host_group: the same processes, on their hosts.
@@ -48,4 +49,22 @@ def peer_memory(group: dist.ProcessGroup, host_group: dist.ProcessGroup, device:
     )
     answers: list[bool] = [False] * group.size()
     dist.all_gather_object(answers, sees_all, group=host_group)
-    return PeerMemory(group, host_group, device) if all(answers) else None
+    if not all(answers):
+        return None
+    memory, problem = PeerMemory(group, host_group, device), None
+    try:
+        memory.views((1,), dtype=torch.uint8)
+    except RuntimeError as error:
+        # Some containers do not let processes share such memory.
+        problem = str(error).splitlines()[0]
+    problems: list[str | None] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=host_group)
+    found = next(filter(None, problems), None)
+    if found is not None:
+        warnings.warn(
+            f"peer_copies is True but GPUs of this node cannot read each other's memory ({found}); tokens travel by "
+            "NCCL. Leave peer_copies out to have that without this warning.",
+            stacklevel=2,
+        )
+        return None
+    return memory
