@@ -164,12 +164,13 @@ def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
 class _LossToLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: LossRequest, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
-        ctx.request = request
+        ctx.request, ctx.nothing = request, (None,) * len(values)
         return values[0].new_empty((*shape, 0), dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        upstream, ctx.request.upstream = ctx.request.upstream, ()
+        # None has come where only the logits without width were asked for a gradient.
+        upstream, ctx.request.upstream = ctx.request.upstream or ctx.nothing, ()
         return None, None, None, *upstream
 
 
