@@ -16,7 +16,7 @@ from .patching.plan import LossPlan
 from .patching.structure import Structure, active_head
 from .sharding.head_cost import HeadShapes, head_costs
 from .sharding.mesh import TENSOR_PARALLEL, Mesh
-from .sharding.nodes import neighbours_on_a_node
+from .sharding.nodes import gathered_digests, neighbours_on_a_node
 from .sharding.split_head import embedding_objection
 
 
@@ -70,10 +70,11 @@ def choose_head(
         choice = "vocab_parallel: it sends less and holds less" if why is None else f"gather: {why}"
     else:
         choice = f"{config.head}, as asked for"
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), choice))
+    everyone = gathered_digests(socket.gethostname(), choice)
     if len({theirs for _, theirs in everyone}) > 1:
-        choices = "; ".join(f"rank {rank} {theirs}" for rank, (_, theirs) in enumerate(everyone))
+        answers: list[str] = [""] * len(everyone)
+        dist.all_gather_object(answers, choice)
+        choices = "; ".join(f"rank {rank} {answer}" for rank, answer in enumerate(answers))
         raise LigerDistError(
             f"the processes would reach the output embedding in different ways: {choices}. Give all of them the same "
             "model and WrapConfig (head, expected_tokens, memory_budget, param_dtype)."

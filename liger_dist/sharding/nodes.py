@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import socket
 import warnings
@@ -13,16 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from liger_dist.losses.peer_memory import PeerMemory
 
-
-def hosts_of_processes() -> list[str]:
-    """By rank. A collective."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
+from .devices import collective_device
 
 
-def neighbours_on_a_node(mesh: DeviceMesh, hosts: list[str]) -> int:
-    """How many neighbours on the shard axis have one host, everywhere; 1 where hosts take turns."""
+def gathered_digests(*texts: str) -> list[tuple[int, ...]]:
+    """Of every process's texts, by rank: equal where these are. One collective."""
+    numbers = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") for text in texts]
+    own = torch.tensor(numbers, device=collective_device())
+    everyone = own.new_empty(dist.get_world_size() * len(texts))
+    dist.all_gather_into_tensor(everyone, own)
+    return [tuple(row) for row in everyone.view(-1, len(texts)).tolist()]
+
+
+def neighbours_on_a_node(mesh: DeviceMesh, hosts: list[int]) -> int:
+    """How many neighbours on the shard axis have one host, everywhere; 1 where hosts take turns. ``hosts`` are digests
+    by rank."""
     size = mesh.shape[-1]
     for ranks in mesh.mesh.reshape(-1, size).tolist():
         for _, neighbours in groupby(ranks, key=hosts.__getitem__):

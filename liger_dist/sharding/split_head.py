@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from liger_dist.losses.vocab_parallel import SumGradient
 
 from .base import DataParallel
 from .fsdp2 import divide_factor
-from .nodes import hosts_of_processes, neighbours_on_a_node, peer_memory
+from .nodes import gathered_digests, neighbours_on_a_node, peer_memory
 from .tensor_parallel import first_row
 
 _ROWS = "_liger_dist_rows"
@@ -139,7 +140,8 @@ class _ShowsComputeDtype(nn.Module):
 def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
     """The mesh of the rows: that of FSDP2, or ``(replicate, shard)`` with ``size`` neighbours of its shard axis in
     every shard group; by default those on one node, or all where each is on a node of its own."""
-    size = size or neighbours_on_a_node(mesh, hosts_of_processes())
+    hosts = [host for (host,) in gathered_digests(socket.gethostname())] if size is None else []
+    size = size or neighbours_on_a_node(mesh, hosts)
     if size in (1, mesh.shape[-1]):
         return mesh
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("replicate", "shard"))
