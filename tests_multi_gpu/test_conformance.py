@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -119,12 +120,30 @@ def train(cell: Cell) -> dict[str, float]:
     reference = copy.deepcopy(model).double()
     session = SESSIONS[cell.engine](cell, model)
     errors: dict[str, float] = {}
-    for step in range(2):
-        errors |= {f"step {step} {name}": error for name, error in train_step(session, reference, step).items()}
+    with ExitStack() as stack:
+        if cell.model == "fp32":
+            stack.enter_context(all_by_kernels(model, forwards=2))
+        for step in range(2):
+            errors |= {f"step {step} {name}": error for name, error in train_step(session, reference, step).items()}
     if cell.use in ("evaluation", "generation"):
         errors |= USES[cell.use](session, reference)
     session.close()
     return errors
+
+
+@contextmanager
+def all_by_kernels(model: nn.Module, *, forwards: int) -> Iterator[None]:
+    """Within, every norm and gated MLP is computed by its kernel, ``forwards`` times."""
+    norms, gated_mlps = (import_module(f"liger_dist.patching.{name}") for name in ("norms", "gated_mlps"))
+    with (
+        mock.patch.object(norms, "norm", wraps=norms.norm) as norm,
+        mock.patch.object(gated_mlps, "gated_projection", wraps=gated_mlps.gated_projection) as projection,
+    ):
+        yield
+    for kind, kernel in (("Norm", norm), ("MLP", projection)):
+        modules = [name for name, module in model.named_modules() if type(module).__name__.endswith(kind)]
+        assert modules
+        assert kernel.call_count == forwards * len(modules), f"{kernel.call_count} calls for {modules}"
 
 
 def build(cell: Cell) -> nn.Module:

@@ -25,6 +25,7 @@ from .replaced import (
     Forward,
     LeftAloneError,
     forward_of,
+    has_settings,
     own_forward,
     plan_of,
     probing,
@@ -200,7 +201,7 @@ def _is_as_probed(module: nn.Module, plan: GatedPlan, own: Forward) -> bool:
     """Whether nothing has been changed, and nobody listens to the parts that are not called any more."""
     parts = plan.others.items()
     same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
-    return same and own_forward(module, own) is None and plan.settings == settings_of(module)
+    return same and own_forward(module, own) is None and has_settings(module, plan.settings)
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

@@ -21,6 +21,7 @@ from .replaced import (
     Forward,
     LeftAloneError,
     forward_of,
+    has_settings,
     own_forward,
     plan_of,
     probing,
@@ -203,6 +204,6 @@ def _parameters(
     found: dict[str, Any] = {name: getattr(module, name, None) for name in plan.parameters}
     width = hidden_states.shape[-1]
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
-    if not fits or not (residual is None or is_local(residual)) or plan.settings != settings_of(module):
+    if not fits or not (residual is None or is_local(residual)) or not has_settings(module, plan.settings):
         return None
     return found.get("weight"), found.get("bias")

@@ -20,6 +20,7 @@ _FORWARDS: dict[str, Callable[[Forward], Forward]] = {}
 _PLAN = "_liger_dist_plan"
 _OWNER = "_liger_dist_owner"
 _SIMPLE = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class LeftAloneError(Exception):
@@ -106,8 +107,15 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if type(value) in _SIMPLE and name not in ("training", _PLAN, _OWNER) and not name.startswith("_is_hf")
+        if type(value) in _SIMPLE and name not in _OF_EVERY_MODULE and not name.startswith("_is_hf")
     }
+
+
+def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
+    """Whether all of them are as they were. There may be others by now: FSDP and DeepSpeed note things on modules, of
+    which a forward that was probed without them knows nothing."""
+    now = vars(module)
+    return all(name in now and now[name] == value for name, value in settings.items())
 
 
 def is_replaced(module: nn.Module, kind: str) -> bool:
