@@ -42,3 +42,10 @@ def workers_4() -> Iterator[Workers]:
     """Four processes in one process group, started once."""
     with Workers(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def workers_on_all(request: pytest.FixtureRequest) -> Workers:
+    """Four processes; two where the machine has no more GPUs."""
+    workers: Workers = request.getfixturevalue("workers_2" if torch.cuda.device_count() in (2, 3) else "workers_4")
+    return workers

@@ -27,39 +27,41 @@ TOKENS = {
     "even": (12, 12, 12, 12),
     "uneven": (13, 12, 14, 13),
     "ragged": (17, 3, 0, 9),
-    "one process alone": (0, 0, 7, 0),
+    "one process alone": (0, 7, 0, 0),
     "none": (0, 0, 0, 0),
 }
-"""tokens of each process"""
+"""tokens of each of up to four processes"""
 
 
 @pytest.mark.parametrize("vocab_size", [101, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_every_option(name: str, vocab_size: int, workers_4: Workers) -> None:
-    check(workers_4.run(errors_of, name, vocab_size, TOKENS["ragged"], 2))
+def test_every_option(name: str, vocab_size: int, workers_on_all: Workers) -> None:
+    check(workers_on_all.run(errors_of, name, vocab_size, TOKENS["ragged"], 2))
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 17])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_4: Workers) -> None:
+def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:
     for name in ("plain", "log-probabilities and entropy"):
-        check(workers_4.run(errors_of, name, 101, TOKENS[tokens], num_chunks))
+        check(workers_on_all.run(errors_of, name, 101, TOKENS[tokens], num_chunks))
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0)], ids=str)
-def test_only_what_is_needed(needs: tuple[int, int, int], workers_4: Workers) -> None:
-    check(workers_4.run(errors_of, "bias", 101, TOKENS["uneven"], 2, needs))
+def test_only_what_is_needed(needs: tuple[int, int, int], workers_on_all: Workers) -> None:
+    check(workers_on_all.run(errors_of, "bias", 101, TOKENS["uneven"], 2, needs))
 
 
 def check(results: list[dict[str, float]]) -> None:
+    # Triton, which runs on GPUs, takes the scale, the soft-cap and the temperature as fp32 numbers.
+    tolerance = 1e-6 if torch.cuda.is_available() else 1e-10
     for errors in results:
-        assert max(errors.values()) < 1e-10, errors
+        assert max(errors.values()) < tolerance, errors
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 17])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_copies_between_peers(tokens: str, num_chunks: int, workers_4: Workers) -> None:
-    check(workers_4.run(errors_with_copies, TOKENS[tokens], num_chunks))
+def test_copies_between_peers(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:
+    check(workers_on_all.run(errors_with_copies, TOKENS[tokens], num_chunks))
 
 
 def errors_with_copies(counts: tuple[int, ...], num_chunks: int) -> dict[str, float]:
@@ -124,6 +126,7 @@ def errors_of(
     memory: PeerMemory | None = None,
 ) -> dict[str, float]:
     case, device, rank = dict(CASES[name]), compute_device(), dist.get_rank()
+    counts = counts[: dist.get_world_size()]
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
@@ -191,10 +194,10 @@ def errors_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_hidden_states_and_fp32_rows(dtype: torch.dtype, workers_4: Workers) -> None:
+def test_16_bit_hidden_states_and_fp32_rows(dtype: torch.dtype, workers_on_all: Workers) -> None:
     """No worse than 1.5 times torch's own product in that dtype with fp32 softmax; gradients small enough to vanish in
     fp16 are there."""
-    for errors in workers_4.run(rounding_errors, dtype):
+    for errors in workers_on_all.run(rounding_errors, dtype):
         for name, (ours, torchs) in errors.items():
             assert ours <= 1.5 * torchs + 1e-6, (name, ours, torchs)
 
@@ -203,7 +206,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     device, rank, V, T, hidden_size = compute_device(), dist.get_rank(), 1009, 512, 64
     generator = torch.Generator().manual_seed(5)
     weight = (torch.randn(V, hidden_size, generator=generator) / 8).to(dtype).float().to(device)
-    counts = (T, T - 100, T // 8, T)
+    counts = (T, T - 100, T // 8, T)[: dist.get_world_size()]
     hidden = [torch.randn(count, hidden_size, generator=generator).to(device, dtype) for count in counts]
     labels = [torch.randint(V, (count,), generator=generator).to(device) for count in counts]
 
@@ -242,8 +245,8 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")
-def test_losses_scaled_differently_are_refused(workers_4: Workers) -> None:
-    for sentence in workers_4.run(scaled_by_rank):
+def test_losses_scaled_differently_are_refused(workers_on_all: Workers) -> None:
+    for sentence in workers_on_all.run(scaled_by_rank):
         assert "use WrapConfig(head='gather')" in sentence
         assert "scale their losses differently" in sentence
 
@@ -260,8 +263,8 @@ def scaled_by_rank() -> str:
     return str(caught.value)
 
 
-def test_processes_that_freeze_different_parameters_are_refused(workers_4: Workers) -> None:
-    for sentence in workers_4.run(frozen_on_one):
+def test_processes_that_freeze_different_parameters_are_refused(workers_on_all: Workers) -> None:
+    for sentence in workers_on_all.run(frozen_on_one):
         assert "do not ask for the same: process 0 for a loss of" in sentence
         assert "weight=False" in sentence
 
@@ -272,7 +275,7 @@ def frozen_on_one() -> str:
     weight.requires_grad_(dist.get_rank() != 1)
     with pytest.raises(liger_dist.LigerDistError) as caught:
         fused_linear_cross_entropy(
-            hidden, weight, None, torch.arange(5), loss=LossArguments(), execution=Execution(), split=shard
+            hidden, weight, None, torch.arange(5, device=hidden.device), loss=LossArguments(), execution=Execution(), split=shard
         )
     return str(caught.value)
 

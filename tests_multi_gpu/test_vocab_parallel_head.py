@@ -118,10 +118,10 @@ def shapes_of_a_step() -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
-def test_bytes_that_travel(workers_4: Workers) -> None:
+def test_bytes_that_travel(workers_on_all: Workers) -> None:
     """As the docstring of the exchange has it: hidden states there and back, nothing else that grows with D."""
-    T, D, V, G = 40, 64, 101, 4
-    for sent in workers_4.run(bytes_of_a_loss, T, D, V):
+    T, D, V, G = 40, 64, 101, workers_on_all.world_size
+    for sent in workers_on_all.run(bytes_of_a_loss, T, D, V):
         there, back, hidden = sent.pop("all_gather"), sent.pop("all_to_all"), T * D * 8 * (G - 1)
         assert back == hidden
         # Labels (8), upstream gradients (two of 8), statistics of all tokens (three of 8); counts, the upstream scale.
@@ -150,7 +150,7 @@ class BytesSent(TorchDispatchMode):
 
 def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
     shard, own = shard_of(V, divide_factor=4.0)
-    device = compute_device()
+    device, G = compute_device(), dist.get_world_size()
     hidden = torch.randn(T, D, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(own.stop - own.start, D, dtype=torch.float64, device=device, requires_grad=True)
     labels = torch.randint(V, (T,), device=device)
@@ -161,7 +161,7 @@ def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
             None,
             labels,
             loss=LossArguments(),
-            execution=Execution(memory_budget=T // 2 * 4 * numbers_of_token(math.ceil(V / 4), D) * 8),
+            execution=Execution(memory_budget=T // 2 * G * numbers_of_token(math.ceil(V / G), D) * 8),
             split=shard,
         )
         output.loss.backward()
