@@ -14,7 +14,18 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments, loss_options
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist_kernels import LossOptions, SoftmaxStatistics, cross_entropy_fwd, merge_statistics
+from liger_dist_kernels import (
+    GradientCoefficients,
+    LossOptions,
+    SoftmaxStatistics,
+    TokenGradients,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_fwd_bwd,
+    gradient_coefficients,
+    merge_statistics,
+    token_terms,
+)
 
 T, V = 19, 83
 
@@ -109,6 +120,38 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     fused_cross_entropy(other, labels, loss=loss, execution=execution)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vectors_that_are_columns_of_a_matrix(backend: Any) -> None:
+    logits, labels = make_logits(torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    gradient, z_gradient = torch.rand(2, len(labels), generator=generator, dtype=torch.float64).to(logits.device)
+    class_weight = torch.rand(V, generator=generator, dtype=torch.float64).to(logits.device)
+    options = LossOptions(label_smoothing=0.1, z_loss=1e-2)
+
+    def passes(*vectors: Tensor) -> list[Tensor]:
+        """Everything that reads a vector: statistics, terms, and the gradient in one pass and in two."""
+        labels, gradient, z_gradient, class_weight = vectors
+        upstream = TokenGradients(gradient, z_gradient)
+        given: dict[str, Any] = {"options": options, "class_weight_V": class_weight}
+        leaf, outs = logits.detach(), [torch.empty_like(logits) for _ in range(2)]
+        statistics = cross_entropy_fwd(leaf, labels, **given, backend=backend)
+        terms = token_terms(statistics, labels, **given, vocab_size=V, backend=backend)
+        coefficients = gradient_coefficients(terms, upstream, labels, **given, vocab_size=V)
+        coefficients = GradientCoefficients(*(None if c is None else column(c) for c in coefficients))
+        cross_entropy_bwd(leaf, labels, coefficients, out_TV=outs[0], **given, backend=backend)
+        cross_entropy_fwd_bwd(leaf, labels, upstream, out_TV=outs[1], **given, backend=backend)
+        return [terms.cross_entropy_T, *outs]
+
+    vectors = (labels, gradient, z_gradient, class_weight)
+    for got, want in zip(passes(*map(column, vectors)), passes(*vectors), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def column(vector: Tensor) -> Tensor:
+    """The same numbers, every third of a larger memory."""
+    return vector[:, None].repeat(1, 3)[:, 1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -272,10 +272,11 @@ def test_processes_that_freeze_different_parameters_are_refused(workers_on_all: 
 def frozen_on_one() -> str:
     shard, own = shard_of(11, divide_factor=1.0)
     hidden, weight = (torch.randn(rows, D, device=compute_device()) for rows in (5, own.stop - own.start))
+    labels = torch.arange(5, device=hidden.device)
     weight.requires_grad_(dist.get_rank() != 1)
     with pytest.raises(liger_dist.LigerDistError) as caught:
         fused_linear_cross_entropy(
-            hidden, weight, None, torch.arange(5, device=hidden.device), loss=LossArguments(), execution=Execution(), split=shard
+            hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), split=shard
         )
     return str(caught.value)
 

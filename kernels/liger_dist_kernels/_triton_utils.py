@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
+Vector = TypeVar("Vector", Tensor, Tensor | None)
 BACKENDS: tuple[str, ...] = ("auto", "triton", "reference")
 
 
@@ -33,6 +34,11 @@ def runs_triton(tensor: Tensor, backend: Backend) -> bool:
             "kernels in Triton's interpreter, or use backend='reference'."
         )
     return backend == "triton"
+
+
+def dense(vector: Vector) -> Vector:
+    """The vector, its numbers side by side, as kernels read them: a column of a matrix is copied."""
+    return vector if vector is None else vector.contiguous()
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, capped, exp_of_difference, number, runs_triton, statistics_dtype
+from ._triton_utils import Backend, capped, dense, exp_of_difference, number, runs_triton, statistics_dtype
 from .options import LossOptions
 
 
@@ -317,6 +317,7 @@ def cross_entropy_fwd(
         )
     dtype = statistics_dtype(logits_TV.dtype)
     fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
+    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
         _statistics_kernel[(T,)](
             logits_TV,
@@ -360,8 +361,9 @@ def cross_entropy_bwd(
     if T == 0 or V == 0:
         return out_TV
     tile = tile_arguments(logits_TV)
-    unused = coefficients.lse_T
-    mass_T, entropy_T, smoothing_T = coefficients.mass_T, coefficients.entropy_T, coefficients.smoothing_T
+    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
+    lse_T, mass_T, entropy_T = dense(coefficients.lse_T), dense(coefficients.mass_T), dense(coefficients.entropy_T)
+    smoothing_T, unused = dense(coefficients.smoothing_T), lse_T
     _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
@@ -369,9 +371,9 @@ def cross_entropy_bwd(
         logits_TV.stride(0),
         labels_T,
         class_weight_V if class_weight_V is not None else logits_TV,
-        coefficients.lse_T,
-        coefficients.miss_T,
-        coefficients.nll_T,
+        lse_T,
+        dense(coefficients.miss_T),
+        dense(coefficients.nll_T),
         mass_T if mass_T is not None else unused,
         entropy_T if entropy_T is not None else unused,
         smoothing_T if smoothing_T is not None else unused,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, exp_of_difference, number, runs_triton, statistics_dtype
+from ._triton_utils import Backend, dense, exp_of_difference, number, runs_triton, statistics_dtype
 from .cross_entropy import (
     SoftmaxStatistics,
     cross_entropy_bwd_reference,
@@ -154,6 +154,7 @@ def cross_entropy_fwd_bwd(
     T, V = logits_TV.shape
     dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.label_smoothing > 0
     fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
+    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
         pieces = _num_pieces(logits_TV)
         piece = triton.cdiv(triton.cdiv(V, pieces), 128) * 128
@@ -166,8 +167,8 @@ def cross_entropy_fwd_bwd(
             labels_T,
             class_weight_V,
             None if class_weight_V is None else class_weight_V.to(dtype).sum(),
-            gradients.cross_entropy_T,
-            gradients.z_loss_T,
+            dense(gradients.cross_entropy_T),
+            dense(gradients.z_loss_T),
             *fields_5T,
             logits_TV.new_empty((T, pieces, 4) if pieces > 1 else 1, dtype=dtype),
             counters,

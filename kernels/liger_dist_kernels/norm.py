@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, number, runs_triton, statistics_dtype
+from ._triton_utils import Backend, dense, number, runs_triton, statistics_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +187,7 @@ def norm_fwd(
     if not runs_triton(x_TD, backend):
         return reference_fwd(x_TD, weight_D, bias_D, residual_TD, options=options)
     T, D = x_TD.shape
+    weight_D, bias_D = dense(weight_D), dense(bias_D)
     statistics = statistics_dtype(x_TD.dtype)
     y_TD = x_TD.new_empty((T, D), dtype=output_dtype(x_TD, weight_D, options))
     sum_TD = x_TD if residual_TD is None else x_TD.new_empty((T, D))
@@ -241,6 +242,7 @@ def norm_bwd(
         )
     sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
     T, D = sum_TD.shape
+    weight_D = dense(weight_D)
     block = triton.next_power_of_2(D)
     is_wide = block >= 16384
     rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if needs_bias else 16384) // block, 1))

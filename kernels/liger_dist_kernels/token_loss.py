@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, number, runs_triton
+from ._triton_utils import Backend, dense, number, runs_triton
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
 
@@ -125,9 +125,7 @@ def token_terms(
     with_entropy, with_smoothing = statistics.dot_other_T is not None, statistics.weighted_sum_T is not None
     if T > 0:
         _terms_kernel[(triton.cdiv(T, 128),)](
-            *(None if field is None else field.contiguous() for field in statistics),
-            labels_T,
-            class_weight_V,
+            *map(dense, (*statistics, labels_T, class_weight_V)),
             None if class_weight_V is None or not with_smoothing else class_weight_V.to(dtype).sum(),
             cross_entropy_T,
             z_loss_T,
