@@ -28,7 +28,15 @@ from .patching.plan import LossPlan, NotFusableError
 from .patching.probe import probe_plan
 from .patching.redirect import Wrapper
 from .patching.seam import Seam
-from .patching.structure import Structure, active_head, base_head, find_structure, heads_at, initializer_of
+from .patching.structure import (
+    Structure,
+    active_head,
+    base_head,
+    find_structure,
+    heads_at,
+    initializer_of,
+    input_embedding,
+)
 from .sharding import fsdp1, fsdp2
 from .sharding.base import Facts
 from .sharding.devices import compute_device
@@ -215,7 +223,9 @@ def _shard(
             for head in heads if record.seam is not None else ():
                 precede_installed_forward(head)
         in_root = structure.tied or bool(left_alone)
-        units = fsdp2.ShardingUnits(layers=structure.layers, tail=() if in_root else tail)
+        units = fsdp2.ShardingUnits(
+            layers=structure.layers, embedding=input_embedding(model), tail=() if in_root else tail
+        )
         try:
             fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
         except BaseException:

@@ -133,14 +133,15 @@ def train(cell: Cell) -> dict[str, float]:
 
 @contextmanager
 def all_by_kernels(model: nn.Module, *, forwards: int) -> Iterator[None]:
-    """Within, every norm and gated MLP is computed by its kernel, ``forwards`` times."""
+    """Within, every norm and gated MLP is computed by its kernel, ``forwards`` times, and none keeps its output."""
     norms, gated_mlps = (import_module(f"liger_dist.patching.{name}") for name in ("norms", "gated_mlps"))
     with (
+        mock.patch.object(import_module("liger_dist.layers.recomputation"), "LEAST_BYTES", 1),
         mock.patch.object(norms, "norm", wraps=norms.norm) as norm,
-        mock.patch.object(gated_mlps, "gated_projection", wraps=gated_mlps.gated_projection) as projection,
+        mock.patch.object(gated_mlps, "gated_activation", wraps=gated_mlps.gated_activation) as activation,
     ):
         yield
-    for kind, kernel in (("Norm", norm), ("MLP", projection)):
+    for kind, kernel in (("Norm", norm), ("MLP", activation)):
         modules = [name for name, module in model.named_modules() if type(module).__name__.endswith(kind)]
         assert modules
         assert kernel.call_count == forwards * len(modules), f"{kernel.call_count} calls for {modules}"

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from truth import relative_error
 
-from liger_dist.layers import gated_activation, gated_projection, norm, rotary
+from liger_dist.layers import gated_activation, norm, recomputation, rotary
 from liger_dist_kernels import ACTIVATIONS, NormOptions, RotaryLayout
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -120,69 +120,121 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
         assert relative_error(got, want) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_projection_keeps_no_product(bias: bool) -> None:
-    down = torch.nn.Linear(40, 6, bias=bias, dtype=torch.float64, device=DEVICE)
-    gate, up = (random(2, 5, 40, dtype=torch.float64, seed=seed) for seed in range(2))
-    products: list[StorageWeakRef] = []
+@pytest.fixture
+def outputs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "LEAST_BYTES", 1)
 
-    def projection(product: Tensor) -> Tensor:
-        products.append(StorageWeakRef(product.untyped_storage()))
-        result: Tensor = down(product)
+
+class Block(torch.nn.Module):
+    """Two norms with a gated MLP between them, in truth or by kernels."""
+
+    def __init__(self, bias: bool = False, of_norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
+        self.gate, self.up = (torch.nn.Linear(16, 40, bias=bias, **given) for _ in range(2))
+        self.down = torch.nn.Linear(40, 16, bias=bias, **given)
+        self.scales = torch.nn.ParameterList([random(16, dtype=torch.float64, seed=seed) for seed in range(5, 7)])
+        self.shift = torch.nn.Parameter(random(16, dtype=torch.float64, seed=8).detach()) if of_norm else None
+        self.options = NormOptions(eps=1e-5, subtract_mean=of_norm)
+        self.memories: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, *, by_kernels: bool = True) -> Tensor:
+        if not by_kernels:
+            y = true_norm(x, self.scales[0], self.shift, self.options)
+            hidden = self.down(F.silu(self.gate(y)) * self.up(y))
+            return true_norm(x + hidden, self.scales[1], None, self.options)
+        y = norm(x, self.scales[0], self.shift, options=self.options)[0]
+        activated = gated_activation(self.gate(y), self.up(y), activation="silu")
+        self.memories = [StorageWeakRef(part.untyped_storage()) for part in (y, activated)]
+        hidden = self.changed(self.down, activated)
+        del y, activated
+        return norm(hidden, self.scales[1], None, residual=x, options=self.options)[0]
+
+    def changed(self, down: Any, activated: Tensor) -> Tensor:
+        result: Tensor = down(activated)
         return result
 
-    def run() -> Tensor:
-        return gated_projection(projection, gate, up, activation="silu")
 
-    y = run()
-    assert products.pop().expired()
-    leaves = [gate, up, *down.parameters()]
+def check_block(block: Block, y: Tensor, x: Tensor) -> None:
+    leaves = [x, *block.parameters()]
     upstream = random(*y.shape, dtype=torch.float64, seed=3).detach()
-    want = torch.autograd.grad(down(F.silu(gate) * up), leaves, upstream)
-    for _ in range(2):
-        for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream, retain_graph=True), want, strict=True):
-            assert relative_error(gradient, expected) <= 1e-12
+    want = torch.autograd.grad(block(x, by_kernels=False), leaves, upstream)
+    for retains in (True, False):
+        got = torch.autograd.grad(y, leaves, upstream, retain_graph=retains)
+        assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) <= 1e-11
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of_norm", [False, True], ids=["RMSNorm", "LayerNorm"])
+def test_outputs_are_computed_again_rather_than_kept(bias: bool, of_norm: bool) -> None:
+    block, x = Block(bias, of_norm), random(2, 5, 16, dtype=torch.float64)
+    y = block(x)
+    assert all(memory.expired() for memory in block.memories)
+    check_block(block, y, x)
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_hooks_of_others_decide_what_is_kept() -> None:
+    block, x = Block(), random(2, 5, 16, dtype=torch.float64)
     for others in (
         torch.autograd.graph.save_on_cpu(),
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
     ):
         with others:
-            y = run()
-        for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream), want, strict=True):
-            assert relative_error(gradient, expected) <= 1e-12
-    y = checkpoint(run, use_reentrant=False)
-    for gradient, expected in zip(torch.autograd.grad(y, leaves, upstream), want, strict=True):
-        assert relative_error(gradient, expected) <= 1e-12
+            y = block(x)
+        check_block(block, y, x)
+    check_block(block, checkpoint(block, x, use_reentrant=False), x)
 
 
-def test_a_gated_projection_keeps_all_else_as_it_is() -> None:
-    """Negated views, what an operation saves of its result, changes that autograd has to notice, and no graph."""
-    weight = random(6, 40, dtype=torch.float64)
-    gate, up = (random(5, 40, dtype=torch.float64, seed=seed) for seed in range(1, 3))
-    for projection in (lambda x: F.linear(torch._neg_view(x), weight), lambda x: F.linear(x, weight).sigmoid()):
-        y = gated_projection(projection, gate, up, activation="silu")
-        (got,) = torch.autograd.grad(y.sum(), weight)
-        (want,) = torch.autograd.grad(projection(F.silu(gate) * up).sum(), weight)
-        assert relative_error(got, want) <= 1e-12
-    y = gated_projection(lambda x: F.linear(x, weight).sigmoid(), gate, up, activation="silu")
-    memory = StorageWeakRef(y.untyped_storage())
-    del y
-    assert memory.expired()
-    y = gated_projection(lambda x: F.linear(x, weight), gate, up, activation="silu")
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_what_is_read_through_hooks_of_others_is_left_to_them() -> None:
+    """Hooks that are on only while a part of the graph is made."""
+    block, x, unpacked = Block(), random(2, 5, 16, dtype=torch.float64), []
+
+    def offloaded(down: Any, activated: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(x) or x):  # type: ignore[func-returns-value]
+            result: Tensor = down(activated)
+        return result
+
+    block.changed = offloaded  # type: ignore[method-assign]
+    y = block(x)
+    assert not unpacked
+    check_block(block, y, x)
+    assert unpacked
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda down, product: down(torch._neg_view(product)),
+        lambda down, product: down(product.mul_(2.0)),
+        lambda down, product: down(product).sigmoid(),
+        lambda down, product: down(product.T.contiguous().T),
+    ],
+    ids=["negated", "changed in place", "result kept", "copied"],
+)
+def test_all_else_is_kept_as_it_is(change: Any) -> None:
+    block, x = Block(), random(5, 16, dtype=torch.float64)
+    leaves = list(block.parameters())
+    block.changed = change
+    got = torch.autograd.grad(block(x).sum(), leaves)
+    y = true_norm(x, block.scales[0], None, block.options)
+    hidden = change(block.down, F.silu(block.gate(y)) * block.up(y))
+    want = torch.autograd.grad(true_norm(x + hidden, block.scales[1], None, block.options).sum(), leaves)
+    assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) <= 1e-11
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_changes_that_autograd_has_to_notice() -> None:
+    block, x = Block(), random(5, 16, dtype=torch.float64)
+    y = block(x)
     with torch.no_grad():
-        weight.mul_(2.0)
+        block.down.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_a_gated_projection_that_changes_its_input() -> None:
-    """What it keeps is then not the product any more."""
-    weight = random(6, 40, dtype=torch.float64)
-    gate, up = (random(5, 40, dtype=torch.float64, seed=seed) for seed in range(1, 3))
-    y = gated_projection(lambda x: F.linear(x.mul_(2.0), weight), gate, up, activation="relu")
-    (got,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
-    (want,) = torch.autograd.grad(F.linear(F.relu(gate) * up * 2.0, weight).sum(), weight)
-    assert relative_error(got, want) <= 1e-12
 
 
 def true_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> Tensor:

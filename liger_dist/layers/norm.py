@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, NormOptions, NormOutput, norm_bwd, norm_fwd
 
+from .recomputation import RecomputedFunction, drop_outputs, forget_copy, is_on, note_output
 
-class _Norm(torch.autograd.Function):
+
+class _Norm(RecomputedFunction):
+    is_end_of_walk = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -27,11 +30,21 @@ class _Norm(torch.autograd.Function):
         ctx.has_residual, ctx.bias_dtype = residual_TD is not None, None if bias_D is None else bias_D.dtype
         output = norm_fwd(x_TD, weight_D, bias_D, residual_TD, options=options, backend=backend)
         ctx.save_for_backward(output.sum_TD, output.mean_T, output.rstd_T, weight_D)
+        if is_on() and any(ctx.needs_input_grad):
+            # Copies: when the output is computed again, the parameters may be sharded.
+            ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
+            note_output(ctx, output.y_TD)
         return (output.y_TD, output.sum_TD) if residual_TD is not None else output.y_TD
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        weight_D, bias_D = ctx.parameters
+        return norm_fwd(ctx.saved_tensors[0], weight_D, bias_D, None, options=ctx.options, backend=ctx.backend).y_TD
 
     @staticmethod
     def backward(ctx: Any, d_y_TD: Tensor | None, d_sum_TD: Tensor | None = None) -> tuple[Any, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        forget_copy(ctx)
         sum_TD, mean_T, rstd_T, weight_D = ctx.saved_tensors
         if d_y_TD is None:
             return d_sum_TD, None, None, d_sum_TD if ctx.has_residual else None, None, None
@@ -62,11 +75,14 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """The normalised ``x + residual``, and that sum itself (``x`` without a residual).
 
+    The normalised values are computed again in the backward rather than kept, where another norm follows.
+
     Args:
         x: ``[..., D]``, floating.
         weight, bias: ``[D]``, or None.
         residual: as ``x``.
     """
+    drop_outputs(x)
     residual_TD = None if residual is None else _rows(residual)
     result = _Norm.apply(_rows(x), weight, bias, residual_TD, options, backend)  # type: ignore[no-untyped-call]
     if residual is None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_dist.layers import gated_activation, gated_projection
+from liger_dist.layers import gated_activation
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend
 
 from .hooks import has_hooks
@@ -192,7 +192,7 @@ def _make_forward(own: Forward) -> Forward:
         if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
             # Projections may give DTensors, or under an adapter another dtype.
             return down(_activate(gate, plan.activation) * up)
-        return gated_projection(down, gate, up, activation=plan.activation, backend=plan.backend)
+        return down(gated_activation(gate, up, activation=plan.activation, backend=plan.backend))
 
     return forward
 

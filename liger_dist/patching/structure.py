@@ -81,6 +81,18 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
     return inside.pop() if len(inside) == 1 else None
 
 
+def input_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The model's input embedding, when its weight is used by nobody else."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None  # What transformers says of a model that has none, or several.
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    users = [module for module in model.modules() if embedding.weight in set(module._parameters.values())]
+    return embedding if users == [embedding] else None
+
+
 def active_head(place: nn.Module) -> nn.Module:
     """What is called at ``place``, behind FSDP1's wrapper and PEFT's ``modules_to_save``."""
     place = getattr(place, "_fsdp_wrapped_module", place)

@@ -72,6 +72,8 @@ class ShardingUnits:
     """What becomes a group of its own; everything else falls to the root."""
 
     layers: Sequence[nn.Module]
+    embedding: nn.Module | None
+    """the input embedding, when nobody else uses its weight"""
     tail: Sequence[nn.Module]
     """``[final norm, head]``; empty when the head is tied to the embedding and stays in the root"""
 
@@ -98,7 +100,7 @@ def shard(
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
         ),
     }
-    for layer in units.layers:
+    for layer in (*units.layers, *filter(None, [units.embedding])):
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     if units.tail:
         # Its backward follows its forward at once: freeing it in between would only gather it twice.

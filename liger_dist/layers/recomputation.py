@@ -1,0 +1,139 @@
+"""What norms and gated activations put out is computed again in the backward, where others would keep it for theirs:
+one pass over numbers that are kept anyway.
+
+By the time a norm is called, whoever reads the output of the norm in front of it is in the graph of its input. That
+graph is walked back as far as such norms. Where somebody else's hooks decide what is kept (activation checkpointing,
+offloading), they do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MOST_NODES = 64
+"""of one walk; an attention has two dozen, with adapters twice as many"""
+LEAST_BYTES = 2**23
+"""of a norm's input: the walk takes the host 0.15 ms, in which a GPU is done with small layers"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How what a function put out is known where it is kept."""
+
+    memory: StorageWeakRef
+    address: int
+    dtype: torch.dtype
+    version: int
+
+    def is_kept_as(self, saved: Any) -> bool:
+        """With the same numbers, and not with their negatives."""
+        is_plain = type(saved) is Tensor and saved.dtype == self.dtype and not saved.is_neg()
+        return is_plain and saved.untyped_storage().data_ptr() == self.address and saved._version == self.version
+
+
+class RecomputedFunction(torch.autograd.Function):
+    """A function whose output can be computed again from what it keeps for its own backward."""
+
+    is_end_of_walk: bool
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        """The output, bit by bit."""
+        raise NotImplementedError
+
+
+def is_on() -> bool:
+    """Whether outputs can be dropped where the call is made."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def note_output(ctx: Any, output: Tensor) -> None:
+    """In the forward of a :class:`RecomputedFunction`, whose backward calls :func:`forget_copy`."""
+    storage = output.untyped_storage()
+    ctx.output = Output(StorageWeakRef(storage), storage.data_ptr(), output.dtype, output._version)
+    ctx.copy = None
+
+
+def forget_copy(ctx: Any) -> None:
+    """Everybody who reads the output has had it in the backward."""
+    ctx.copy = None
+
+
+def drop_outputs(x: Tensor) -> None:
+    """Drops the outputs of norms and gated activations that the graph of ``x`` keeps, as far as the last norms."""
+    if x.grad_fn is None or x.nbytes < LEAST_BYTES or not is_on():
+        return
+    producers, readers = _walk(x.grad_fn)
+    kept = [node for node in producers if not node.output.memory.expired()]
+    for reader in readers if kept else ():
+        for raw, saved in _saved_by(reader):
+            producer = next((node for node in kept if node.output.is_kept_as(saved)), None)
+            if producer is not None:
+                part = _Part(producer, saved.shape, saved.stride(), int(saved.storage_offset()))
+                raw.register_hooks(lambda _, part=part: part, _Part.compute)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What stands for a view of a dropped output."""
+
+    producer: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def compute(self) -> Tensor:
+        # Several read it one after another, and its own backward follows.
+        if self.producer.copy is None:
+            with torch.no_grad():
+                self.producer.copy = _function_of(self.producer).again(self.producer)
+        copy: Tensor = self.producer.copy
+        return copy.as_strided(self.shape, self.stride, self.offset)
+
+
+def _function_of(node: Any) -> Any:
+    """The :class:`RecomputedFunction` of a node, if it has noted its output."""
+    function = getattr(type(node), "_forward_cls", None)
+    is_one = isinstance(function, type) and issubclass(function, RecomputedFunction)
+    return function if is_one and hasattr(node, "output") else None
+
+
+def _walk(last: Any) -> tuple[list[Any], list[Any]]:
+    """Nodes that have put out what can be computed again, and the others; of very many nodes only some."""
+    producers: list[Any] = []
+    others: list[Any] = []
+    seen, waiting = {last}, [last]
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        function = _function_of(node)
+        (others if function is None else producers).append(node)
+        if function is not None and function.is_end_of_walk:
+            continue
+        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(following)
+        waiting += following
+    return producers, others
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What a node has saved, with where hooks are set on it; without what has hooks already."""
+    for place, name in _saved_names(type(node)):  # type: ignore[arg-type]
+        raw = getattr(node, place)
+        several = raw if isinstance(raw, tuple) else (raw,)
+        if all(one.unpack_hook is None for one in several):
+            saved = getattr(node, name)
+            yield from zip(several, saved if isinstance(raw, tuple) else (saved,), strict=True)
+
+
+@functools.cache
+def _saved_names(node_type: type) -> tuple[tuple[str, str], ...]:
+    """Of a node's attributes, where a tensor is saved and the tensor itself."""
+    places = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return tuple((name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:]) for name in places)
