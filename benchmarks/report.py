@@ -36,6 +36,22 @@ that have to be moved; `host` is what a call costs the host, in microseconds.
 
 ![Percentage of the copy bandwidth](plots/memory_bound.png)
 """
+SPLIT = """## A head whose rows stay where they are
+
+The head alone on several GPUs, forward and backward: N tokens of each process, bf16, rows with fp32 masters and
+gradients. `split`: tokens travel, with budgets for what is held for a chunk of them. `gathered`: the weight is gathered
+and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the slowest process to three bare GEMMs of
+its tokens with the whole weight. `peak`: memory beyond inputs and masters, with the gradients, in MiB.
+
+![Time and memory](plots/vocab_parallel.png)
+"""
+STEP = """## Whole training steps
+
+Forward, backward, clipping and AdamW under FSDP2: bf16 with fp32 masters and reduction, 2 x 4096 tokens for each
+process. Hugging Face and Liger are sharded as FSDP2's documentation has it, each layer and the root.
+
+![Tokens per second and memory](plots/training_step.png)
+"""
 
 
 def read(name: str, directory: Path) -> Problems:
@@ -101,6 +117,86 @@ def memory_section(problems: Problems) -> str:
         header = ("shape", "implementation", "forward ms", "%", "backward ms", "%", "host µs")
         parts += [f"### {kernel}\n", table(header, rows), footnote(next(iter(of_kernel.values()))["environment"])]
     return "\n".join(parts)
+
+
+def split_section(problems: Problems) -> str:
+    """One table for each shape and number of GPUs."""
+    parts = [SPLIT]
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            figures = row["figures"]
+            time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
+            cells = [row["name"], time, number(figures["ratio"], ".3f"), number(figures["peak MiB"], ".0f")]
+            rows.append([*cells, number(figures.get("dW difference"), ".1e")])
+        shape, processes = name.split(" on ")
+        parts += [
+            f"### (N, D, V) = {shape.replace('x', ', ', 2)} on {processes} GPUs\n",
+            table(("implementation", "ms", "ratio", "peak", "dW, to gathered fp32"), rows),
+            footnote(problem["environment"]),
+        ]
+    return "\n".join(parts)
+
+
+def step_section(problems: Problems) -> str:
+    """One table for each model and number of GPUs."""
+    parts = [STEP]
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
+            cells = [row["name"], time, number(row["figures"]["tokens/s"], ".0f")]
+            rows.append([*cells, number(row["figures"]["peak GiB"], ".2f")])
+        model, processes = name.rsplit(", on ", 1)
+        parts += [
+            f"### {model}, on {processes} GPUs\n",
+            table(("implementation", "ms", "tokens/s", "peak GiB"), rows),
+            footnote(problem["environment"]),
+        ]
+    return "\n".join(parts)
+
+
+def plot_split(problems: Problems, path: Path) -> None:
+    """Ratio over peak memory, one panel for each shape."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(problems), figsize=(4.5 * len(problems), 4), squeeze=False)
+    for axis, (name, problem) in zip(axes.flat, problems.items(), strict=True):
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in problem["rows"][1:]:
+            copies = ", peer copies" if "peer copies" in row["name"] else ""
+            kinds.setdefault(row["name"].split(",")[0] + copies, []).append(row)
+        for kind, rows in kinds.items():
+            places = [(row["figures"]["peak MiB"], row["figures"]["ratio"]) for row in rows]
+            axis.plot(*zip(*places, strict=True), "o-", label=kind)
+            for row, place in zip(rows, places, strict=True):
+                axis.annotate(row["name"].split(", ")[1], place, fontsize=6, xytext=(4, 3), textcoords="offset points")
+        axis.set(title=f"{name} GPUs", xlabel="peak memory (MiB)", ylabel="time / three GEMMs", ylim=(0.95, 1.45))
+        axis.set_xlim(left=0)
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_steps(problems: Problems, path: Path) -> None:
+    """Tokens per second and peak memory of every way."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(problems), 2, figsize=(11, 3 * len(problems)), squeeze=False, sharey="row")
+    for line, (name, problem) in zip(axes, problems.items(), strict=True):
+        names = [row["name"] for row in problem["rows"]]
+        colours = ["C0" if name.startswith(OURS) else "C7" for name in names]
+        for axis, figure_name in zip(line, ("tokens/s", "peak GiB"), strict=True):
+            bars = axis.barh(names, [row["figures"][figure_name] for row in problem["rows"]], color=colours)
+            axis.bar_label(bars, fmt="%.3g" if figure_name == "peak GiB" else "%.0f", fontsize=7)
+            axis.set_title(f"{name} GPUs: {figure_name}", fontsize=9)
+            axis.tick_params(labelsize=7)
+            axis.margins(x=0.12)
+        line[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def plot_linear(problems: Problems, path: Path) -> None:
@@ -174,6 +270,13 @@ def main() -> None:
     if memory:
         plot_memory(memory, plots / "memory_bound.png")
         sections.append(memory_section(memory))
+    split, steps = read("vocab_parallel", given.results), read("training_step", given.results)
+    if split:
+        plot_split(split, plots / "vocab_parallel.png")
+        sections.append(split_section(split))
+    if steps:
+        plot_steps(steps, plots / "training_step.png")
+        sections.append(step_section(steps))
     (given.docs / "benchmarks.md").write_text("\n".join(sections))
 
 

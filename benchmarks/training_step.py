@@ -69,12 +69,17 @@ def liger(model: Any) -> Any:
     return sharded_by_hand(model)
 
 
-def ours(head: str, *, compiled: bool = False) -> Callable[[Any], Any]:
+def ours(head: str, *, compiled: bool = False, budget_mib: int | None = None) -> Callable[[Any], Any]:
     def wrap(model: Any) -> Any:
         if compiled:
             for layer in model.model.layers:
                 layer.compile()
-        config = liger_dist.WrapConfig(head=head, param_dtype=torch.bfloat16, layer_kernels=not compiled)  # type: ignore[arg-type]
+        config = liger_dist.WrapConfig(
+            head=head,  # type: ignore[arg-type]
+            param_dtype=torch.bfloat16,
+            layer_kernels=not compiled,
+            memory_budget=None if budget_mib is None else budget_mib * 2**20,
+        )
         return liger_dist.wrap(model, "fsdp2", config=config)
 
     return wrap
@@ -83,6 +88,7 @@ def ours(head: str, *, compiled: bool = False) -> Callable[[Any], Any]:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "liger_dist, gather": ours("gather"),
     "liger_dist, vocab_parallel": ours("vocab_parallel"),
+    "liger_dist, vocab_parallel, 512 MiB": ours("vocab_parallel", budget_mib=512),
     "liger_dist, vocab_parallel, layers compiled": ours("vocab_parallel", compiled=True),
     "Hugging Face": sharded_by_hand,
     "Hugging Face, layers compiled": lambda model: sharded_by_hand(model, compiled=True),
@@ -157,7 +163,8 @@ def main() -> None:
     for name, shape in SHAPES.items():
         if given.only not in name:
             continue
-        rows = {way: Row(name, way, "") for way in WAYS}
+        problem = f"{name}, on {dist.get_world_size()}"
+        rows = {way: Row(problem, way, "") for way in WAYS}
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for way in (*WAYS, *reversed(WAYS)):
             seen = run(WAYS[way], shape, given.rounds)
@@ -174,7 +181,7 @@ def main() -> None:
             row.p20_ms, row.p80_ms = seen_ms[len(seen_ms) // 5], seen_ms[-1 - len(seen_ms) // 5]
             row.figures["tokens/s"] = tokens / row.median_ms * 1e3
         if dist.get_rank() == 0:
-            print(f"{name} on {dist.get_world_size()}")
+            print(problem)
             show(list(rows.values()), ("tokens/s", "peak GiB", "loss"))
             save("training_step", list(rows.values()), given.results)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import tempfile
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_dist
+from liger_dist.layers import recomputation
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.token_exchange import numbers_of_token
@@ -115,6 +117,34 @@ def shapes_of_a_step() -> dict[str, set[tuple[int, ...]]]:
         with LocalShapes() as shapes:
             model(**make_batch(dist.get_rank())).loss.backward()
         found[head] = shapes.seen
+    return found
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector(workers_2: Workers) -> None:
+    """Which would come late: what waits for it holds hidden states and their gradients."""
+    for garbage in workers_2.run(garbage_of_a_step):
+        assert not any(garbage.values()), garbage
+
+
+def garbage_of_a_step() -> dict[str, list[str]]:
+    found = {}
+    for head in HEADS:
+        model = make_model("llama", tied=True, dtype=torch.float32)
+        model = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head=head, memory_budget=4000))  # type: ignore[arg-type]
+        with mock.patch.object(recomputation, "LEAST_BYTES", 1):
+            for _ in range(2):
+                model(**make_batch(dist.get_rank())).loss.backward()
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                model(**make_batch(dist.get_rank())).loss.backward()
+                gc.collect()
+                found[head] = [type(thing).__name__ for thing in gc.garbage]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
     return found
 
 

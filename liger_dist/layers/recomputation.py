@@ -19,8 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 MOST_NODES = 64
 """of one walk; an attention has two dozen, with adapters twice as many"""
-LEAST_BYTES = 2**23
-"""of a norm's input: the walk takes the host 0.15 ms, in which a GPU is done with small layers"""
+LEAST_BYTES = 2**24
+"""of a norm's input: a walk takes the host a tenth of a ms, in which a GPU is done with small layers"""
+PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
+"""nodes of autograd that keep what they multiply by a weight; functions of others may as well"""
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,16 @@ class Output:
     """How what a function put out is known where it is kept."""
 
     memory: StorageWeakRef
-    address: int
+    first: int
+    """address"""
+    end: int
     dtype: torch.dtype
     version: int
 
     def is_kept_as(self, saved: Any) -> bool:
         """With the same numbers, and not with their negatives."""
-        is_plain = type(saved) is Tensor and saved.dtype == self.dtype and not saved.is_neg()
-        return is_plain and saved.untyped_storage().data_ptr() == self.address and saved._version == self.version
+        is_inside = type(saved) is Tensor and self.first <= saved.data_ptr() < self.end
+        return is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
 
 
 class RecomputedFunction(torch.autograd.Function):
@@ -57,7 +61,8 @@ def is_on() -> bool:
 def note_output(ctx: Any, output: Tensor) -> None:
     """In the forward of a :class:`RecomputedFunction`, whose backward calls :func:`forget_copy`."""
     storage = output.untyped_storage()
-    ctx.output = Output(StorageWeakRef(storage), storage.data_ptr(), output.dtype, output._version)
+    first = storage.data_ptr()
+    ctx.output = Output(StorageWeakRef(storage), first, first + storage.nbytes(), output.dtype, output._version)
     ctx.copy = None
 
 
@@ -67,17 +72,19 @@ def forget_copy(ctx: Any) -> None:
 
 
 def drop_outputs(x: Tensor) -> None:
-    """Drops the outputs of norms and gated activations that the graph of ``x`` keeps, as far as the last norms."""
+    """Drops the outputs of norms and gated activations that products in the graph of ``x`` keep, as far as the last
+    norms."""
     if x.grad_fn is None or x.nbytes < LEAST_BYTES or not is_on():
         return
-    producers, readers = _walk(x.grad_fn)
-    kept = [node for node in producers if not node.output.memory.expired()]
-    for reader in readers if kept else ():
-        for raw, saved in _saved_by(reader):
-            producer = next((node for node in kept if node.output.is_kept_as(saved)), None)
-            if producer is not None:
-                part = _Part(producer, saved.shape, saved.stride(), int(saved.storage_offset()))
-                raw.register_hooks(lambda _, part=part: part, _Part.compute)
+    producers, products = _walk(x.grad_fn)
+    outputs = [(node, node.output) for node in producers if not node.output.memory.expired()]
+    for product in products if outputs else ():
+        for raw, saved in _saved_by(product):
+            for producer, output in outputs:
+                if output.is_kept_as(saved):
+                    part = _Part(producer, saved.shape, saved.stride(), int(saved.storage_offset()))
+                    raw.register_hooks(lambda _, part=part: part, _Part.compute)
+                    break
 
 
 @dataclass(frozen=True)
@@ -92,48 +99,56 @@ class _Part:
     def compute(self) -> Tensor:
         # Several read it one after another, and its own backward follows.
         if self.producer.copy is None:
+            function = _function_of(type(self.producer))
+            assert function is not None
             with torch.no_grad():
-                self.producer.copy = _function_of(self.producer).again(self.producer)
+                self.producer.copy = function.again(self.producer)
         copy: Tensor = self.producer.copy
         return copy.as_strided(self.shape, self.stride, self.offset)
 
 
-def _function_of(node: Any) -> Any:
-    """The :class:`RecomputedFunction` of a node, if it has noted its output."""
-    function = getattr(type(node), "_forward_cls", None)
-    is_one = isinstance(function, type) and issubclass(function, RecomputedFunction)
-    return function if is_one and hasattr(node, "output") else None
+@functools.cache
+def _function_of(node_type: Any) -> type[RecomputedFunction] | None:
+    """The :class:`RecomputedFunction` whose nodes these are, if they are one's."""
+    function = getattr(node_type, "_forward_cls", None)
+    return function if isinstance(function, type) and issubclass(function, RecomputedFunction) else None
+
+
+@functools.cache
+def _saved_names(node_type: Any) -> tuple[tuple[str, str], ...]:
+    """Of a product's attributes, where a tensor is saved and the tensor itself; nothing for any other node."""
+    if node_type.__name__ not in PRODUCTS and not hasattr(node_type, "_forward_cls"):
+        return ()
+    places = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return tuple((name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:]) for name in places)
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any]]:
-    """Nodes that have put out what can be computed again, and the others; of very many nodes only some."""
+    """Nodes that have put out what can be computed again, and products; of very many nodes only some."""
     producers: list[Any] = []
-    others: list[Any] = []
+    products: list[Any] = []
     seen, waiting = {last}, [last]
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        function = _function_of(node)
-        (others if function is None else producers).append(node)
-        if function is not None and function.is_end_of_walk:
-            continue
-        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(following)
-        waiting += following
-    return producers, others
+        function = _function_of(type(node))
+        if function is not None and hasattr(node, "output"):
+            producers.append(node)
+            if function.is_end_of_walk:
+                continue
+        elif _saved_names(type(node)):
+            products.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return producers, products
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     """What a node has saved, with where hooks are set on it; without what has hooks already."""
-    for place, name in _saved_names(type(node)):  # type: ignore[arg-type]
+    for place, name in _saved_names(type(node)):
         raw = getattr(node, place)
         several = raw if isinstance(raw, tuple) else (raw,)
         if all(one.unpack_hook is None for one in several):
             saved = getattr(node, name)
             yield from zip(several, saved if isinstance(raw, tuple) else (saved,), strict=True)
-
-
-@functools.cache
-def _saved_names(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Of a node's attributes, where a tensor is saved and the tensor itself."""
-    places = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
-    return tuple((name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:]) for name in places)

@@ -16,6 +16,7 @@ before the products.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +100,9 @@ class ExchangedTokens:
             fields = [g * gradient_scale for g in gradients if g is not None]
             gathered = iter(self._gathered(fields, fill=0) if fields else ())
             self._gradients = [None if g is None else next(gathered) for g in gradients]
-        self._transport = transport(self._own, self.num_chunks) if self.num_chunks > 0 else None
+        # Nothing of self, so that all of it is gone with the last reference.
+        own = functools.partial(_own_tokens, hidden_TD, plan, self._rank)
+        self._transport = transport(own, self.num_chunks) if self.num_chunks > 0 else None
         self._sent: int | None = None
         self._d_hidden_TD: Tensor | None = None
 
@@ -141,15 +144,6 @@ class ExchangedTokens:
             return values_GKm.reshape(-1)
         values_R, kept = values_GKm[:, chunk].reshape(-1), self._kept[chunk]
         return values_R if kept is None else values_R[kept]
-
-    def _own(self, chunk: int) -> Tensor:
-        m, D = self._plan.rows, self._hidden_TD.shape[1]
-        if self._places_Km is None:
-            return self._hidden_TD[chunk * m : (chunk + 1) * m]
-        start, end = self._plan.share(self._rank, chunk)
-        own_mD = self._hidden_TD.new_zeros((m, D))
-        own_mD[: end - start] = self._hidden_TD[start:end]
-        return own_mD
 
     def hidden(self, chunk: int) -> Tensor:
         if self._transport is None:
@@ -203,6 +197,16 @@ class ExchangedTokens:
     def hidden_gradient(self) -> Tensor:
         self._add_received()
         return torch.zeros_like(self._hidden_TD) if self._d_hidden_TD is None else self._d_hidden_TD
+
+
+def _own_tokens(hidden_TD: Tensor, plan: ExchangePlan, process: int, chunk: int) -> Tensor:
+    """``[m, D]``: the hidden states of one process in a chunk, zeros behind them."""
+    start, end = plan.share(process, chunk)
+    if end - start == plan.rows:
+        return hidden_TD[start:end]
+    own_mD = hidden_TD.new_zeros((plan.rows, hidden_TD.shape[1]))
+    own_mD[: end - start] = hidden_TD[start:end]
+    return own_mD
 
 
 @dataclass(frozen=True, kw_only=True)
