@@ -99,7 +99,8 @@ class _Part:
     def compute(self) -> Tensor:
         # Several read it one after another, and its own backward follows.
         if self.producer.copy is None:
-            function = _function_of(type(self.producer))
+            kind: Any = type(self.producer)
+            function = _function_of(kind)
             assert function is not None
             with torch.no_grad():
                 self.producer.copy = function.again(self.producer)
@@ -130,12 +131,13 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
     seen, waiting = {last}, [last]
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        function = _function_of(type(node))
+        kind: Any = type(node)
+        function = _function_of(kind)
         if function is not None and hasattr(node, "output"):
             producers.append(node)
             if function.is_end_of_walk:
                 continue
-        elif _saved_names(type(node)):
+        elif _saved_names(kind):
             products.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -146,7 +148,8 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     """What a node has saved, with where hooks are set on it; without what has hooks already."""
-    for place, name in _saved_names(type(node)):
+    kind: Any = type(node)
+    for place, name in _saved_names(kind):
         raw = getattr(node, place)
         several = raw if isinstance(raw, tuple) else (raw,)
         if all(one.unpack_hook is None for one in several):
