@@ -49,9 +49,9 @@ class WrapConfig:
     "vocab_parallel" cost."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
-    "log_prob" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation computes the
-    model's own loss beside whole logits (for metrics of your own), and training stays fused. A call's own ``outputs=``
-    comes first."""
+    "log_prob", "mean_logit" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation
+    computes the model's own loss beside whole logits (for metrics of your own), and training stays fused. A call's own
+    ``outputs=`` comes first."""
     kernels: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None

@@ -40,7 +40,7 @@ def make_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, ...] = (), **options: Any) -> Any:
     numbers = {name: options.pop(name) for name in list(options) if name in NUMBERS}
-    loss = LossArguments(options=loss_options(**(NUMBERS | numbers)), outputs=outputs, **options)
+    loss = LossArguments(options=loss_options(**(NUMBERS | numbers), outputs=outputs), outputs=outputs, **options)
     return fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))
 
 
@@ -50,11 +50,12 @@ def test_every_option_matches_fp64_and_leaves_the_logits_alone(name: str, backen
     logits, labels = make_logits()
     before = logits.detach().clone()
     options = fill_weights(OPTIONS[name], T, V)
-    names = ("log_prob", "entropy", "is_top1", "z_loss")
+    numbers = ("log_prob", "entropy", "z_loss") + (() if "class_weight" in options else ("mean_logit",))
+    names = (*numbers, "is_top1")
     result = fused(logits, labels, backend=backend, outputs=names, **options)
     leaf = logits.detach().double().requires_grad_()
     truth = cross_entropy_truth(leaf, labels, **options)
-    for output in ("loss", "log_prob", "entropy", "z_loss"):
+    for output in ("loss", *numbers):
         assert relative_error(getattr(result, output), getattr(truth, output)) < 5e-6, output
     assert torch.equal(result.is_top1, truth.is_top1)
     u, v = torch.randn(2, T, device=DEVICE)

@@ -90,7 +90,8 @@ def fused(
 ) -> liger_dist.LossOutput:
     """The op with its execution spelled out, which the public function leaves at its defaults."""
     numbers = {name: options.pop(name) for name in list(options) if name in NUMBERS}
-    loss = LossArguments(options=loss_options(**(NUMBERS | numbers)), outputs=as_output_names(outputs), **options)
+    names = as_output_names(outputs)
+    loss = LossArguments(options=loss_options(**(NUMBERS | numbers), outputs=names), outputs=names, **options)
     execution = Execution(backend=backend, memory_budget=memory_budget)
     return fused_linear_cross_entropy(hidden, weight, bias, labels, loss=loss, execution=execution)
 
@@ -140,10 +141,10 @@ def test_every_option_matches_fp64(name: str, backend: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "temperature": 1.5, "z_loss": 1e-2}], ids=["plain", "capped"])
 def test_outputs_and_their_gradients_match_fp64(options: dict[str, Any], backend: str) -> None:
     hidden, weight, bias, labels = make_inputs()
-    names = ("log_prob", "entropy", "is_top1", "z_loss")
+    names = ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit")
     result = fused(hidden, weight, bias, labels, backend=backend, memory_budget=600, outputs=names, **options)
     truth, leaves = truth_of(hidden, weight, bias, labels, **options)
-    for name in ("loss", "log_prob", "entropy", "z_loss"):
+    for name in ("loss", "log_prob", "entropy", "z_loss", "mean_logit"):
         assert relative_error(getattr(result, name), getattr(truth, name)) < 2e-6, name
     assert torch.equal(result.is_top1, truth.is_top1)
     assert not result.z_loss.requires_grad

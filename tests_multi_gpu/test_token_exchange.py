@@ -170,7 +170,11 @@ def errors_of(
         mine[2] if has_bias else None,
         labels,
         loss=LossArguments(
-            options=LossOptions(**case), class_weight=class_weight, token_weight=token_weight, outputs=outputs, **plain
+            options=LossOptions(**case, mean_logit="mean_logit" in outputs),
+            class_weight=class_weight,
+            token_weight=token_weight,
+            outputs=outputs,
+            **plain,
         ),
         execution=Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8),
         split=shard,

@@ -29,7 +29,10 @@ CASES: dict[str, dict[str, Any]] = {
     "class weights and smoothing": {"class_weight": True, "label_smoothing": 0.1},
     "token weights": {"token_weight": True},
     "items": {"num_items_in_batch": 5.0},
-    "log-probabilities and entropy": {"outputs": ("log_prob", "entropy", "is_top1", "z_loss"), "z_loss": 0.1},
+    "log-probabilities and entropy": {
+        "outputs": ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit"),
+        "z_loss": 0.1,
+    },
     "bias": {"bias": True},
     "everything": {
         "bias": True,
@@ -98,7 +101,11 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         labels,
         shard=VocabularyShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
         loss=LossArguments(
-            options=LossOptions(**case), class_weight=class_weight, token_weight=token_weight, outputs=outputs, **plain
+            options=LossOptions(**case, mean_logit="mean_logit" in outputs),
+            class_weight=class_weight,
+            token_weight=token_weight,
+            outputs=outputs,
+            **plain,
         ),
         execution=Execution(backend=backend, memory_budget=2 * rows * 8),
     )

@@ -19,6 +19,7 @@ class Truth:
     entropy: Tensor
     is_top1: Tensor
     z_loss: Tensor
+    mean_logit: Tensor
 
 
 def transformed(logits: Tensor, *, softcap: float | None, logit_scale: float, temperature: float) -> Tensor:
@@ -75,6 +76,7 @@ def cross_entropy_truth(
         entropy=(-(log_probs.exp() * log_probs).sum(-1)).where(valid, 0.0),
         is_top1=valid & (z.gather(1, safe[:, None])[:, 0] >= z.amax(-1)),
         z_loss=z_term,
+        mean_logit=z.mean(-1).where(valid, 0.0),
     )
 
 

@@ -308,7 +308,7 @@ def cross_entropy_fwd(
         backend: see :func:`runs_triton`.
     """
     T, V = logits_TV.shape
-    with_smoothing = options.label_smoothing > 0
+    with_smoothing = options.sums_logits
     if V == 0:
         return _statistics_of_nothing(logits_TV, with_entropy=with_entropy, with_smoothing=with_smoothing)
     if not runs_triton(logits_TV, backend):
@@ -432,7 +432,7 @@ def cross_entropy_fwd_reference(
     dot_other_T = weighted_sum_T = None
     if with_entropy:
         dot_other_T = (e_TV * distance_TV).masked_fill_(e_TV == 0, 0.0).sum(-1)
-    if options.label_smoothing > 0:
+    if options.sums_logits:
         weighted_sum_T = z_TV.sum(-1) if class_weight_V is None else z_TV @ class_weight_V.to(z_TV.dtype)
     target_T = z_TV.masked_fill(~is_target, 0.0).sum(-1)
     return SoftmaxStatistics(max_T, e_TV.sum(-1), target_T, dot_other_T, weighted_sum_T)

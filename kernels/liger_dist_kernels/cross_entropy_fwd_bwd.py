@@ -152,7 +152,7 @@ def cross_entropy_fwd_bwd(
             out_TV=out_TV,
         )
     T, V = logits_TV.shape
-    dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.label_smoothing > 0
+    dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.sums_logits
     fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
     labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:

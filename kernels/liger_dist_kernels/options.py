@@ -31,6 +31,14 @@ class LossOptions:
     temperature: float = 1.0
     """Divisor of the logits, after the soft-cap."""
 
+    mean_logit: bool = False
+    """Whether the mean of each token's z is to be reported."""
+
+    @property
+    def sums_logits(self) -> bool:
+        """Whether the sum of each token's z over the vocabulary is needed."""
+        return self.label_smoothing > 0 or self.mean_logit
+
     def __post_init__(self) -> None:
         if not isinstance(self.ignore_index, int):
             raise ValueError(f"ignore_index is {self.ignore_index!r}; expected an integer.")

@@ -34,6 +34,8 @@ class TokenTerms(NamedTuple):
     lse_T: Tensor
     miss_T: Tensor
     """``1 - p_y``"""
+    mean_logit_T: Tensor | None
+    """mean of the transformed logits over the vocabulary"""
 
 
 class TokenGradients(NamedTuple):
@@ -122,7 +124,7 @@ def token_terms(
     T, dtype = max_T.numel(), max_T.dtype
     cross_entropy_T, z_loss_T, log_prob_T, entropy_T, lse_T, miss_T = max_T.new_empty((6, T))
     is_top1_T = max_T.new_empty(T, dtype=torch.uint8)
-    with_entropy, with_smoothing = statistics.dot_other_T is not None, statistics.weighted_sum_T is not None
+    with_entropy, with_smoothing = statistics.dot_other_T is not None, options.label_smoothing > 0
     if T > 0:
         _terms_kernel[(triton.cdiv(T, 128),)](
             *map(dense, (*statistics, labels_T, class_weight_V)),
@@ -152,7 +154,17 @@ def token_terms(
         entropy_T=entropy_T if with_entropy else None,
         lse_T=lse_T,
         miss_T=miss_T,
+        mean_logit_T=_mean_logit(statistics, labels_T, options, vocab_size),
     )
+
+
+def _mean_logit(
+    statistics: SoftmaxStatistics, labels_T: Tensor, options: LossOptions, vocab_size: int
+) -> Tensor | None:
+    if not options.mean_logit:
+        return None
+    assert statistics.weighted_sum_T is not None
+    return torch.where(labels_T >= 0, statistics.weighted_sum_T / vocab_size, 0.0)
 
 
 def token_terms_reference(
@@ -178,7 +190,8 @@ def token_terms_reference(
     nll_T = torch.where(likely_T, torch.log1p(sum_other_T / e_target_T), log_sum_T + (max_T - target_T))
     label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, lse_T.dtype)
     cross_entropy_T = nll_T * label_weight
-    if weighted_sum_T is not None:
+    if options.label_smoothing > 0:
+        assert weighted_sum_T is not None
         smooth_T = (total_weight * lse_T - weighted_sum_T) / vocab_size
         cross_entropy_T = (1.0 - options.label_smoothing) * cross_entropy_T + options.label_smoothing * smooth_T
     entropy_T = None
@@ -193,6 +206,7 @@ def token_terms_reference(
         entropy_T=entropy_T,
         lse_T=lse_T,
         miss_T=miss_T,
+        mean_logit_T=_mean_logit(statistics, labels_T, options, vocab_size),
     )
 
 

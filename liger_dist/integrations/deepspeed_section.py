@@ -11,7 +11,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
 NAME = "liger_dist"
-Output = Literal["token_accuracy", "is_top1", "entropy", "log_prob", "z_loss", "logits"]
+Output = Literal["token_accuracy", "is_top1", "entropy", "log_prob", "mean_logit", "z_loss", "logits"]
 
 
 class Section(BaseModel):
@@ -34,7 +34,7 @@ class Section(BaseModel):
     )
     outputs: list[Output] = Field(
         [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, log_prob, "
-        "z_loss, or logits alone"
+        "mean_logit, z_loss, or logits alone"
     )  # fmt: skip
 
     def wrap_config(self) -> WrapConfig:

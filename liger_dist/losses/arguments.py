@@ -16,7 +16,7 @@ from liger_dist_kernels import Backend, LossOptions
 from .labels import LabelSummary
 from .normalization import Reduction, check_reduction
 
-OUTPUTS: tuple[str, ...] = ("log_prob", "entropy", "is_top1", "z_loss")
+OUTPUTS: tuple[str, ...] = ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit")
 DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
 
 
@@ -50,6 +50,11 @@ class LossArguments:
         unknown = [name for name in self.outputs if name not in OUTPUTS]
         if unknown:
             raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(OUTPUTS)}.")
+        if "mean_logit" in self.outputs and self.class_weight is not None:
+            raise LigerDistError(
+                "outputs contains 'mean_logit' and class_weight is given, with which the sum over the vocabulary is "
+                "another one; leave one of them out."
+            )
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
@@ -80,7 +85,7 @@ class Execution:
 class LossOutput:
     """A loss with the further outputs that were asked for (None otherwise).
 
-    ``log_prob`` and ``entropy`` carry gradients; ``is_top1`` and ``z_loss`` are reports and carry none. Tokens
+    ``log_prob`` and ``entropy`` carry gradients; the others are reports and carry none. Tokens
     without a target have 0 (False) everywhere.
     """
 
@@ -94,6 +99,8 @@ class LossOutput:
     """bool, the labels' shape: no class has a larger logit than the label"""
     z_loss: Tensor | None = None
     """the z-loss part of ``loss``, reduced alike"""
+    mean_logit: Tensor | None = None
+    """mean of each token's transformed logits over the vocabulary, the labels' shape"""
 
 
 def loss_options(
@@ -104,6 +111,7 @@ def loss_options(
     softcap: float | None,
     logit_scale: float,
     temperature: float,
+    outputs: Sequence[str] = (),
 ) -> LossOptions:
     """:class:`LossOptions`, whose refusals become this package's."""
     try:
@@ -114,6 +122,7 @@ def loss_options(
             softcap=softcap,
             logit_scale=logit_scale,
             temperature=temperature,
+            mean_logit="mean_logit" in outputs,
         )
     except (ValueError, TypeError) as error:
         raise LigerDistError(str(error)) from error

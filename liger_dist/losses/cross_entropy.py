@@ -21,7 +21,7 @@ from liger_dist_kernels import token_terms as terms_of
 from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
 from .labels import check_labels, select_targets
 from .normalization import Reduction
-from .outputs import as_loss_output, returned_tensors, with_gradients_of_outputs
+from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         terms = terms_of(statistics, problem.labels_T, vocab_size=V, **described, backend=problem.execution.backend)
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
-        ctx.mark_non_differentiable(terms.is_top1_T, z_loss)
+        ctx.mark_non_differentiable(*reports_of(terms, z_loss, loss))
         return returned_tensors(value, z_loss, terms)
 
     @staticmethod
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
         coefficients = coefficients_of(
             TokenTerms(*terms),
-            with_gradients_of_outputs(upstream, gradients),
+            with_gradients_of_outputs(upstream, gradients, problem.loss),
             problem.labels_T,
             options=problem.loss.options,
             vocab_size=logits_TV.shape[1],
@@ -133,6 +133,7 @@ def cross_entropy(
                 softcap=softcap,
                 logit_scale=logit_scale,
                 temperature=temperature,
+                outputs=names,
             ),
             class_weight=class_weight,
             token_weight=token_weight,

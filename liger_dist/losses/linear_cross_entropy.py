@@ -24,7 +24,7 @@ from .arguments import Execution, LossArguments, LossOutput, as_output_names, lo
 from .compaction import put_rows, take_rows
 from .labels import check_labels, select_targets
 from .normalization import Reduction
-from .outputs import as_loss_output, returned_tensors, with_gradients_of_outputs
+from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
@@ -115,8 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
         loss, z_loss = problem.scales.reduce(terms, problem.loss.reduction)
-        reports = (terms.log_prob_T, terms.entropy_T) if problem.loss.reports_only else ()
-        ctx.mark_non_differentiable(terms.is_top1_T, z_loss, *(report for report in reports if report is not None))
+        ctx.mark_non_differentiable(*reports_of(terms, z_loss, problem.loss))
         return returned_tensors(loss, z_loss, terms)
 
     @staticmethod
@@ -140,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ]
         else:
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
-            upstream = with_gradients_of_outputs(upstream, gradients_of_outputs)
+            upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
             hidden_TD, weight_VD, bias_V = ctx.saved_tensors
             unscaled = problem.run(hidden_TD, weight_VD, bias_V, upstream)[1]
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
@@ -300,7 +299,7 @@ def linear_cross_entropy(
         weights), a
             mean of no tokens is 0; "sum"; "none" returns each token's loss.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
-        outputs: names among "log_prob", "entropy", "is_top1", "z_loss" to return beside the loss.
+        outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
         memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB, 256 MiB without gradients.
         max_valid_tokens: for labels on the GPU: compute this many tokens, those that count among them, so that ignored
             ones cost nothing in a CUDA graph. More valid labels than that end the program by an assertion on the
@@ -332,6 +331,7 @@ def linear_cross_entropy(
                 softcap=softcap,
                 logit_scale=logit_scale,
                 temperature=temperature,
+                outputs=names,
             ),
             class_weight=class_weight,
             token_weight=token_weight,

@@ -62,6 +62,7 @@ class Call:
             softcap=plan.transform.softcap,
             logit_scale=plan.transform.scale,
             temperature=self.loss.get("temperature", 1.0),
+            outputs=self.outputs,
         )
         token_outputs = {name for name in self.outputs if name in OUTPUTS}
         if TOKEN_ACCURACY in self.outputs:
