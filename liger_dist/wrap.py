@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -177,6 +178,7 @@ def wrap(
         restore_layers(model, owner=owner)
         vars(model).pop(_RECORD, None)
         raise
+    _call_with_hooks(outer, model)
     return wrapped
 
 
@@ -185,6 +187,14 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model
     return base if isinstance(base, nn.Module) else model
+
+
+def _call_with_hooks(outer: nn.Module, model: nn.Module) -> None:
+    """Older releases of PEFT call the forward of the model inside them, around its hooks; newer ones the model."""
+    tuner: Any = getattr(outer, "base_model", None)
+    is_around = isinstance(tuner, nn.Module) and getattr(tuner, "model", None) is model
+    if is_around and "forward" in type(tuner).forward.__code__.co_names:
+        tuner.forward = functools.partial(model)
 
 
 def _shard(
@@ -259,6 +269,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     if record.seam is not None:
         record.seam.remove()
     restore_layers(inner, owner=record.owner)
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is inner:
+            del module.forward
     delattr(inner, _RECORD)
     if isinstance(model, FullyShardedDataParallel):
         return model

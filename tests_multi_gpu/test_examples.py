@@ -17,6 +17,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "deepspeed_loop.py": TORCHRUN,
     "liger_names.py": (),
     "lightning_module.py": (),
+    "peft_lora.py": TORCHRUN,
+    "trl_sft.py": (),
 }
 
 

@@ -145,3 +145,22 @@ def test_unwrapping_under_an_adapter_restores_everything() -> None:
     liger_dist.unwrap(model)
     assert {name: type(module) for name, module in adapted.named_modules()} == classes
     assert adapted(**make_batch(0)).logits.shape[-1] == 101
+
+
+def test_a_release_of_peft_that_calls_forward_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.18 does, around the hooks of the model."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+    monkeypatch.setattr(peft.tuners.tuners_utils.BaseTuner, "forward", forward)
+    adapted = adapt(make_model("llama"))
+    tuner = adapted.base_model
+    expected = adapted(**make_batch(0)).loss
+    liger_dist.wrap(adapted, "none")
+    output = adapted(**make_batch(0))
+    assert not hasattr(output, "logits")
+    assert relative_error(output.loss, expected) < 1e-6
+    liger_dist.unwrap(adapted)
+    assert "forward" not in vars(tuner)
+    assert hasattr(adapted(**make_batch(0)), "logits")

@@ -227,27 +227,30 @@ def pretended_gpus() -> Iterator[None]:
     del os.environ["ACCELERATE_TORCH_DEVICE"]
 
 
+def arguments_of(engine: str | None, layer: str) -> dict[str, Any]:
+    """What tells a trainer of transformers how to shard."""
+    if engine is not None and engine.startswith("fsdp"):
+        settings = {
+            "version": int(engine[-1]),
+            "transformer_layer_cls_to_wrap": [layer],
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "sync_module_states": False,
+        }
+        return {"fsdp": True, "fsdp_config": settings}
+    if engine is not None and engine.startswith("zero"):
+        sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        return {"deepspeed": zero_settings({"stage": int(engine[-1])}) | dict.fromkeys(sizes, "auto")}
+    return {}
+
+
 def make_trainer(engine: str | None, folder: str, *, section: dict[str, Any] | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     forget_earlier_trainers()
     is_sharded = engine is not None and engine.startswith(("fsdp", "zero"))
-    if engine is not None and engine.startswith("fsdp"):
-        options |= {
-            "fsdp": True,
-            "fsdp_config": {
-                "version": int(engine[-1]),
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "state_dict_type": "SHARDED_STATE_DICT",
-                "sync_module_states": False,
-            },
-        }
-    if engine is not None and engine.startswith("zero"):
-        settings = zero_settings({"stage": int(engine[-1])})
-        sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-        options["deepspeed"] = settings | dict.fromkeys(sizes, "auto")
-        if section is not None:
-            options["deepspeed"]["liger_dist"] = section
+    options |= arguments_of(engine, "LlamaDecoderLayer")
+    if section is not None:
+        options["deepspeed"]["liger_dist"] = section
     data, others = (
         Sequences(),
         {name: options.pop(name) for name in ("compute_loss_func", "model_init") if name in options},

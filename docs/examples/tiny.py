@@ -1,6 +1,8 @@
-"""What the examples train: a small random Llama on random tokens. Put your own model and data in its place."""
+"""What the examples train: a small random Llama on random tokens. Put your own in the place of all of it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -35,3 +37,19 @@ class Sequences(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index].clone()}
+
+
+def make_tokenizer() -> Any:
+    """A token for each printable character, and a chat template that marks what the assistant says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(code): code - 30 for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    return fast

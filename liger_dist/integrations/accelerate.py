@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -20,16 +21,16 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: Wr
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`.
     """
-    wrap_for(accelerator, model, config)
+    wrap_for(accelerator.state, model, config)
     return accelerator.prepare(model, *others)
 
 
-def wrap_for(accelerator: Accelerator, model: nn.Module, config: WrapConfig | None = None) -> None:
-    """Wraps a model that the accelerator is going to prepare, and lets its loss keep fp32 under FSDP2."""
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+def wrap_for(state: AcceleratorState, model: nn.Module, config: WrapConfig | None = None) -> None:
+    """Wraps a model that an accelerator is going to prepare, and lets its loss keep fp32 under FSDP2."""
+    is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        plugin: Any = accelerator.state.fsdp_plugin
+    if state.distributed_type == DistributedType.FSDP:
+        plugin: Any = state.fsdp_plugin
         if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
             # Accelerate's default rounds everything that the model returns, the loss too.
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)

@@ -35,7 +35,7 @@ def fuse(trainer: AnyTrainer, config: WrapConfig | None = None) -> AnyTrainer:
     """
     for objection in _objections(trainer):
         raise LigerDistError(objection)
-    wrap_for(trainer.accelerator, trainer.model, config)
+    wrap_for(trainer.accelerator.state, trainer.model, config)
     trainer.prediction_step = _with_logits(trainer)
     return trainer
 
@@ -43,7 +43,10 @@ def fuse(trainer: AnyTrainer, config: WrapConfig | None = None) -> AnyTrainer:
 def _objections(trainer: Trainer) -> list[str]:
     arguments, found = trainer.args, []
     if type(trainer).__module__.startswith("trl."):
-        found.append(f"a {type(trainer).__name__} of TRL computes its losses by a head of its own; leave fuse() out.")
+        found.append(
+            f"a {type(trainer).__name__} of TRL has been given TRL's own head; make it within "
+            "liger_dist.integrations.trl.fused_heads() instead."
+        )
     liger = arguments.liger_kernel_config or {}
     if arguments.use_liger_kernel and not (
         liger.get("fused_linear_cross_entropy") is False and liger.get("cross_entropy", False) is False

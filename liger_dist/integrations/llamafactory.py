@@ -1,0 +1,76 @@
+"""LLaMA-Factory: ``torchrun --nproc-per-node 8 -m liger_dist.integrations.llamafactory train.yaml``, in the place of
+``llamafactory-cli train train.yaml``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from llamafactory.model import loader
+from llamafactory.train import tuner
+from llamafactory.train.pt.trainer import CustomTrainer
+from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+
+from .trainer import fuse
+
+FUSED_STAGES = {"pt": CustomTrainer, "sft": CustomSeq2SeqTrainer}
+OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
+
+
+def run_exp(args: dict[str, Any] | None = None, callbacks: list[Any] | None = None, **options: Any) -> None:
+    """``llamafactory.train.tuner.run_exp`` with :func:`fused_trainers`; ``options`` are those of a
+    :class:`liger_dist.WrapConfig`."""
+    with fused_trainers(WrapConfig(**options)):
+        tuner.run_exp(args, callbacks)
+
+
+@contextmanager
+def fused_trainers(config: WrapConfig | None = None) -> Iterator[None]:
+    """What LLaMA-Factory trains within (stages pt and sft) computes its loss fused, under DDP, FSDP1, FSDP2 or
+    DeepSpeed.
+
+    Raises:
+        LigerDistError: another stage, or somebody else's loss; before a model is loaded.
+    """
+    with ExitStack() as stack:
+        for trainer in FUSED_STAGES.values():
+            stack.enter_context(mock.patch.object(trainer, "__init__", _fusing(trainer.__init__, config)))
+        for stage in OTHER_STAGES:
+            stack.enter_context(mock.patch.object(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
+        own = loader.apply_liger_kernel
+        stack.enter_context(mock.patch.object(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
+        yield
+
+
+def _fusing(own: Callable[..., None], config: WrapConfig | None) -> Callable[..., None]:
+    @functools.wraps(own)
+    def make_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        fuse(self, config)
+
+    return make_and_fuse
+
+
+def _refuse(stage: str, *_: Any) -> None:
+    raise LigerDistError(
+        f"stage is {stage!r}, whose loss LLaMA-Factory computes from whole logits; expected one of "
+        f"{', '.join(FUSED_STAGES)}. Run it by llamafactory-cli."
+    )
+
+
+def _without_liger(own: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
+    if model_args.enable_liger_kernel:
+        raise LigerDistError(
+            "enable_liger_kernel is true and replaces the model's forward, with its loss; leave it out."
+        )
+    own(config, model_args, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    run_exp()

@@ -1,0 +1,152 @@
+"""TRL's trainers: ``with fused_heads(): trainer = SFTTrainer(…)``.
+
+TRL 1.x gives its models a head of its own (``add_fused_lm_head``), which is asked for per-token log-probabilities by
+``model(..., labels=labels, fused_lm_head=True)``. Here a wrapped model answers those calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from trl.trainer import utils
+from trl.trainer.utils import FusedCausalLMOutput
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.wrap import record_of
+
+from .accelerate import wrap_for
+
+ADD = "add_fused_lm_head"
+FLAG = "fused_lm_head"
+NAMES = {"log_probs": "log_prob", "entropy": "entropy", "mean_logits": "mean_logit", "is_top1": "is_top1"}
+"""TRL's fields, and the outputs of a wrapped model"""
+
+
+@contextmanager
+def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
+    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO) score their tokens with this library's head, and so do
+    their reference models, under whatever their arguments say: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+
+    Raises:
+        LigerDistError: a trainer asks for what this head does not have, or see :func:`liger_dist.wrap`; from the
+            trainer's constructor.
+    """
+    own = utils.add_fused_lm_head
+
+    def add_fused_lm_head(
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Sequence[str] = ("log_probs",),
+    ) -> None:
+        _check(model, cast_lm_head_to_fp32, outputs)
+        wrap_for(AcceleratorState(), model, config)
+        reason = record_of(model).unfused_reason
+        if reason is not None:
+            raise LigerDistError(
+                f"the loss of {type(model).__name__} is not fused: {reason}. Make its trainer outside of "
+                "fused_heads(); TRL then scores it with its own head."
+            )
+        _Scoring(model, temperature, outputs)
+
+    _put(add_fused_lm_head, instead_of=own)
+    try:
+        yield
+    finally:
+        # Also where TRL's modules were first imported within.
+        _put(own, instead_of=add_fused_lm_head)
+
+
+def _put(function: Any, *, instead_of: Any) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("trl.") and vars(module).get(ADD) is instead_of:
+            setattr(module, ADD, function)
+
+
+def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: Sequence[str]) -> None:
+    name = type(model).__name__
+    if cast_lm_head_to_fp32:
+        raise LigerDistError(
+            f"cast_lm_head_to_fp32 is True, which this head of {name} does not do: its products take 16-bit numbers, "
+            "and sum, as the softmax does, in fp32. Leave it out."
+        )
+    unknown = [output for output in outputs if output not in NAMES]
+    if unknown:
+        raise LigerDistError(
+            f"the trainer asks {name} for {unknown[0]!r} (use_weighting, WPO), which this head does not compute; "
+            "leave use_weighting out, or make the trainer outside of fused_heads()."
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One call with ``fused_lm_head=True``."""
+
+    mask: Tensor
+    is_aligned: bool
+
+
+class _Scoring:
+    """Translates TRL's calls of a wrapped model, and what it returns."""
+
+    def __init__(self, model: nn.Module, temperature: float, outputs: Sequence[str]) -> None:
+        self._temperature, self._fields = temperature, ("log_probs", *(o for o in outputs if o != "log_probs"))
+        self._calls: dict[int, list[_Asked | None]] = {}
+        # Ahead of the hooks of the wrapped model, and behind them.
+        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        calls = self._calls.setdefault(threading.get_ident(), [])
+        calls.append(None)
+        if FLAG not in kwargs:
+            return None
+        kwargs = dict(kwargs)
+        if not kwargs.pop(FLAG):
+            return args, kwargs
+        labels: Any = kwargs.get("labels")
+        shifted = kwargs.get("shift_labels")
+        if labels is None and shifted is not None:
+            kwargs["labels"] = shifted
+        elif labels is None:
+            raise LigerDistError(f"{FLAG}=True was given to {type(model).__name__} without labels; pass labels.")
+        calls[-1] = _Asked((labels[:, 1:] if shifted is None else shifted) != -100, shifted is not None)
+        config: Any = model.config
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        kwargs |= {
+            "outputs": tuple(NAMES[field] for field in self._fields),
+            "differentiable": torch.is_grad_enabled(),
+            "use_cache": False,
+            "return_dict": True,
+        }
+        if self._temperature != 1.0:
+            kwargs["temperature"] = self._temperature
+        return args, kwargs
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        thread = threading.get_ident()
+        calls = self._calls.get(thread)
+        if not calls:
+            return None  # An earlier hook raised before this one's turn.
+        asked = calls.pop()
+        if not calls:
+            del self._calls[thread]
+        if asked is None or output is None:
+            return None
+        fields = {field: getattr(output, NAMES[field]) for field in self._fields}
+        return FusedCausalLMOutput(
+            loss=output.loss,
+            label_mask=asked.mask,
+            aux_loss=getattr(output, "aux_loss", None),
+            **{field: value if asked.is_aligned else value[:, :-1] for field, value in fields.items()},
+        )

@@ -1,0 +1,110 @@
+"""LLaMA-Factory's own training function, where it is installed (its versions are not this project's: it has an
+environment of its own)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import watched
+from models import VOCAB_SIZE, make_model
+from test_trainer import forget_earlier_trainers
+from test_trl import make_tokenizer
+
+import liger_dist
+
+tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory is not installed")
+ROWS = 8
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_three_steps_as_without_it(stage: str, tuning: str, tmp_path: Path) -> None:
+    fused, own = (trained(tmp_path, stage, tuning, fused=fused) for fused in (True, False))
+    assert fused["calls"] == 3
+    assert own["calls"] == 0
+    assert fused["rows"] <= ROWS
+    assert fused["losses"] == pytest.approx(own["losses"], rel=1e-5)
+    assert len(set(own["losses"])) == 3
+    for name, weight in own["weights"].items():
+        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+
+
+def trained(folder: Path, stage: str, tuning: str, *, fused: bool) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from liger_dist.integrations.llamafactory import run_exp
+
+    output = folder / f"{stage} {tuning} {fused}"
+    torch.manual_seed(0)
+    with watched() as seen:
+        if fused:
+            run_exp(arguments(folder, output, stage, finetuning_type=tuning), memory_budget=ROWS * VOCAB_SIZE * 4)
+        else:
+            tuner.run_exp(arguments(folder, output, stage, finetuning_type=tuning))
+    state = json.loads((output / "trainer_state.json").read_text())
+    name = "model.safetensors" if tuning == "full" else "adapter_model.safetensors"
+    return {
+        "losses": [entry["loss"] for entry in state["log_history"] if "loss" in entry],
+        "weights": load_file(output / name),
+        "calls": seen.fused_calls,
+        "rows": seen.most_logits,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"stage": "dpo"}, "stage is 'dpo'"),
+        ({"stage": "kto"}, "stage is 'kto'"),
+        ({"enable_liger_kernel": True}, "enable_liger_kernel is true"),
+        ({"use_dft_loss": True}, "compute_loss_func is given"),
+    ],
+)
+def test_other_losses_are_refused(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    from liger_dist.integrations.llamafactory import run_exp
+
+    given = {"stage": "sft", **options}
+    with pytest.raises(liger_dist.LigerDistError, match=sentence):
+        run_exp(arguments(tmp_path, tmp_path / "out", given.pop("stage"), **given))
+
+
+def arguments(folder: Path, output: Path, stage: str, **options: Any) -> dict[str, Any]:
+    forget_earlier_trainers()
+    if not (folder / "model").exists():
+        make_model("llama", dtype=torch.float32).save_pretrained(folder / "model")  # type: ignore[operator]
+        make_tokenizer().save_pretrained(folder / "model")
+        rows = [{"instruction": "abc"[: 1 + n % 3], "input": "", "output": "hello world"[: 3 + n]} for n in range(8)]
+        (folder / "chats.json").write_text(json.dumps(rows))
+        (folder / "texts.json").write_text(json.dumps([{"text": "a few words"[: 5 + n]} for n in range(8)]))
+        described = {
+            "chats": {"file_name": "chats.json"},
+            "texts": {"file_name": "texts.json", "columns": {"prompt": "text"}},
+        }
+        (folder / "dataset_info.json").write_text(json.dumps(described))
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "stage": stage,
+        "do_train": True,
+        "finetuning_type": "full",
+        "lora_rank": 2,
+        "dataset": "texts" if stage == "pt" else "chats",
+        "dataset_dir": str(folder),
+        "template": "empty",
+        "cutoff_len": 32,
+        "output_dir": str(output),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "overwrite_cache": True,
+        **options,
+    }

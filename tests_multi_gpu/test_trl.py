@@ -1,0 +1,247 @@
+"""TRL's trainers with this library's head, against the same trainers with TRL's own: losses, metrics and weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import InThisProcess, Workers
+from hosts import watched
+from models import VOCAB_SIZE, make_model
+from test_trainer import arguments_of, forget_earlier_trainers, pretended_gpus
+from torch.distributed.tensor import DTensor
+
+import liger_dist
+from liger_dist.wrap import is_wrapped
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+ROWS = 8
+CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
+KINDS = ("SFT", "SFT by dft", "DPO", "KTO", "GRPO", "RLOO")
+UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
+"""in the names of what is no result; the kl of equal models is noise"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process(kind: str) -> None:
+    with InThisProcess() as here:
+        check(here.run(trained_twice, kind, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *(("SFT", engine) for engine in ("ddp", "fsdp2", "zero3")),
+        *(("DPO", engine) for engine in ("ddp", "fsdp2", "zero3")),
+        ("KTO", "fsdp2"),
+        ("GRPO", "ddp"),
+        ("RLOO", "fsdp2"),
+    ],
+)
+def test_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
+    check(workers_2.run(trained_twice, kind, engine))
+
+
+def test_adapters_and_a_saved_head(workers_2: Workers) -> None:
+    """PEFT's ``modules_to_save`` under FSDP2, where TRL's own head leaves gradients on their processes."""
+    check(workers_2.run(trained_twice, "SFT", "fsdp2", "ddp", True))
+
+
+def test_what_this_head_does_not_have(tmp_path: Path) -> None:
+    from trl.trainer import dpo_trainer, utils
+
+    from liger_dist.integrations.trainer import fuse
+    from liger_dist.integrations.trl import fused_heads
+
+    own = utils.add_fused_lm_head
+    for kind, option, sentence in (
+        ("DPO", {"use_weighting": True}, "'log_sum_sq_probs'"),
+        ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is True"),
+    ):
+        forget_earlier_trainers()
+        with pytest.raises(liger_dist.LigerDistError, match=sentence), fused_heads():
+            make_trainer(kind, {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **option}, False)
+        assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
+    forget_earlier_trainers()
+    trainer = make_trainer("DPO", {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}, False)
+    with pytest.raises(liger_dist.LigerDistError, match="fused_heads"):
+        fuse(trainer)
+    assert not is_wrapped(trainer.model)
+
+
+def test_calls_as_trl_makes_them() -> None:
+    """With labels that are shifted already, without labels, and without the flag."""
+    from liger_dist.integrations.trl import fused_heads
+
+    forget_earlier_trainers()
+    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False}
+    ids = torch.arange(3, 13)[None]
+    with fused_heads():
+        model = make_trainer("SFT", arguments, False).model
+    plain = model(input_ids=ids)
+    expected = plain.logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    next_ids = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    scored = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    shifted = model(input_ids=ids, labels=None, shift_labels=next_ids, fused_lm_head=True)
+    assert torch.allclose(scored.log_probs, expected, atol=1e-6)
+    assert scored.log_probs.requires_grad
+    assert torch.allclose(shifted.log_probs[:, :-1], expected, atol=1e-6)
+    assert shifted.log_probs[0, -1] == 0
+    assert torch.equal(shifted.label_mask, next_ids != -100)
+    assert torch.allclose(model(input_ids=ids, labels=ids, fused_lm_head=False).loss, -expected.mean())
+    with pytest.raises(liger_dist.LigerDistError, match="without labels"):
+        model(input_ids=ids, fused_lm_head=True)
+    assert torch.equal(model(input_ids=ids).logits, plain.logits)
+
+
+def check(results: list[list[dict[str, Any]]]) -> None:
+    for fused, own in results:
+        assert own["fused calls"] == 0
+        assert fused["fused calls"] > 0
+        assert fused["scored rows"] <= ROWS
+        assert fused["log"].keys() == own["log"].keys()
+        for name, value in own["log"].items():
+            assert fused["log"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        for name, weight in own["weights"].items():
+            assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-5), name
+
+
+def trained_twice(
+    kind: str, engine: str | None, engine_of_truth: str | None = None, adapted: bool = False
+) -> list[dict[str, Any]]:
+    fused = trained(kind, engine, fused=True, adapted=adapted)
+    return [fused, trained(kind, engine_of_truth or engine, fused=False, adapted=adapted)]
+
+
+def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool) -> dict[str, Any]:
+    from liger_dist.integrations.trl import fused_heads
+
+    forget_earlier_trainers()
+    is_sharded = engine is not None and engine.startswith(("fsdp", "zero"))
+    arguments = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 0.02,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available() and not is_sharded,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        **arguments_of(engine, "Qwen2DecoderLayer"),
+    }
+    with pretended_gpus() if is_sharded else nullcontext():
+        with fused_heads(CONFIG) if fused else nullcontext():
+            trainer = make_trainer(kind, arguments, adapted)
+        with watched() as seen:
+            trainer.train()
+    log = {
+        f"{entry['step']} {name}": value
+        for entry in trainer.state.log_history
+        for name, value in entry.items()
+        if isinstance(value, float) and not any(word in name for word in UNLIKE)
+    }
+    weights = {}
+    for name, parameter in trainer.model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(parameter):
+                weights[name] = parameter.detach().cpu().clone()
+        else:
+            whole = parameter.detach()
+            weights[name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().clone()
+    # Generation makes logits of one token for each sequence.
+    return {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
+
+
+def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
+    import trl
+    from datasets import Dataset
+
+    model = make_model("qwen2", dtype=torch.float32).cpu()
+    extra: dict[str, Any] = {"model": model, "processing_class": make_tokenizer()}
+    if adapted:
+        import peft
+
+        torch.manual_seed(0)
+        extra["peft_config"] = peft.LoraConfig(
+            target_modules=["q_proj"], modules_to_save=["lm_head"], r=2, task_type="CAUSAL_LM"
+        )
+    numbers = range(8)
+    if kind.startswith("SFT"):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": "abc"[: 1 + n % 3]},
+                    {"role": "assistant", "content": "hello world"[: 3 + n]},
+                ]
+            }
+            for n in numbers
+        ]
+        arguments |= {"assistant_only_loss": True, "loss_type": "dft" if kind.endswith("dft") else "nll"}
+    elif kind == "DPO":
+        rows = [
+            {"prompt": "abc"[: 1 + n % 3], "chosen": "hello"[: 3 + n % 2], "rejected": "world!"[: 2 + n % 4]}
+            for n in numbers
+        ]
+    elif kind == "KTO":
+        rows = [
+            {"prompt": "abc"[: 1 + n % 3], "completion": "hello"[: 2 + n % 4], "label": n % 2 == 0} for n in numbers
+        ]
+    else:
+        rows = [{"prompt": "abc"[: 1 + n % 3]} for n in numbers]
+        # They read their reference model from where the model came from.
+        folders = [arguments["output_dir"]]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])  # type: ignore[operator]
+        if dist.is_initialized():
+            dist.barrier()
+        extra["model"] = type(model).from_pretrained(folders[0], attn_implementation="eager")  # type: ignore[attr-defined]
+        extra["reward_funcs"] = rewards
+        arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
+    if kind in ("DPO", "KTO"):
+        extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()
+    name = kind.split()[0]
+    data = Dataset.from_list(rows)
+    trainer: Any = getattr(trl, f"{name}Trainer")(
+        args=getattr(trl, f"{name}Config")(**arguments), train_dataset=data, eval_dataset=data, **extra
+    )
+    return trainer
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def make_tokenizer() -> Any:
+    """One token for each printable character."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {chr(code): code - 29 for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="right"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    return fast
