@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,14 +45,16 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         return self.rows[index]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_trainer_trains_and_evaluates_as_before(engine: str, workers_2: Workers) -> None:
+@pytest.mark.parametrize(("engine", "head"), [*((engine, "auto") for engine in ENGINES), ("fsdp2", "vocab_parallel")])
+def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, workers_2: Workers) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for fused, unfused in workers_2.run(trained_twice, engine, folder):
+        for fused, unfused in workers_2.run(trained_twice, engine, head, folder):
             assert unfused["fused calls"] == 0
             # Two steps of three micro-batches, and evaluation of two; metrics and predictions are from logits.
             assert fused["fused calls"] == 6 + 2
-            assert 0 < fused["most logits"] <= ROWS < unfused["most logits"]
+            assert fused["most logits"] <= ROWS < unfused["most logits"]
+            # No row of a split head's logits has all classes.
+            assert (fused["most logits"] == 0) == (head == "vocab_parallel")
             assert fused["losses"] == pytest.approx(unfused["losses"], rel=1e-5)
             assert len(set(unfused["losses"])) == 2
             assert fused["eval_loss"] == pytest.approx(unfused["eval_loss"], rel=1e-5)
@@ -59,16 +62,16 @@ def test_a_trainer_trains_and_evaluates_as_before(engine: str, workers_2: Worker
             np.testing.assert_allclose(fused["predictions"], unfused["predictions"], rtol=1e-3, atol=1e-4)
 
 
-def trained_twice(engine: str, folder: str) -> list[dict[str, Any]]:
-    return [trained(engine, folder, fused=fused) for fused in (True, False)]
+def trained_twice(engine: str, head: Any, folder: str) -> list[dict[str, Any]]:
+    return [trained(engine, head, folder, fused=fused) for fused in (True, False)]
 
 
-def trained(engine: str, folder: str, *, fused: bool) -> dict[str, Any]:
+def trained(engine: str, head: Any, folder: str, *, fused: bool) -> dict[str, Any]:
     from liger_dist.integrations.trainer import fuse
 
     trainer = make_trainer(engine, folder)
     if fused:
-        assert fuse(trainer, CONFIG) is trainer
+        assert fuse(trainer, replace(CONFIG, head=head)) is trainer
     with watched() as seen:
         trainer.train()
         found: dict[str, Any] = {"eval_loss": trainer.evaluate()["eval_loss"]}
@@ -121,10 +124,10 @@ def trained_by_a_section(folder: str) -> tuple[int, int]:
     return seen.fused_calls, seen.most_logits
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_accelerate_keeps_the_loss_in_fp32(version: int, workers_2: Workers) -> None:
+@pytest.mark.parametrize(("version", "head"), [(1, "auto"), (2, "auto"), (2, "vocab_parallel")])
+def test_accelerate_keeps_the_loss_in_fp32(version: int, head: str, workers_2: Workers) -> None:
     """bf16 layers, fp32 masters; loss and gradients against the same without the fused loss."""
-    for fused, unfused in workers_2.run(accelerated_twice, version):
+    for fused, unfused in workers_2.run(accelerated_twice, version, head):
         assert fused["dtype"] == torch.float32
         assert fused["fused calls"] == 3
         assert unfused["fused calls"] == 0
@@ -133,11 +136,11 @@ def test_accelerate_keeps_the_loss_in_fp32(version: int, workers_2: Workers) -> 
             assert torch.allclose(fused["weights"][name], weight, rtol=0.05, atol=0.01), name
 
 
-def accelerated_twice(version: int) -> list[dict[str, Any]]:
-    return [accelerated(version, fused=fused) for fused in (True, False)]
+def accelerated_twice(version: int, head: Any) -> list[dict[str, Any]]:
+    return [accelerated(version, head, fused=fused) for fused in (True, False)]
 
 
-def accelerated(version: int, *, fused: bool) -> dict[str, Any]:
+def accelerated(version: int, head: Any, *, fused: bool) -> dict[str, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -158,7 +161,7 @@ def accelerated(version: int, *, fused: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched() as seen:
         if fused:
-            model, optimizer = prepare(accelerator, model, optimizer, config=CONFIG)
+            model, optimizer = prepare(accelerator, model, optimizer, config=replace(CONFIG, head=head))
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
         losses = []

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["LOCAL_WORLD_SIZE"]}
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 from tiny import Sequences, make_model
 from torch.utils.data import DataLoader

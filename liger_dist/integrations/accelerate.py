@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
 from liger_dist.wrap import wrap
 
 
@@ -21,16 +23,58 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: Wr
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`.
     """
+    before = dict(model.named_parameters())
     wrap_for(accelerator.state, model, config)
+    after = dict(model.named_parameters())
+    sharded = {old: after[name] for name, old in before.items()}
+    for optimizer in others:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     return accelerator.prepare(model, *others)
 
 
 def wrap_for(state: AcceleratorState, model: nn.Module, config: WrapConfig | None = None) -> None:
-    """Wraps a model that an accelerator is going to prepare, and lets its loss keep fp32 under FSDP2."""
+    """Wraps a model that an accelerator is going to prepare, and lets its loss keep fp32 under FSDP2. A vocab-parallel
+    head under FSDP2 is split here, with everything else, as Accelerate would shard it; Accelerate leaves a sharded
+    model as it is."""
+    plugin: Any = state.fsdp_plugin if state.distributed_type == DistributedType.FSDP else None
+    if config is not None and config.head == "vocab_parallel" and plugin is not None and plugin.fsdp_version == 2:
+        _split(state, plugin, model, config)
+        return
     is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
-    if state.distributed_type == DistributedType.FSDP:
-        plugin: Any = state.fsdp_plugin
-        if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
-            # Accelerate's default rounds everything that the model returns, the loss too.
-            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+    if plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+        # Accelerate's default rounds everything that the model returns, the loss too.
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+
+def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapConfig) -> None:
+    objections = {
+        "fsdp_cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
+        "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "parallelism_config": state.parallelism_config is not None,
+    }
+    for name, is_set in objections.items():
+        if is_set:
+            raise LigerDistError(
+                f"{name} is set, which does not go with head='vocab_parallel' under Accelerate; leave it out, or use "
+                "WrapConfig(head='gather')."
+            )
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if state.mixed_precision != "no":
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    sharding = replace(
+        config,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype or torch.float32,
+        reshard_after_forward=bool(plugin.reshard_after_forward),
+        activation_checkpointing=bool(plugin.activation_checkpointing),
+    )
+    # By the names of classes, which sharding changes.
+    plugin.set_auto_wrap_policy(model)
+    wrap(model, "fsdp2", config=sharding)
+    # It has been done, below the sharding.
+    plugin.activation_checkpointing = False

@@ -1,4 +1,4 @@
-"""A training program that knows transformers and DeepSpeed alone: argv is its JSON."""
+"""A training program that knows transformers and DeepSpeed alone: the last argument is its JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attributes import make_model
 assert is_deepspeed_available()
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 deepspeed = import_module("deepspeed")
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[1])
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[-1])
 ids = torch.arange(24, device=engine.device).reshape(2, 12)
 for _ in range(2):
     loss = engine(input_ids=ids, labels=ids).loss
