@@ -34,10 +34,10 @@ def test_a_global_mean_adds_one(cell: Cell, workers_2: Workers) -> None:
 
 
 def test_of_the_group_that_holds_the_head(workers_2: Workers) -> None:
-    """Two layers, the head's group and the root: each gathers before its forward and reduces after its backward; the
-    layers gather once more in between."""
+    """Two layers, the head's group and the embedding's (in FSDP1 the root): each gathers before its forward and reduces
+    after its backward; the layers, and FSDP2's embedding, gather once more in between."""
     for counts in workers_2.run(count, _fsdp2()):
-        assert counts == {"all_gather": 6, "reduce_scatter": 4}
+        assert counts == {"all_gather": 7, "reduce_scatter": 4}
     for counts in workers_2.run(count, _fsdp1(by_others=False)):
         assert counts == {"all_gather": 6, "reduce_scatter": 4}
 
