@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -225,6 +227,59 @@ def test_all_else_is_kept_as_it_is(change: Any) -> None:
     hidden = change(block.down, F.silu(block.gate(y)) * block.up(y))
     want = torch.autograd.grad(true_norm(x + hidden, block.scales[1], None, block.options).sum(), leaves)
     assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) <= 1e-11
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_forwards_that_have_no_backward() -> None:
+    """What autograd would refuse in the backward is no reason to refuse the forward."""
+    block, x = Block(), random(5, 16, dtype=torch.float64)
+    scale = block.scales[0]
+    y = norm(x, scale, None, options=block.options)[0]
+    hidden = block.up(y)
+    y.add_(1.0)
+    norm(hidden @ block.down.weight.T, block.scales[1], None, options=block.options)
+    hidden = block.up(norm(x, scale, None, options=block.options)[0])
+    first = hidden @ block.down.weight.T
+    torch.autograd.grad(first.sum(), block.up.weight)
+    again = norm(first, block.scales[1], None, options=block.options)[0]
+    torch.autograd.grad(again.sum(), [block.scales[1], first])
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_a_detached_branch_may_outlive_its_norm() -> None:
+    block, x = Block(), random(5, 16, dtype=torch.float64)
+    y = norm(x, block.scales[0], None, options=block.options)[0]
+    branch = block.up(y.detach())
+    hidden = block.gate(y) + branch
+    norm(hidden @ block.down.weight.T, block.scales[1], None, options=block.options)
+    torch.autograd.grad(hidden.sum(), x)
+    (got,) = torch.autograd.grad(branch.sum(), block.up.weight)
+    assert relative_error(got, y.detach().sum(0).expand(40, 16)) < 1e-12
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_functions_of_others_are_not_remembered() -> None:
+    block, x, constants = Block(), random(5, 16, dtype=torch.float64), []
+
+    def plus(constant: Tensor) -> Any:
+        class Plus(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, a: Tensor) -> Tensor:
+                return a + constant
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                return gradient
+
+        return Plus.apply
+
+    constant = torch.ones(16, dtype=torch.float64, device=DEVICE)
+    constants.append(ref(constant))
+    hidden = plus(constant)(norm(x, block.scales[0], None, options=block.options)[0])
+    norm(hidden, block.scales[1], None, options=block.options)[0].sum().backward()
+    del constant, hidden
+    gc.collect()
+    assert constants[0]() is None
 
 
 @pytest.mark.usefixtures("outputs_of_any_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.patching import norms
 from liger_dist.patching.layers import LayerReport, replace_layers, restore_layers
 from liger_dist.patching.replaced import Replaced
 from liger_dist.sharding.devices import compute_device
@@ -237,3 +239,27 @@ def test_restoring_twice_does_nothing() -> None:
     restore_layers(model, owner="test")
     restore_layers(model, owner="test")
     assert not replaced_in(model)
+
+
+def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
+    class ScaledNorm(nn.Module):
+        scale = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+    module = ScaledNorm()
+    norms.replace(module, "reference", owner="test")
+    x = torch.rand(3, 8)
+    once = module(x)
+    module.note_of_an_engine = True  # type: ignore[assignment]
+    with mock.patch.object(norms, "norm", wraps=norms.norm) as kernel:
+        assert torch.allclose(module(x), once)
+        assert kernel.call_count == 1
+        module.scale = 3.0
+        assert torch.allclose(module(x), 3.0 * once)
+        assert kernel.call_count == 1

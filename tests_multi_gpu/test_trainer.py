@@ -184,6 +184,35 @@ def accelerated(version: int, head: Any, *, fused: bool) -> dict[str, Any]:
     }
 
 
+def test_settings_that_do_not_go_with_split_rows(workers_2: Workers) -> None:
+    for sentences in workers_2.run(refused_settings):
+        for name, sentence in sentences.items():
+            assert sentence.startswith(f"fsdp_{name} is set")
+
+
+def refused_settings() -> dict[str, str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    from liger_dist.integrations.accelerate import prepare
+
+    found = {}
+    for name, value in (
+        ("activation_checkpointing", True),
+        ("ignored_modules", "mlp"),
+        ("cpu_ram_efficient_loading", True),
+    ):
+        forget_earlier_trainers()
+        with pretended_gpus():
+            settings = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, name: value}
+            accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+        model = make_model("llama", dtype=torch.float32)
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            prepare(accelerator, model, config=replace(CONFIG, head="vocab_parallel"))
+        assert not is_wrapped(model)
+        found[name] = str(caught.value)
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

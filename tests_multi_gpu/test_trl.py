@@ -7,6 +7,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ def test_adapters_and_a_saved_head(workers_2: Workers) -> None:
 def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     from trl.trainer import dpo_trainer, utils
 
+    from liger_dist.integrations import trl as trl_plug
     from liger_dist.integrations.trainer import fuse
     from liger_dist.integrations.trl import fused_heads
 
@@ -69,7 +71,21 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
             make_trainer(kind, {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **option}, False)
         assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
     forget_earlier_trainers()
-    trainer = make_trainer("DPO", {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}, False)
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    with (
+        mock.patch.object(trl_plug, "wrap_for", wraps=trl_plug.wrap_for) as wrapping,
+        pytest.raises(liger_dist.LigerDistError, match="fused_loss=False"),
+        fused_heads(liger_dist.WrapConfig(fused_loss=False)),
+    ):
+        make_trainer("SFT", dict(arguments), False)
+    assert not is_wrapped(wrapping.call_args.args[1])
+    forget_earlier_trainers()
+    with fused_heads():
+        model = liger_dist.unwrap(make_trainer("SFT", dict(arguments), False).model)
+    with pytest.raises(liger_dist.LigerDistError, match="unwrapped since"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4), fused_lm_head=True)
+    forget_earlier_trainers()
+    trainer = make_trainer("DPO", arguments, False)
     with pytest.raises(liger_dist.LigerDistError, match="fused_heads"):
         fuse(trainer)
     assert not is_wrapped(trainer.model)

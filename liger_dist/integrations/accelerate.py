@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.wrap import wrap
+from liger_dist.wrap import inner_model, record_of, wrap
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: WrapConfig | None = None) -> Any:
@@ -44,7 +44,8 @@ def wrap_for(state: AcceleratorState, model: nn.Module, config: WrapConfig | Non
         return
     is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
-    if plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+    is_fused = record_of(inner_model(model)).seam is not None
+    if is_fused and plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
         # Accelerate's default rounds everything that the model returns, the loss too.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
@@ -53,13 +54,16 @@ def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapC
     objections = {
         "fsdp_cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_ignored_modules": plugin.ignored_modules is not None,
+        # WrapConfig(activation_checkpointing=True) does it below the sharding.
+        "fsdp_activation_checkpointing": plugin.activation_checkpointing,
         "parallelism_config": state.parallelism_config is not None,
     }
     for name, is_set in objections.items():
         if is_set:
             raise LigerDistError(
-                f"{name} is set, which does not go with head='vocab_parallel' under Accelerate; leave it out, or use "
-                "WrapConfig(head='gather')."
+                f"{name} is set, which does not go with head='vocab_parallel' under Accelerate; leave it out "
+                "(WrapConfig(activation_checkpointing=True) checkpoints), or use WrapConfig(head='gather')."
             )
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     if state.mixed_precision != "no":
@@ -71,10 +75,7 @@ def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapC
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype or torch.float32,
         reshard_after_forward=bool(plugin.reshard_after_forward),
-        activation_checkpointing=bool(plugin.activation_checkpointing),
     )
     # By the names of classes, which sharding changes.
     plugin.set_auto_wrap_policy(model)
     wrap(model, "fsdp2", config=sharding)
-    # It has been done, below the sharding.
-    plugin.activation_checkpointing = False

@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.wrap import record_of
+from liger_dist.wrap import is_wrapped, record_of, unwrap
 
 from .accelerate import wrap_for
 
@@ -52,6 +52,7 @@ def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
         wrap_for(AcceleratorState(), model, config)
         reason = record_of(model).unfused_reason
         if reason is not None:
+            unwrap(model)
             raise LigerDistError(
                 f"the loss of {type(model).__name__} is not fused: {reason}. Make its trainer outside of "
                 "fused_heads(); TRL then scores it with its own head."
@@ -113,6 +114,11 @@ class _Scoring:
         kwargs = dict(kwargs)
         if not kwargs.pop(FLAG):
             return args, kwargs
+        if not is_wrapped(model):
+            raise LigerDistError(
+                f"{FLAG}=True was given to a {type(model).__name__} that has been unwrapped since its trainer was "
+                "made; make the trainer again."
+            )
         labels: Any = kwargs.get("labels")
         shifted = kwargs.get("shift_labels")
         if labels is None and shifted is not None:

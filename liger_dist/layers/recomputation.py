@@ -3,7 +3,8 @@ one pass over numbers that are kept anyway.
 
 By the time a norm is called, whoever reads the output of the norm in front of it is in the graph of its input. That
 graph is walked back as far as such norms. Where somebody else's hooks decide what is kept (activation checkpointing,
-offloading), they do.
+offloading), they do. A backward through a part of the graph frees what a later one through another part may need to
+compute an output again: ``retain_graph=True`` keeps it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Output:
     def is_kept_as(self, saved: Any) -> bool:
         """With the same numbers, and not with their negatives."""
         is_inside = type(saved) is Tensor and self.first <= saved.data_ptr() < self.end
-        return is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
+        is_same = is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
+        # What was detached may outlive the function that would compute it again.
+        return is_same and saved.requires_grad
 
 
 class RecomputedFunction(torch.autograd.Function):
@@ -108,20 +111,22 @@ class _Part:
         return copy.as_strided(self.shape, self.stride, self.offset)
 
 
-@functools.cache
 def _function_of(node_type: Any) -> type[RecomputedFunction] | None:
     """The :class:`RecomputedFunction` whose nodes these are, if they are one's."""
     function = getattr(node_type, "_forward_cls", None)
     return function if isinstance(function, type) and issubclass(function, RecomputedFunction) else None
 
 
-@functools.cache
 def _saved_names(node_type: Any) -> tuple[tuple[str, str], ...]:
     """Of a product's attributes, where a tensor is saved and the tensor itself; nothing for any other node."""
-    if node_type.__name__ not in PRODUCTS and not hasattr(node_type, "_forward_cls"):
-        return ()
-    places = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
-    return tuple((name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:]) for name in places)
+    if hasattr(node_type, "_forward_cls"):
+        return (("_raw_saved_tensors", "saved_tensors"),)
+    return _saved_names_of_torch(node_type) if node_type.__name__ in PRODUCTS else ()
+
+
+@functools.cache
+def _saved_names_of_torch(node_type: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, name[4:]) for name in dir(node_type) if name.startswith("_raw_saved_"))
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any]]:
@@ -152,6 +157,11 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     for place, name in _saved_names(kind):
         raw = getattr(node, place)
         several = raw if isinstance(raw, tuple) else (raw,)
-        if all(one.unpack_hook is None for one in several):
+        if any(one.unpack_hook is not None for one in several):
+            continue
+        try:
             saved = getattr(node, name)
-            yield from zip(several, saved if isinstance(raw, tuple) else (saved,), strict=True)
+        except RuntimeError:
+            # It has been changed or freed since, which autograd says in the backward, if there is one.
+            continue
+        yield from zip(several, saved if isinstance(raw, tuple) else (saved,), strict=True)

@@ -113,9 +113,10 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
     """Whether all of them are as they were. There may be others by now: FSDP and DeepSpeed note things on modules, of
-    which a forward that was probed without them knows nothing."""
-    now = vars(module)
-    return all(name in now and now[name] == value for name, value in settings.items())
+    which a forward that was probed without them knows nothing, unless its class has a default for them."""
+    now = settings_of(module)
+    changed = [name for name, value in settings.items() if name not in now or now[name] != value]
+    return not changed and not any(hasattr(type(module), name) for name in now.keys() - settings.keys())
 
 
 def is_replaced(module: nn.Module, kind: str) -> bool:
