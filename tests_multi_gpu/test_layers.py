@@ -250,7 +250,9 @@ def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
             self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale * self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return self.scale * (self.weight * wide.to(x.dtype))
 
     module = ScaledNorm()
     norms.replace(module, "reference", owner="test")
