@@ -4,6 +4,8 @@ environment of its own)."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,21 @@ def trained(folder: Path, stage: str, tuning: str, *, fused: bool) -> dict[str, 
         "calls": seen.fused_calls,
         "rows": seen.most_logits,
     }
+
+
+def test_its_command_with_two_processes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = []
+    for module in ("liger_dist.integrations.llamafactory", "llamafactory.launcher"):
+        output = tmp_path / module
+        settings = tmp_path / f"{module}.yaml"
+        settings.write_text(json.dumps(arguments(tmp_path, output, "sft")))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launch, "-m", module, str(settings)], check=True, timeout=200, cwd=tmp_path)
+        weights.append(load_file(output / "model.safetensors"))
+    for name, weight in weights[1].items():
+        assert torch.allclose(weights[0][name], weight, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_one_process(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
-        *(("SFT", engine) for engine in ("ddp", "fsdp2", "zero3")),
+        *(("SFT", engine) for engine in ("ddp", "fsdp1", "fsdp2", "zero3")),
         *(("DPO", engine) for engine in ("ddp", "fsdp2", "zero3")),
         ("KTO", "fsdp2"),
         ("GRPO", "ddp"),
