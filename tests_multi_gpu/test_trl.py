@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import tempfile
 from contextlib import nullcontext
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from harness import InThisProcess, Workers
 from hosts import watched
-from models import VOCAB_SIZE, make_model
+from models import VOCAB_SIZE, make_config, make_model
 from test_trainer import arguments_of, forget_earlier_trainers, pretended_gpus
 from torch.distributed.tensor import DTensor
+from truth import relative_error
 
 import liger_dist
 from liger_dist.wrap import is_wrapped
@@ -114,6 +116,46 @@ def test_calls_as_trl_makes_them() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="without labels"):
         model(input_ids=ids, fused_lm_head=True)
     assert torch.equal(model(input_ids=ids).logits, plain.logits)
+
+
+def test_a_vision_language_model() -> None:
+    """Every output and gradient against TRL's own head, with a temperature."""
+    from accelerate import Accelerator
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+    from trl.trainer import utils
+
+    from liger_dist.integrations.trl import fused_heads
+
+    forget_earlier_trainers()
+    Accelerator(cpu=True)
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(vision_config=vision, text_config=make_config("llama"), image_token_id=100)
+    ours: Any = LlavaForConditionalGeneration(config)
+    own = copy.deepcopy(ours)
+    fields = ("log_probs", "entropy", "mean_logits", "is_top1")
+    utils.add_fused_lm_head(own, temperature=0.7, outputs=fields)
+    with fused_heads(CONFIG):
+        utils.add_fused_lm_head(ours, temperature=0.7, outputs=fields)
+    ids = torch.randint(3, 99, (2, 12))
+    ids[:, 1:5] = 100
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 100, -100)}
+    results = []
+    for model in (ours, own):
+        scored = model(**batch, fused_lm_head=True)
+        (scored.log_probs.sum() + 0.3 * scored.entropy.sum()).backward()
+        results.append(scored)
+    for name in ("loss", "log_probs", "entropy", "mean_logits"):
+        assert relative_error(*(getattr(scored, name) for scored in results)) < 1e-5, name
+    for name in ("is_top1", "label_mask"):
+        assert torch.equal(*(getattr(scored, name).bool() for scored in results)), name
+    trained = dict(own.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (trained[name].grad is None), name
+        if parameter.grad is not None:
+            assert relative_error(parameter.grad, trained[name].grad) < 1e-4, name
 
 
 def check(results: list[list[dict[str, Any]]]) -> None:
