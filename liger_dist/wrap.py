@@ -193,7 +193,8 @@ def _call_with_hooks(outer: nn.Module, model: nn.Module) -> None:
     """Older releases of PEFT call the forward of the model inside them, around its hooks; newer ones the model."""
     tuner: Any = getattr(outer, "base_model", None)
     is_around = isinstance(tuner, nn.Module) and getattr(tuner, "model", None) is model
-    if is_around and "forward" in type(tuner).forward.__code__.co_names:
+    code = getattr(type(tuner).forward, "__code__", None) if is_around else None
+    if code is not None and "forward" in code.co_names:
         tuner.forward = functools.partial(model)
 
 

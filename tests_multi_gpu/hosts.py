@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -52,3 +56,18 @@ def watched() -> Iterator[Seen]:
         _Logits(seen),
     ):
         yield seen
+
+
+def printed_by(command: Sequence[str], folder: Path, **variables: str) -> str:
+    """What a program prints that is run in ``folder`` with this process's path and further environment variables."""
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout

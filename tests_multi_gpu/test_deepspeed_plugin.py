@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from hosts import watched
+from hosts import printed_by, watched
 from layouts import zero_settings
 from models import VOCAB_SIZE, make_batch, make_model
 
@@ -124,16 +122,8 @@ def test_the_command_in_front_of_the_usual_one(tmp_path: Path) -> None:
     settings = tmp_path / "deepspeed.json"
     settings.write_text(json.dumps(zero_settings_of_a_program() | {"liger_dist": {"enabled": False}}))
     usual = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "liger_dist", "deepspeed", *usual, str(PROGRAM), str(settings)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("wrapped: False") == 2
+    command = [sys.executable, "-m", "liger_dist", "deepspeed", *usual, str(PROGRAM), str(settings)]
+    assert printed_by(command, tmp_path).count("wrapped: False") == 2
 
 
 def zero_settings_of_a_program() -> dict[str, Any]:

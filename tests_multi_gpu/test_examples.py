@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hosts import printed_by
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -28,14 +27,5 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, *EXAMPLES[name], str(ROOT / "docs" / "examples" / name)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert 5 < float(finished.stdout.split()[-1]) < 8
+    command = [sys.executable, *EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]
+    assert 5 < float(printed_by(command, tmp_path).split()[-1]) < 8

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hosts import printed_by
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 PROGRAM = Path(__file__).parent / "programs" / "deepspeed_training.py"
 BIN = Path(sys.executable).parent
 SETTINGS = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))
-
-
-def run(command: list[str], folder: Path) -> str:
-    finished = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
@@ -39,7 +23,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
         (EXAMPLES / "accelerate_loop.py").read_text() + "\naccelerator.print(accelerator.num_processes)\n"
     )
     (tmp_path / "tiny.py").write_text((EXAMPLES / "tiny.py").read_text())
-    *_, loss, processes = run([*launch, str(program)], tmp_path).split()
+    *_, loss, processes = printed_by([*launch, str(program)], tmp_path, OMP_NUM_THREADS="1").split()
     assert 5 < float(loss) < 8
     assert processes == "2"
 
@@ -47,7 +31,8 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 def test_the_deepspeed_launcher_with_only_the_json_changed(tmp_path: Path) -> None:
     """A program that knows nothing of this library."""
     launch = [str(BIN / "liger-dist"), "deepspeed", str(BIN / "deepspeed"), "--num_accelerators", "2"]
-    printed = run([*launch, str(PROGRAM), str(EXAMPLES / "deepspeed.json")], tmp_path)
+    command = [*launch, str(PROGRAM), str(EXAMPLES / "deepspeed.json")]
+    printed = printed_by(command, tmp_path, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     assert printed.count("wrapped: True") == 2
 
 

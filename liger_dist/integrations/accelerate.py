@@ -23,14 +23,16 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: Wr
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`.
     """
-    before = dict(model.named_parameters())
+    groups = [group for one in others if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
+    # By name, so that nobody but the optimizers keeps the parameters that are about to be sharded.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    used = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
     wrap_for(accelerator.state, model, config)
-    after = dict(model.named_parameters())
-    sharded = {old: after[name] for name, old in before.items()}
-    for optimizer in others:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
+    now = dict(model.named_parameters())
+    for group, named in zip(groups, used, strict=True):
+        given = zip(group["params"], named, strict=True)
+        group["params"] = [own if name is None else now[name] for own, name in given]
+    del now
     return accelerator.prepare(model, *others)
 
 
@@ -66,10 +68,6 @@ def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapC
                 "(WrapConfig(activation_checkpointing=True) checkpoints), or use WrapConfig(head='gather')."
             )
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    if state.mixed_precision != "no":
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
     sharding = replace(
         config,
         param_dtype=policy.param_dtype,
@@ -78,4 +76,14 @@ def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapC
     )
     # By the names of classes, which sharding changes.
     plugin.set_auto_wrap_policy(model)
-    wrap(model, "fsdp2", config=sharding)
+    # What is trained has fp32 masters, as Accelerate makes them.
+    widened = [p for p in model.parameters() if p.requires_grad and state.mixed_precision != "no"]
+    dtypes = [parameter.dtype for parameter in widened]
+    try:
+        for parameter in widened:
+            parameter.data = parameter.data.float()
+        wrap(model, "fsdp2", config=sharding)
+    except BaseException:
+        for parameter, dtype in zip(widened, dtypes, strict=True):
+            parameter.data = parameter.data.to(dtype)
+        raise

@@ -10,7 +10,7 @@ from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .norm import _rows
-from .recomputation import RecomputedFunction, forget_copy, is_on, note_output
+from .recomputation import RecomputedFunction, forget_copy, is_worth_it, note_output
 
 
 class _GatedActivation(RecomputedFunction):
@@ -21,7 +21,7 @@ class _GatedActivation(RecomputedFunction):
         ctx.activation, ctx.backend = activation, backend
         ctx.save_for_backward(gate_TF, up_TF)
         result = gated_activation_fwd(gate_TF, up_TF, activation=activation, backend=backend)
-        if is_on():
+        if any(ctx.needs_input_grad) and is_worth_it(result):
             note_output(ctx, result)
         return result
 

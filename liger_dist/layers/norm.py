@@ -9,7 +9,7 @@ from torch import Tensor
 from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, NormOptions, NormOutput, norm_bwd, norm_fwd
 
-from .recomputation import RecomputedFunction, drop_outputs, forget_copy, is_on, note_output
+from .recomputation import RecomputedFunction, drop_outputs, forget_copy, is_worth_it, note_output
 
 
 class _Norm(RecomputedFunction):
@@ -30,7 +30,7 @@ class _Norm(RecomputedFunction):
         ctx.has_residual, ctx.bias_dtype = residual_TD is not None, None if bias_D is None else bias_D.dtype
         output = norm_fwd(x_TD, weight_D, bias_D, residual_TD, options=options, backend=backend)
         ctx.save_for_backward(output.sum_TD, output.mean_T, output.rstd_T, weight_D)
-        if is_on() and any(ctx.needs_input_grad):
+        if any(ctx.needs_input_grad) and is_worth_it(output.y_TD):
             # Copies: when the output is computed again, the parameters may be sharded.
             ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
             note_output(ctx, output.y_TD)

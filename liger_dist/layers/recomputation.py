@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 MOST_NODES = 64
 """of one walk; an attention has two dozen, with adapters twice as many"""
 LEAST_BYTES = 2**24
-"""of a norm's input: a walk takes the host a tenth of a ms, in which a GPU is done with small layers"""
+"""of an output, and of the input of the norm behind it: a walk takes the host a tenth of a ms, in which a GPU is done
+with small layers"""
 PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
 """nodes of autograd that keep what they multiply by a weight; functions of others may as well"""
 
@@ -39,7 +40,8 @@ class Output:
 
     def is_kept_as(self, saved: Any) -> bool:
         """With the same numbers, and not with their negatives."""
-        is_inside = type(saved) is Tensor and self.first <= saved.data_ptr() < self.end
+        is_plain = type(saved) is Tensor and saved.layout is torch.strided
+        is_inside = is_plain and self.first <= saved.data_ptr() < self.end
         is_same = is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
         # What was detached may outlive the function that would compute it again.
         return is_same and saved.requires_grad
@@ -56,9 +58,11 @@ class RecomputedFunction(torch.autograd.Function):
         raise NotImplementedError
 
 
-def is_on() -> bool:
-    """Whether outputs can be dropped where the call is made."""
-    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+def is_worth_it(x: Tensor) -> bool:
+    """Whether outputs of this size can be dropped where the call is made, and should be."""
+    if torch.compiler.is_compiling() or x.nbytes < LEAST_BYTES:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def note_output(ctx: Any, output: Tensor) -> None:
@@ -77,7 +81,7 @@ def forget_copy(ctx: Any) -> None:
 def drop_outputs(x: Tensor) -> None:
     """Drops the outputs of norms and gated activations that products in the graph of ``x`` keep, as far as the last
     norms."""
-    if x.grad_fn is None or x.nbytes < LEAST_BYTES or not is_on():
+    if x.grad_fn is None or not is_worth_it(x):
         return
     producers, products = _walk(x.grad_fn)
     outputs = [(node, node.output) for node in producers if not node.output.memory.expired()]
