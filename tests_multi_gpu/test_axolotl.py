@@ -3,19 +3,86 @@ environment of its own)."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hosts import watched
+import yaml
+from hosts import printed_by, watched
 from models import VOCAB_SIZE, make_model
 from test_trainer import Sequences, forget_earlier_trainers
+from test_trl import make_tokenizer
 
 import liger_dist
 
 axolotl = pytest.importorskip("axolotl.integrations.base", reason="Axolotl is not installed")
 PLUGIN = "liger_dist.integrations.axolotl.LigerDistPlugin"
 ROWS = 8
+COUNTING = """
+from pathlib import Path
+
+from axolotl.integrations.base import BasePlugin
+from hosts import watched
+
+class Counting(BasePlugin):
+    def pre_model_load(self, cfg):
+        self.watching = watched()
+        self.seen = self.watching.__enter__()
+
+    def post_train(self, cfg, model):
+        Path(cfg.output_dir, "calls").write_text(str(self.seen.fused_calls))
+"""
+
+
+def test_its_own_command(tmp_path: Path) -> None:
+    """Chat data, of which the assistant's turns are learnt; a second plugin counts."""
+    make_model("llama", dtype=torch.float32).cpu().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    turns = [("abc"[: 1 + row % 3], "hello world"[: 3 + row % 8]) for row in range(64)]
+    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in turns]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    losses = []
+    for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings_of_a_run(tmp_path, plugins)))
+        command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
+        printed = printed_by(command, tmp_path, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
+        assert (tmp_path / "out" / "calls").read_text() == str(3 * (name == "fused"))
+        losses.append([float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", printed)])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def settings_of_a_run(folder: Path, plugins: list[str]) -> dict[str, Any]:
+    data = {
+        "path": str(folder / "data.jsonl"),
+        "ds_type": "json",
+        "type": "chat_template",
+        "field_messages": "messages",
+    }
+    return {
+        "base_model": str(folder / "model"),
+        "plugins": plugins,
+        "datasets": [data],
+        "chat_template": "tokenizer_default",
+        "special_tokens": {"pad_token": "<pad>"},
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "learning_rate": 0.01,
+        "optimizer": "sgd",
+        "lr_scheduler": "constant",
+        "output_dir": str(folder / "out"),
+        "dataset_prepared_path": str(folder / "prepared"),
+        "logging_steps": 1,
+        "bf16": False,
+        "fp16": False,
+    } | ({"liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} if PLUGIN in plugins else {})
 
 
 def manager(cfg: dict[str, Any]) -> Any:

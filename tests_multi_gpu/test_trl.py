@@ -272,6 +272,8 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
             dist.barrier()
         extra["model"] = type(model).from_pretrained(folders[0], attn_implementation="eager")  # type: ignore[attr-defined]
         extra["reward_funcs"] = rewards
+        # They load it with device_map="auto", which puts one model on all GPUs that a process sees.
+        arguments |= {"model_init_kwargs": {"device_map": None}}
         arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
     if kind in ("DPO", "KTO"):
         extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()

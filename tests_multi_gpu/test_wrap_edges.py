@@ -314,3 +314,12 @@ def test_fp16_with_a_loss_scale_keeps_its_gradient() -> None:
     truth = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].T, labels, reduction="sum") / items * scale
     for got, want in zip(ours, torch.autograd.grad(truth, leaves), strict=True):
         assert relative_error(got, want) < 2e-3
+
+
+def test_a_model_with_a_device_map_is_refused() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = make_model("llama")
+    add_hook_to_module(model.lm_head, ModelHook())
+    with pytest.raises(liger_dist.LigerDistError, match="device_map=None"):
+        liger_dist.wrap(model)

@@ -52,6 +52,12 @@ def find_structure(model: nn.Module) -> Structure:
     if objection is not None:
         raise LigerDistError(f"the output embedding of {type(model).__name__} has {objection}")
     head = base_head(in_use)
+    if hasattr(head, "_hf_hook"):
+        raise LigerDistError(
+            f"the output embedding of {type(model).__name__} has a hook of accelerate, which a device_map puts on every "
+            "module; load the model with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy "
+            "place it."
+        )
     own_forward = vars(head).get("forward")
     is_changed = own_forward is not None and not is_sharding_forward(own_forward)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
