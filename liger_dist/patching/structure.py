@@ -54,7 +54,7 @@ def find_structure(model: nn.Module) -> Structure:
     head = base_head(in_use)
     if hasattr(head, "_hf_hook"):
         raise LigerDistError(
-            f"the output embedding of {type(model).__name__} has a hook of accelerate, which a device_map puts on every "
+            f"the output embedding of {type(model).__name__} has a hook of accelerate, which a device_map puts on each "
             "module; load the model with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy "
             "place it."
         )
