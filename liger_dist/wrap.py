@@ -100,8 +100,10 @@ def wrap(
 ) -> Any:
     """Makes ``model`` compute its loss fused, and shards it when the strategy says so.
 
-    The model is changed in place, once, and keeps its parameter names. A model on the meta device is sharded first
-    and then given storage and initial values by its own rule, layer by layer; rank 0's random numbers count.
+    The model is changed in place, once, and keeps its parameter names. A model on the meta device is given storage
+    and initial values by its own rule, layer by layer; rank 0's random numbers count. "fsdp2" and "tp" shard it before
+    that; under "fsdp1" and "deepspeed" every process holds the whole of it for a moment, which very large models
+    avoid by "fsdp2" or by being built under ``deepspeed.zero.Init``.
 
     Args:
         model: a Hugging Face causal language model.
@@ -378,10 +380,10 @@ def _check_model(
             "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
         )
     check_head_of(model, structure, config)
-    if without_storage and strategy not in ("none", "ddp", "fsdp2", "tp"):
+    if without_storage and strategy == "auto":
         raise LigerDistError(
-            f"the model is on the meta device and strategy={strategy!r} does not give it storage; use 'none', 'ddp', "
-            "'fsdp2' or 'tp', materialise it first, or build it under deepspeed.zero.Init."
+            "the model is on the meta device and strategy='auto' does not give it storage; name a strategy that does, "
+            "or materialise it first."
         )
     is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if strategy in ("fsdp1", "fsdp2", "tp") and is_sharded:

@@ -13,6 +13,7 @@ from harness import Workers
 from models import full, make_batch, make_model, true_loss_sum
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_dist
@@ -22,7 +23,10 @@ GRID = ("shard", "tp")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", None), ("fsdp2", None), ("fsdp2", (2, 1)), ("tp", None)])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [("ddp", None), ("fsdp1", None), ("fsdp2", None), ("fsdp2", (2, 1)), ("tp", None)],
+)
 def test_a_meta_model_gets_the_values_of_one_process(
     strategy: str, mesh: tuple[int, ...] | None, tied: bool, workers_2: Workers
 ) -> None:
@@ -57,8 +61,15 @@ def built_on_meta(strategy: str, mesh: tuple[Any, ...] | None, tied: bool) -> di
     wrapped: nn.Module = liger_dist.wrap(model, strategy, mesh=grid)  # type: ignore[arg-type]
     loss = wrapped(**make_batch(0)).loss
     loss.backward()
-    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
     assert isinstance(inner, nn.Module)
+    if strategy == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            tensors = [*inner.named_parameters(), *inner.named_buffers()]
+            values = {
+                name.replace("_fsdp_wrapped_module.", ""): tensor.detach().cpu().clone() for name, tensor in tensors
+            }
+        return values | {"loss": loss.detach().cpu()}
     values = {name: full(tensor).cpu() for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]}
     return values | {"loss": loss.detach().cpu()}
 

@@ -39,8 +39,13 @@ class TrainArguments:
     output_dir: str = option("runs/train", "where everything is written")
     cache_dir: str = option("runs/cache", "where tokenizers and tokenised data are kept between runs")
 
-    strategy: Optional[Literal["none", "ddp", "fsdp2"]] = option(None, "default: fsdp2 for several processes")
-    mesh: list[int] = option([], "fsdp2: one size (shard) or two (replicate, shard); default: all processes")
+    strategy: Optional[Literal["none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]] = option(
+        None, "default: fsdp2 for several processes"
+    )
+    dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
+    dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: processes that share a replica; default: all that remain")
+    tp: Optional[int] = option(None, "fsdp2, tp: processes that share the head's rows and see the same tokens")
+    deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     fused_loss: bool = option(True, "compute the loss in the head; false trains with the model's own, to compare")
     head: Literal["auto", "gather", "vocab_parallel"] = option(
         "auto", "fsdp2: gather the head's weight for the loss, or keep its rows and let the tokens travel"
@@ -48,11 +53,15 @@ class TrainArguments:
     memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; masters and optimiser are fp32")
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
-    reshard_after_forward: bool = option(True, "fsdp2: free a layer's weights between forward and backward")
-    cpu_offload: bool = option(False, "fsdp2: shards, gradients and optimiser state in host memory")
+    compile: bool = option(False, "compile every decoder layer; they then keep their own code instead of our kernels")
+    layer_kernels: bool = option(True, "compute norms, gated MLPs and rotary embedding by kernels")
+    attention: Optional[str] = option(None, "implementation that transformers knows, such as flash_attention_2")
+    reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
+    cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimiser state in host memory")
 
     steps: int = option(1000, "optimiser steps")
     sequence_length: int = option(512, "tokens of one packed sequence")
+    attend_across_documents: bool = option(False, "let a sequence be one text: positions run on, attention is causal")
     batch_size: int = option(8, "sequences of one micro-batch on each rank")
     accumulation_steps: int = option(1, "micro-batches of one optimiser step")
     learning_rate: float = option(1e-3, "peak")
@@ -66,24 +75,55 @@ class TrainArguments:
     eval_every: int = option(50, "steps between evaluations on held-out text")
     eval_batches: int = option(8, "micro-batches of one evaluation on each rank")
     checkpoint_every: int = option(200, "steps between checkpoints; one is always written at the end")
-    resume: bool = option(False, "continue from the latest checkpoint in output_dir, if there is one")
+    keep_checkpoints: int = option(3, "the newest so many are kept; 0 for all")
+    async_checkpoints: bool = option(False, "write them beside the training; not with deepspeed")
+    resume: bool = option(False, "continue from the newest whole checkpoint in output_dir, if there is one")
     stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
+    stall_timeout: float = option(900.0, "seconds without a step until the watchdog names who is stuck; 0 for none")
+    profile_step: Optional[int] = option(None, "write a profiler trace of that step, trace-rank*.json")
+    dry_run: bool = option(False, "print what each process would hold in memory, and allocate nothing")
+    world_size: Optional[int] = option(None, "dry_run: how many processes; default: those that are running")
     sample_prompt: str = option("def ", "start of the final text sample")
-    sample_tokens: int = option(80, "length of the final text sample")
+    sample_tokens: int = option(80, "length of the final text sample; 0 for none")
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "steps", "batch_size", "accumulation_steps", "eval_every", "eval_batches"):
+        for name in (
+            "vocab_size",
+            "steps",
+            "batch_size",
+            "accumulation_steps",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+        ):
             if getattr(self, name) < 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
-        if self.checkpoint_every < 1:
-            raise LigerDistError(f"--checkpoint_every is {self.checkpoint_every}; expected a number above 0.")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "min_learning_rate_ratio"):
+        for name in ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step"):
+            if (getattr(self, name) or 1) < 1:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
+        for name in (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "min_learning_rate_ratio",
+            "keep_checkpoints",
+            "stall_timeout",
+            "sample_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected 0 or more.")
-        if self.sample_tokens < 1 or not self.sample_prompt:
+        if self.sample_tokens > 0 and not self.sample_prompt:
+            raise LigerDistError("--sample_prompt is empty; give some text, or --sample_tokens 0 for no sample.")
+        if self.world_size is not None and not self.dry_run:
+            raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
+        if (self.strategy == "deepspeed") != (self.deepspeed is not None):
             raise LigerDistError(
-                "--sample_tokens and --sample_prompt are for a text sample; expected at least one token."
+                f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "
+                "--strategy deepspeed --deepspeed launch/deepspeed/zero3.json"
             )
+        if self.strategy == "deepspeed" and self.async_checkpoints:
+            raise LigerDistError("--async_checkpoints is set, which DeepSpeed's checkpoints cannot do; leave it out.")
         if self.sequence_length < 2:
             raise LigerDistError(
                 f"--sequence_length is {self.sequence_length}; expected at least 2, a token and the one it predicts."

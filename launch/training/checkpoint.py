@@ -1,4 +1,4 @@
-"""Sharded checkpoints: whole or not there at all."""
+"""Checkpoints of a run: written by all ranks, published when they are whole, and never taken for whole before."""
 
 from __future__ import annotations
 
@@ -8,94 +8,151 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
-
 from liger_dist import LigerDistError
 
-from .process import on_rank_zero
+from .engine import Engine, Waiting
+from .process import as_one, on_rank_zero
 
-LATEST = "latest"
+PUBLISHED = "published.json"
 DESCRIPTION = "description.json"
 
 
 class Checkpoints:
-    """The folder ``checkpoints`` of a run: one folder a step, and a file that names the newest whole one.
+    """The folder ``checkpoints`` of a run: one folder a step, and a file that lists the whole ones, oldest first.
 
-    A step is written beside its final name and renamed when every rank is done, and only then named as the latest.
+    A step is written beside its final name. When every rank is done, the sizes of all files are noted in it, it gets
+    its name, and then its place in the list.
     """
 
-    def __init__(self, folder: Path, description: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, description: dict[str, Any], *, keep: int, anew: bool) -> None:
+        """``keep`` of the newest stay, 0 for all. ``anew``: the list of an earlier run is replaced by the first
+        checkpoint of this one."""
         self._folder = folder
         self._description = description
+        self._keep = keep
+        self._anew = anew
+        self._begun: tuple[int, Path, Waiting] | None = None
 
-    def latest(self) -> int | None:
-        """The newest whole checkpoint's step, alike on every rank; None when there is none.
+    def newest(self) -> int | None:
+        """The newest whole checkpoint's step, alike on every rank; None when there is none. One that was damaged since
+        it was published is passed over, with a sentence.
 
         Raises:
-            LigerDistError: it belongs to another model, tokenizer or seed, or the folder that is named is not there.
+            LigerDistError: it belongs to another model, tokenizer or seed, or it is of a format that cannot be read.
         """
-        return on_rank_zero(self._read_latest)
+        return on_rank_zero(self._read_newest)
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
-        """Writes the state after ``step`` optimiser steps."""
-        path = self._path(step)
-        partial = path.with_name(f"{path.name}.partial")
+    def clear_partial(self) -> None:
+        """Removes what an earlier run began and did not end."""
+        on_rank_zero(self._remove_partial)
+
+    def save(self, step: int, engine: Engine, *, in_background: bool) -> None:
+        """Writes the state after ``step`` optimiser steps; in the background until :meth:`finish`.
+
+        Raises:
+            LigerDistError: on every rank, when one of them could not write.
+        """
+        self.finish()
+        partial = self._path(step).with_suffix(".partial")
         on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
-        weights, moments = get_state_dict(model, optimizer)
-        state_dict_saver.save(
-            {"model": weights, "optimizer": moments}, checkpoint_id=str(partial), no_dist=not dist.is_initialized()
-        )
-        if dist.is_initialized():
-            dist.barrier()
-        on_rank_zero(lambda: self._publish(step, partial))
-        return path
+        with self._writing(step):
+            self._begun = step, partial, engine.save(partial, in_background=in_background)
+        if not in_background:
+            self.finish()
 
-    def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Restores the state after ``step`` steps, written by any number of ranks. Hyperparameters stay as they are."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        weights, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": moments}
-        state_dict_loader.load(state, checkpoint_id=str(self._path(step)), no_dist=not dist.is_initialized())
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            group.update(settings)
+    def finish(self) -> None:
+        """Waits for what :meth:`save` began, and publishes it."""
+        if self._begun is None:
+            return
+        (step, partial, wait), self._begun = self._begun, None
+        with self._writing(step):
+            wait()
+        on_rank_zero(lambda: self._publish(step, partial))
+
+    def load(self, step: int, engine: Engine) -> None:
+        engine.load(self._path(step))
+
+    def _writing(self, step: int) -> Any:
+        newest = (self._listed() or ["none"])[-1]
+        return as_one(
+            f"the checkpoint of step {step} cannot be written to {self._folder}",
+            f"Make room and go on with --resume true; the newest whole checkpoint is {newest}",
+        )
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
+    def _listed(self) -> list[str]:
+        path = self._folder / PUBLISHED
+        names: list[str] = json.loads(path.read_text()) if path.is_file() and not self._anew else []
+        return names
+
     def _publish(self, step: int, partial: Path) -> None:
         path = self._path(step)
-        (partial / DESCRIPTION).write_text(json.dumps(self._description | {"step": step}, indent=2))
+        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
+        (partial / DESCRIPTION).write_text(json.dumps(self._description | {"step": step, "files": sizes}, indent=2))
+        listed = [name for name in self._listed() if name != path.name]
         if path.exists():
+            self._list(listed)
             shutil.rmtree(path)
         partial.rename(path)
-        pointer = self._folder / f"{LATEST}.partial"
-        pointer.write_text(path.name)
-        os.replace(pointer, self._folder / LATEST)
+        listed.append(path.name)
+        surplus = listed[: -self._keep] if self._keep else []
+        self._list(listed[len(surplus) :])
+        for name in surplus:
+            # Out of the list first: one that is half removed is in no list.
+            shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _read_latest(self) -> int | None:
-        pointer = self._folder / LATEST
-        if not pointer.is_file():
-            return None
-        path = self._folder / pointer.read_text().strip()
-        if not (path / DESCRIPTION).is_file():
+    def _list(self, names: list[str]) -> None:
+        written = self._folder / f"{PUBLISHED}.partial"
+        written.write_text(json.dumps(names))
+        os.replace(written, self._folder / PUBLISHED)
+        self._anew = False
+
+    def _remove_partial(self) -> None:
+        for path in self._folder.glob("step-*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _read_newest(self) -> int | None:
+        for name in reversed(self._listed()):
+            path = self._folder / name
+            damage = damage_of(path)
+            if damage is None:
+                found = json.loads((path / DESCRIPTION).read_text())
+                self._check(path, found)
+                step: int = found["step"]
+                return step
+            print(f"{path} is not whole ({damage}); it is passed over", flush=True)
+        return None
+
+    def _check(self, path: Path, found: dict[str, Any]) -> None:
+        if found.get("format") != self._description["format"]:
             raise LigerDistError(
-                f"{pointer} names {path.name}, which is not there or not whole; write the name of another folder into "
-                "it, or remove it to start anew."
+                f"the checkpoint {path} is of {found.get('format')}, and this run reads {self._description['format']}. "
+                f"Export its weights (python launch/export.py {path}) and start from them with --model, or go on as it "
+                "was written."
             )
-        found = json.loads((path / DESCRIPTION).read_text())
         for name, value in self._description.items():
             if found.get(name) != value:
                 raise LigerDistError(
                     f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
                     "the same model, tokenizer and seed, or choose another --output_dir."
                 )
-        step: int = found["step"]
-        return step
+
+
+def damage_of(path: Path) -> str | None:
+    """What is missing of a published checkpoint; None for nothing."""
+    try:
+        sizes: dict[str, int] = json.loads((path / DESCRIPTION).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{DESCRIPTION}: {error}"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is not there"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes of {size}"
+    return None
 
 
 def _difference(name: str, found: Any, expected: Any) -> str:
@@ -105,11 +162,12 @@ def _difference(name: str, found: Any, expected: Any) -> str:
     return f"{name} {found} instead of {expected}"
 
 
-def describe_run(config: Any, tokenizer_fingerprint: str, seed: int) -> dict[str, Any]:
+def describe_run(config: Any, tokenizer_fingerprint: str, seed: int, format: str) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
     names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     text = config.get_text_config()
     return {
+        "format": format,
         "model": {name: getattr(text, name, None) for name in names},
         "tokenizer": tokenizer_fingerprint,
         "seed": seed,

@@ -1,14 +1,18 @@
-"""Measures the largest tensor that a module's forward allocates."""
+"""Looks inside: the largest tensor that a module's forward allocates, and a profiler's trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .process import rank
 
 
 class LargestTensor(TorchDispatchMode):
@@ -34,6 +38,16 @@ class LargestTensor(TorchDispatchMode):
                 self.rows_of_width[width] = max(self.rows_of_width.get(width, 0), leaf.numel() // width)
         return result
 
+    def in_words(self, tokens: int, vocab_size: int) -> str:
+        """Of a head's largest tensors, whether they were the logits of all ``tokens``."""
+        rows = self.rows_of_width.get(vocab_size, 0)
+        # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token.
+        seen = f"at most {rows} of {tokens} rows of {vocab_size} at once" if rows else f"not one row of {vocab_size}"
+        return (
+            f"{'no' if rows < tokens else 'all'} logits were materialised: {seen}, the head's largest tensor was "
+            f"{list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
+        )
+
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
@@ -56,3 +70,16 @@ def measured(module: nn.Module) -> Iterator[LargestTensor]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def traced(folder: Path) -> Iterator[None]:
+    """Writes ``trace-rank*.json`` into ``folder``, for Perfetto or chrome://tracing."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / f"trace-rank{rank()}.json"))

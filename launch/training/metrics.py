@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ class Metrics:
         }
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
+
+    def usual_speed(self) -> float | None:
+        """Tokens per second: the median of the steps after the third, which compile and warm up."""
+        speeds = [row["tokens_per_second"] for row in self.rows if row["step"] > 3]
+        return median(speeds) if speeds else None
 
     def close(self) -> None:
         """Draws the losses of all steps."""

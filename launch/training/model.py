@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from liger_dist import LigerDistError, WrapConfig, wrap
+from liger_dist.config import SHARDING_STRATEGIES
+from liger_dist.patching.structure import find_structure
 
 from .arguments import TrainArguments
+from .layout import Layout
 from .process import device, rank, world_size
 
 # hidden size, MLP size, layers, heads, key-value heads
@@ -23,6 +27,8 @@ PRESETS = {
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
 }
+WHOLE_FIRST = ("fsdp1", "deepspeed")
+"""strategies that take pretrained weights as a whole model, which every process reads"""
 
 
 def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
@@ -63,34 +69,66 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
     return config
 
 
-def strategy_of(arguments: TrainArguments) -> str:
-    return arguments.strategy or ("fsdp2" if world_size() > 1 else "none")
+def shell(arguments: TrainArguments, config: Any) -> nn.Module:
+    """The model without storage.
+
+    Raises:
+        LigerDistError: an implementation of attention that transformers does not have here.
+    """
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=arguments.attention
+            )
+    except (ImportError, ValueError) as error:
+        raise LigerDistError(
+            f"no model can be built from the config with --attention {arguments.attention}: {error}"
+        ) from error
+    return model
 
 
-def build(arguments: TrainArguments, config: Any) -> nn.Module:
-    """The wrapped model, with pretrained weights when ``--model`` is a folder that has them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    strategy = strategy_of(arguments)
+def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: WrapConfig | None = None) -> nn.Module:
+    """``model`` wrapped, with pretrained weights when ``--model`` is a folder that has them.
+
+    Args:
+        config: what the arguments are added to; default: WrapConfig's defaults.
+    """
     torch.manual_seed(arguments.seed)
+    folder = Path(arguments.model)
+    has_weights = any(path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}"))
+    if has_weights and layout.strategy in WHOLE_FIRST:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, attn_implementation=arguments.attention
+        )
+    if arguments.compile:
+        for layer in find_structure(model).layers:
+            layer.compile()
     wrapped: nn.Module = wrap(
         model,
-        strategy,  # type: ignore[arg-type]
-        mesh=tuple(arguments.mesh) or None,
-        config=WrapConfig(
-            fused_loss=arguments.fused_loss,
-            head=arguments.head,
-            memory_budget=arguments.memory_budget,
-            param_dtype=torch.bfloat16 if strategy == "fsdp2" and arguments.dtype == "bfloat16" else None,
-            activation_checkpointing=arguments.activation_checkpointing,
-            reshard_after_forward=arguments.reshard_after_forward,
-            cpu_offload=arguments.cpu_offload,
-        ),
+        layout.strategy,  # type: ignore[arg-type]
+        mesh=layout.mesh(device().type),
+        config=wrap_config(arguments, layout.strategy, config or WrapConfig()),
     )
-    folder = Path(arguments.model)
-    if any(path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")):
+    if has_weights and layout.strategy not in WHOLE_FIRST:
         _load_pretrained(wrapped, folder)
     return wrapped
+
+
+def wrap_config(arguments: TrainArguments, strategy: str, config: WrapConfig) -> WrapConfig:
+    """``config`` with what the arguments say."""
+    is_sharded = strategy in SHARDING_STRATEGIES
+    return replace(
+        config,
+        fused_loss=config.fused_loss and arguments.fused_loss,
+        layer_kernels=config.layer_kernels and arguments.layer_kernels and not arguments.compile,
+        head=arguments.head,
+        expected_tokens=arguments.batch_size * arguments.sequence_length,
+        memory_budget=arguments.memory_budget or config.memory_budget,
+        param_dtype=torch.bfloat16 if is_sharded and arguments.dtype == "bfloat16" else None,
+        activation_checkpointing=arguments.activation_checkpointing,
+        reshard_after_forward=arguments.reshard_after_forward,
+        cpu_offload=arguments.cpu_offload,
+    )
 
 
 def _load_pretrained(model: nn.Module, folder: Path) -> None:
@@ -103,11 +141,17 @@ def _load_pretrained(model: nn.Module, folder: Path) -> None:
 
 
 def inner_model(model: nn.Module) -> Any:
-    """The transformers model, without the wrapper that DDP puts around it."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The transformers model, without the wrapper that DDP, FSDP1 or DeepSpeed puts around it."""
+    from transformers import PreTrainedModel
+
+    while not isinstance(model, PreTrainedModel):
+        inner = model.module
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return model
 
 
-def autocast(arguments: TrainArguments) -> Any:
+def autocast(arguments: TrainArguments, strategy: str) -> Any:
     """bf16 compute where the strategy does not bring it itself."""
-    needed = arguments.dtype == "bfloat16" and strategy_of(arguments) != "fsdp2"
+    needed = arguments.dtype == "bfloat16" and strategy in ("none", "ddp", "tp")
     return torch.autocast(device().type, dtype=torch.bfloat16, enabled=needed)

@@ -40,15 +40,17 @@ class Stream:
 class Blocks:
     """A stream cut into sequences of ``length`` tokens; what remains at the end is left out."""
 
-    def __init__(self, stream: Stream, length: int) -> None:
+    def __init__(self, stream: Stream, length: int, *, restart: bool = True) -> None:
         self._stream = stream
         self._length = length
+        self._restart = restart
 
     def __len__(self) -> int:
         return len(self._stream.ids) // self._length
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """``input_ids``, ``labels`` and ``position_ids``, each int64 ``[len(indices), length]``.
+        """``input_ids``, ``labels`` and, unless documents are to be one text (``restart`` is false), ``position_ids``,
+        each int64 ``[len(indices), length]``.
 
         A document's first token is not learnt: nothing before it belongs to it. Where positions restart, the models of
         transformers attend within documents only (as long as they are given no attention mask).
@@ -62,7 +64,7 @@ class Blocks:
             ids.append(self._stream.ids[here])
             labels.append(np.where(place == start, IGNORED, self._stream.labels[here]))
             positions.append(place - start)
-        stacked = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        stacked = {"input_ids": ids, "labels": labels} | ({"position_ids": positions} if self._restart else {})
         return {name: torch.from_numpy(np.stack(rows).astype(np.int64)) for name, rows in stacked.items()}
 
 

@@ -7,15 +7,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
 
@@ -63,13 +65,40 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             answer[0] = function()
-        except LigerDistError as error:
+        except (LigerDistError, OSError) as error:
             answer[1] = str(error)
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise LigerDistError(answer[1])
     result: T = answer[0]
     return result
+
+
+@contextmanager
+def as_one(what: str, way_out: str) -> Iterator[None]:
+    """What a rank cannot do inside is refused on every rank alike: ``what``, the reason, ``way_out``."""
+    reason = None
+    try:
+        yield
+    except CheckpointException as error:
+        # Every rank has it, with what all of them say.
+        reason = "; ".join(dict.fromkeys(f"{failed!r}" for failed, _ in error.failures.values()))
+    except (OSError, RuntimeError) as error:
+        reason = repr(error)
+    reasons = [reason]
+    if dist.is_initialized():
+        reasons = [None] * world_size()
+        dist.all_gather_object(reasons, reason)
+    found = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if found:
+        where = "" if len(found) == len(reasons) else f"on rank {', '.join(map(str, found))} "
+        raise LigerDistError(f"{what}: {where}{next(iter(found.values()))}. {way_out}.")
+
+
+@cache
+def checkpoint_group() -> Any:
+    """A process group on CPUs for what is written in the background; None for one process."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def total(*values: float) -> list[float]:
@@ -112,8 +141,8 @@ class Interruption:
 def run(main: Callable[[], None]) -> None:
     """Calls ``main``; an error is printed by one rank, and every rank ends with a non-zero status.
 
-    A refusal (LigerDistError) is one sentence, anything else a traceback. torchrun ends the ranks that still wait for
-    the one that failed.
+    A refusal (LigerDistError) or a file that cannot be read or written is one sentence, anything else a traceback.
+    torchrun ends the ranks that still wait for the one that failed.
     """
     try:
         main()
@@ -124,14 +153,14 @@ def run(main: Callable[[], None]) -> None:
             sys.stdout.flush()
             # Meshes and models still hold their groups; gloo can abort while the interpreter takes them down.
             os._exit(0)
-    except LigerDistError as error:
+    except (LigerDistError, OSError) as error:
         _report(f"error: {error}")
     except Exception:
         _report(traceback.format_exc())
 
 
 def _report(message: str) -> None:
-    if _is_first_to_report():
+    if is_first_to_report():
         where = "" if world_size() == 1 else f"[rank {rank()}] "
         print(f"{where}{message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -139,12 +168,12 @@ def _report(message: str) -> None:
     os._exit(1)
 
 
-def _is_first_to_report() -> bool:
+def is_first_to_report() -> bool:
     """Rank 0 speaks for an error that all ranks have; a rank that fails alone speaks for itself."""
     if rank() != 0:
         time.sleep(2.0)
     if not dist.is_initialized():
         return rank() == 0
-    store = dist.distributed_c10d._get_default_store()
-    claim = store.compare_set("liger_dist/first_error", "", str(rank()))
-    return claim.decode() == str(rank())
+    store: Any = dist.distributed_c10d._get_default_store()
+    claim = store.clone().compare_set("liger_dist/first_error", "", str(rank()))
+    return bool(claim.decode() == str(rank()))

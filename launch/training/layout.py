@@ -1,0 +1,81 @@
+"""Which strategy runs over which processes, and who reads which data; from the arguments and the world size alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from liger_dist import LigerDistError
+
+from .arguments import TrainArguments
+
+SIZES = ("dp_replicate", "dp_shard", "tp")
+OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
+"""the sizes that a strategy has; the others have none"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes of one tensor-parallel group read the same data; the others read different."""
+
+    strategy: str
+    world_size: int
+    replicate: int
+    shard: int
+    tensor_parallel: int
+
+    @property
+    def data_size(self) -> int:
+        """How many processes read different data."""
+        return self.world_size // self.tensor_parallel
+
+    def data_rank(self, rank: int) -> int:
+        return rank // self.tensor_parallel
+
+    def mesh(self, device_type: str) -> Any:
+        """What ``liger_dist.wrap`` takes."""
+        if self.strategy == "tp":
+            return (self.tensor_parallel,)
+        if self.strategy not in OPTIONS:
+            return None
+        sizes = {"replicate": self.replicate, "shard": self.shard, "tp": self.tensor_parallel}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        if self.tensor_parallel == 1:
+            return tuple(axes.values())
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def __str__(self) -> str:
+        if self.strategy not in OPTIONS:
+            return f"{self.strategy} on {self.world_size}"
+        sizes = {"replicas": self.replicate, "shards": self.shard, "tensor-parallel": self.tensor_parallel}
+        return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}"
+
+
+def layout_of(arguments: TrainArguments, world_size: int) -> Layout:
+    """Raises:
+    LigerDistError: sizes that the strategy does not have, or that do not multiply to ``world_size``.
+    """
+    strategy = arguments.strategy or ("fsdp2" if world_size > 1 else "none")
+    given = {name: getattr(arguments, name) for name in SIZES}
+    for name, size in given.items():
+        if size is not None and name not in OPTIONS.get(strategy, ()):
+            raise LigerDistError(
+                f"--{name} is {size} but the strategy is {strategy}, which has no such size; expected one of "
+                f"{', '.join(s for s, names in OPTIONS.items() if name in names)}, or leave it out."
+            )
+    if strategy == "none" and world_size > 1:
+        raise LigerDistError(
+            f"--strategy is none but {world_size} processes are running; choose another, or start one process."
+        )
+    replicate, tensor_parallel = given["dp_replicate"] or 1, given["tp"] or (world_size if strategy == "tp" else 1)
+    shard = given["dp_shard"] or (max(1, world_size // (replicate * tensor_parallel)) if "fsdp" in strategy else 1)
+    if strategy in OPTIONS and replicate * shard * tensor_parallel != world_size:
+        sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tensor_parallel}
+        shown = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name in OPTIONS[strategy])
+        raise LigerDistError(
+            f"{shown} needs {replicate * shard * tensor_parallel} processes but {world_size} are running; choose sizes "
+            f"whose product is {world_size}, or start other processes."
+        )
+    return Layout(strategy, world_size, replicate, shard, tensor_parallel)
