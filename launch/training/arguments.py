@@ -74,7 +74,7 @@ class TrainArguments:
 
     eval_every: int = option(50, "steps between evaluations on held-out text")
     eval_batches: int = option(8, "micro-batches of one evaluation on each rank")
-    checkpoint_every: int = option(200, "steps between checkpoints; one is always written at the end")
+    checkpoint_every: int = option(200, "steps between checkpoints; one is written at the end; 0 for none at all")
     keep_checkpoints: int = option(3, "the newest so many are kept; 0 for all")
     async_checkpoints: bool = option(False, "write them beside the training; not with deepspeed")
     resume: bool = option(False, "continue from the newest whole checkpoint in output_dir, if there is one")
@@ -94,19 +94,20 @@ class TrainArguments:
             "accumulation_steps",
             "eval_every",
             "eval_batches",
-            "checkpoint_every",
         ):
             if getattr(self, name) < 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
         for name in ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step"):
-            if (getattr(self, name) or 1) < 1:
-                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LigerDistError(f"--{name} is {value}; expected a number above 0.")
         for name in (
             "learning_rate",
             "warmup_steps",
             "weight_decay",
             "max_grad_norm",
             "min_learning_rate_ratio",
+            "checkpoint_every",
             "keep_checkpoints",
             "stall_timeout",
             "sample_tokens",

@@ -115,12 +115,12 @@ def _steps(run: Run, checkpoints: Checkpoints, metrics: Metrics, flops: Flops, f
                 row["eval_loss"] = run.evaluate()
             row["learning_rate"] = run.schedule.get_last_lr()[0]
             metrics.add(row)
-            if stopped or step % a.checkpoint_every == 0 or step == a.steps:
+            if a.checkpoint_every and (stopped or step % a.checkpoint_every == 0 or step == a.steps):
                 watchdog.at(step, "writing a checkpoint")
                 checkpoints.save(step, run.engine, in_background=a.async_checkpoints)
                 saved = step
         checkpoints.finish()
-    assert saved == step
+    assert saved == step or not a.checkpoint_every
     return Done(largest, step, stopped and step < a.steps)
 
 
@@ -148,10 +148,12 @@ def _report(run: Run, folder: Path, metrics: Metrics, flops: Flops, done: Done, 
     if done.was_stopped:
         print(f"stopped after step {done.last_step}; continue with --resume true --output_dir {folder}")
         return
-    files = ["metrics.jsonl", "loss.png", f"checkpoints/step-{done.last_step:08d}"]
+    files = ["metrics.jsonl", "loss.png"]
     if text is not None:
         (folder / "sample.txt").write_text(text + "\n")
-        files.insert(2, "sample.txt")
+        files.append("sample.txt")
+    if run.arguments.checkpoint_every:
+        files.append(f"checkpoints/step-{done.last_step:08d}")
     print(f"written to {folder}: {', '.join(files)}")
     a = run.arguments
     line = f"strategy {run.layout.strategy}, world size {world_size()}"

@@ -1,0 +1,112 @@
+"""A Llama of 8 billion parameters, trained by the launch files alone, beside the same with Liger; and the memory that
+``--dry_run`` plans, beside what was measured.
+
+    python -m benchmarks.large_model
+
+Every way runs by itself, for it fills the GPUs: ``launch/train.py launch/llama_8b.yaml`` with the options that stand in
+the table, on all GPUs of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from .harness import Row, arguments, save, show
+
+ROOT = Path(__file__).parent.parent
+LIGER = ("--fused_loss", "false", "--layer_kernels", "false")
+ZERO3 = ("--strategy", "deepspeed", "--deepspeed", "launch/deepspeed/zero3.json", "--async_checkpoints", "false")
+WAYS: dict[str, tuple[str, ...]] = {
+    "fsdp2": ("--strategy", "fsdp2"),
+    "fsdp2, gather": ("--strategy", "fsdp2", "--head", "gather"),
+    "fsdp2, layers compiled": ("--strategy", "fsdp2", "--compile", "true"),
+    "fsdp2, activation checkpointing": ("--strategy", "fsdp2", "--activation_checkpointing", "true"),
+    "zero3": ZERO3,
+    "Liger, fsdp2": ("--strategy", "fsdp2", *LIGER),
+    "Liger, zero3": (*ZERO3, *LIGER),
+}
+WARM_UP = 3
+"""steps"""
+
+
+def run(way: str, options: tuple[str, ...], folder: Path, steps: int) -> Row:
+    """One run; the median of its steps after the first ones."""
+    gpus = torch.cuda.device_count()
+    row = Row(f"Llama 8B, on {gpus}", way, "")
+    program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else [str(ROOT / "launch" / "train.py")]
+    common = ["launch/llama_8b.yaml", *options, "--data", "docs", "liger_dist", "launch", "tests_multi_gpu"]
+    common += ["--steps", str(steps), "--eval_every", str(steps), "--eval_batches", "1", "--checkpoint_every", "0"]
+    common += ["--warmup_steps", "2", "--cache_dir", str(folder / "cache"), "--output_dir", str(folder / way)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    finished = subprocess.run(
+        [*torchrun, *program, *common],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    if finished.returncode != 0:
+        lines = [line for line in finished.stderr.splitlines() if "Error" in line or "error:" in line]
+        row.failure = (lines or ["it failed"])[0][:200]
+        print(finished.stderr[-3000:], file=sys.stderr)
+        return row
+    seen = [json.loads(line) for line in (folder / way / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    speeds = sorted(step["tokens_per_second"] for step in seen)
+    tokens = gpus * 8192 * 1e3
+    row.median_ms, row.p20_ms, row.p80_ms = (
+        tokens / speed for speed in (statistics.median(speeds), speeds[-1 - len(speeds) // 5], speeds[len(speeds) // 5])
+    )
+    peak = max(step["peak_memory_bytes"] for step in seen) / 2**30
+    row.figures = {
+        "tokens/s": statistics.median(speeds),
+        "utilisation": statistics.median(step["mfu"] for step in seen),
+        "peak GiB": peak,
+        "loss": seen[-1]["loss"],
+    }
+    if not way.startswith("Liger"):
+        planned = planned_peak([*common, "--dry_run", "true", "--world_size", str(gpus)], finished.stdout)
+        row.figures["planned GiB"] = planned
+    return row
+
+
+def planned_peak(options: list[str], said: str) -> float:
+    """The peak of ``--dry_run``, for the way to the head that the run took."""
+    plan = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "train.py"), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    lines = {line.split("  ")[0]: line.split() for line in plan.stdout.splitlines() if line}
+    # Rows that stay are never as wide as the vocabulary.
+    is_split = "not one row" in said and len(lines["peak"]) > 2
+    return float(lines["peak"][2 if is_split else 1])
+
+
+def main() -> None:
+    given = arguments(__doc__ or "").parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for way, options in WAYS.items():
+            if given.only in way and (find_spec("liger_kernel") or not way.startswith("Liger")):
+                rows.append(run(way, options, Path(folder), given.rounds))
+                show(rows[-1:], ("tokens/s", "utilisation", "peak GiB", "planned GiB", "loss"))
+    save("large_model", rows, given.results)
+
+
+if __name__ == "__main__":
+    main()
