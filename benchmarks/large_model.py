@@ -43,7 +43,7 @@ def run(way: str, options: tuple[str, ...], folder: Path, steps: int) -> Row:
     gpus = torch.cuda.device_count()
     row = Row(f"Llama 8B, on {gpus}", way, "")
     program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else [str(ROOT / "launch" / "train.py")]
-    common = ["launch/llama_8b.yaml", *options, "--data", "docs", "liger_dist", "launch", "tests_multi_gpu"]
+    common = ["launch/llama_8b.yaml", *options, "--data", "liger_dist", "tests_multi_gpu", "kernels"]
     common += ["--steps", str(steps), "--eval_every", str(steps), "--eval_batches", "1", "--checkpoint_every", "0"]
     common += ["--warmup_steps", "2", "--cache_dir", str(folder / "cache"), "--output_dir", str(folder / way)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]

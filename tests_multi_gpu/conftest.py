@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before the first import of Triton: without a GPU the kernels run in its interpreter.
 import torch
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from harness import Workers
+from runs import arguments_for, write_corpus
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,3 +51,25 @@ def workers_on_all(request: pytest.FixtureRequest) -> Workers:
     """Four processes; two where the machine has no more GPUs."""
     workers: Workers = request.getfixturevalue("workers_2" if torch.cuda.device_count() in (2, 3) else "workers_4")
     return workers
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real corpus for the training program."""
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer and tokens, prepared once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def trained(workers_2: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run of the training program on two ranks under FSDP2."""
+    from training.loop import train
+
+    output = tmp_path_factory.mktemp("trained")
+    workers_2.run(train, arguments_for(data, cache, output))
+    return output

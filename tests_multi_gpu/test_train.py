@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -18,87 +16,17 @@ import pytest
 import torch
 from harness import Workers
 from models import make_batch, make_model
+from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
+from training.arguments import parse
+from training.corpus import Columns, find_corpus, tokenize
+from training.engine import clip
+from training.loop import train
+from training.meter import measured
+from training.packing import Blocks, Order, Stream
+from training.process import run
+from training.tokens import load_tokenizer, train_tokenizer
 
 import liger_dist
-
-ROOT = Path(__file__).parent.parent
-LAUNCH = ROOT / "launch"
-sys.path.insert(0, str(LAUNCH))
-
-from training.arguments import TrainArguments, parse  # noqa: E402
-from training.corpus import Columns, find_corpus, tokenize  # noqa: E402
-from training.loop import clip, train  # noqa: E402
-from training.meter import measured  # noqa: E402
-from training.packing import Blocks, Order, Stream  # noqa: E402
-from training.process import run  # noqa: E402
-from training.tokens import load_tokenizer, train_tokenizer  # noqa: E402
-
-SOURCES = (
-    "argparse",
-    "ast",
-    "calendar",
-    "codecs",
-    "copy",
-    "dataclasses",
-    "datetime",
-    "dis",
-    "doctest",
-    "enum",
-    "inspect",
-)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small real corpus: some modules of the standard library, twice over for two splits."""
-    folder = tmp_path_factory.mktemp("data")
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    for copy in range(2):
-        for name in SOURCES:
-            (folder / f"{name}{copy}.txt").write_text((stdlib / f"{name}.py").read_text())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-def arguments_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainArguments:
-    settings: dict[str, Any] = {
-        "data": [str(data)],
-        "cache_dir": str(cache),
-        "output_dir": str(output),
-        "vocab_size": 601,
-        "steps": 12,
-        "sequence_length": 64,
-        "batch_size": 2,
-        "accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "warmup_steps": 3,
-        "eval_every": 5,
-        "eval_batches": 2,
-        "checkpoint_every": 6,
-        "memory_budget": 2**16,
-        "sample_tokens": 8,
-    }
-    return TrainArguments(**(settings | changes))
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_of(folder: Path) -> list[float]:
-    return [row["loss"] for row in metrics_of(folder)]
-
-
-@pytest.fixture(scope="session")
-def trained(workers_2: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run on two ranks under FSDP2."""
-    output = tmp_path_factory.mktemp("trained")
-    workers_2.run(train, arguments_for(data, cache, output))
-    return output
 
 
 def test_a_run_leaves_what_it_promises(trained: Path) -> None:
@@ -110,8 +38,12 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert rows[-1]["eval_loss"] < rows[0]["eval_loss"] - 0.5
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (trained / "sample.txt").read_text().startswith("def ")
-    assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["latest", "step-00000006", "step-00000012"]
-    assert (trained / "checkpoints" / "latest").read_text() == "step-00000012"
+    assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == [
+        "published.json",
+        "step-00000006",
+        "step-00000012",
+    ]
+    assert published(trained) == ["step-00000006", "step-00000012"]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
@@ -154,7 +86,7 @@ def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, tra
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-00000012").rename(folder / "step-00000012.partial")
-    (folder / "latest").write_text("step-00000006")
+    (folder / "published.json").write_text('["step-00000006"]')
     train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none", accumulation_steps=4))
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
@@ -182,9 +114,6 @@ def test_a_finished_run_is_resumed_without_harm(data: Path, cache: Path, trained
     (tmp_path / "run" / "metrics.jsonl").unlink()
     train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
     assert (tmp_path / "run" / "sample.txt").is_file()
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-00000099")
-    with pytest.raises(liger_dist.LigerDistError, match="names step-00000099, which is not there"):
-        train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
 
 
 def test_weights_of_a_folder_are_loaded_under_fsdp2(
@@ -223,9 +152,11 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
         ({"sequence_length": 10**7}, "shorter than one sequence"),
         ({"output_dir": str(empty)}, "nothing can be written"),
         ({"model": str(tmp_path)}, "no model config can be read"),
-        ({"mesh": [1]}, "takes none"),
-        ({"mesh": [2, 2]}, "needs 4 processes but 1"),
+        ({"dp_shard": 1}, "--dp_shard is 1 but the strategy is none"),
+        ({"strategy": "fsdp2", "dp_replicate": 2, "dp_shard": 2}, "needs 4 processes but 1"),
+        ({"strategy": "fsdp1", "tp": 2}, "--tp is 2 but the strategy is fsdp1"),
         ({"strategy": "fsdp2"}, "torchrun"),
+        ({"attention": "flash"}, "--attention flash"),
     ]
     for changes, words in cases:
         settings = {"data": [str(data)], "strategy": "none"} | changes
@@ -234,32 +165,16 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
             train(arguments)
 
 
-def torchrun(*options: str, processes: int = 2, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, str(LAUNCH / "train.py"), *options], **(pipes | kwargs))
-
-
-def as_options(arguments: TrainArguments, names: tuple[str, ...]) -> list[str]:
-    options: list[str] = []
-    for name in names:
-        value = getattr(arguments, name)
-        options += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
-    return options
-
-
 def test_a_mesh_of_four_on_three_processes_is_one_sentence_and_no_hang(data: Path, cache: Path, tmp_path: Path) -> None:
-    options = as_options(arguments_for(data, cache, tmp_path), ("data", "cache_dir", "output_dir", "vocab_size"))
+    options = as_options(arguments_for(data, cache, tmp_path, strategy="fsdp2", dp_shard=4))
     began = time.monotonic()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = torchrun(
-        *options, "--strategy", "fsdp2", "--mesh", "4", "--sequence_length", "64", processes=3, env=environment
-    )
+    process = torchrun(*options, processes=3, env=environment)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     said = [line for line in errors.splitlines() if "error: " in line]
     assert len(said) == 1, errors
-    assert said[0].startswith("[rank 0] error: a mesh of shape (4,) needs 4 processes but 3 are running")
+    assert said[0].startswith("[rank 0] error: --dp_replicate 1 x --dp_shard 4 x --tp 1 needs 4 processes but 3")
     # What follows is torchrun's own report of its children.
     assert "liger_dist" not in errors
     assert time.monotonic() - began < 50
@@ -287,8 +202,7 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
 
 
 def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp_path: Path) -> None:
-    names = ("data", "cache_dir", "output_dir", "vocab_size", "sequence_length", "batch_size")
-    options = as_options(arguments_for(data, cache, tmp_path, steps=100_000), (*names, "steps"))
+    options = as_options(arguments_for(data, cache, tmp_path, steps=100_000, eval_every=1000))
     process = subprocess.Popen(
         [sys.executable, str(LAUNCH / "train.py"), *options],
         stdout=subprocess.PIPE,
@@ -305,7 +219,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp
     assert process.returncode == 0, output
     step = len(metrics_of(tmp_path))
     assert f"stopped after step {step}" in output
-    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
+    assert published(tmp_path) == [f"step-{step:08d}"]
 
 
 def test_only_the_assistant_is_learnt(cache: Path, tmp_path: Path) -> None:
@@ -401,9 +315,9 @@ def test_the_meter_sees_whole_logits_and_their_absence() -> None:
 
 def test_command_line_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("steps: 5\nmesh: [2, 2]\nfused_loss: false\nlearning_rate: 0.5\n")
+    file.write_text("steps: 5\ndata: [a, b]\nfused_loss: false\nlearning_rate: 0.5\n")
     arguments = parse([str(file), "--steps", "7", "--strategy", "fsdp2"])
-    assert (arguments.steps, arguments.mesh, arguments.fused_loss) == (7, [2, 2], False)
+    assert (arguments.steps, arguments.data, arguments.fused_loss) == (7, ["a", "b"], False)
     assert (arguments.learning_rate, arguments.strategy) == (0.5, "fsdp2")
     for text, words in (
         ("data: d.txt\n", None),
@@ -411,6 +325,9 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("a: [\n", "is not YAML"),
         ("learning_rate: -1\n", "--learning_rate is -1"),
         ("sample_prompt: ''\n", "--sample_prompt"),
+        ("tp: 0\n", "--tp is 0"),
+        ("world_size: 2\n", "--world_size is 2"),
+        ("strategy: deepspeed\n", "expected both or none"),
     ):
         file.write_text(text)
         if words is None:

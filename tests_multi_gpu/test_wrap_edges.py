@@ -267,6 +267,7 @@ def test_a_model_that_is_sharded_already(workers_2: Workers) -> None:
         assert results["error"] < 1e-6
         assert "sharded by FSDP already" in results["fsdp2"]
         assert "nothing for DDP to average" in results["ddp"]
+        assert "no gradients over replicas of one process" in results["fsdp1"]
         assert results["restored"] == "Linear"
 
 
@@ -297,6 +298,9 @@ def wrap_after_sharding() -> dict[str, Any]:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(frozen, "ddp")
     results["ddp"] = str(caught.value)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "fsdp1", mesh=(2, 1))
+    results["fsdp1"] = str(caught.value)
     results["restored"] = type(frozen.lm_head).__name__
     return results
 

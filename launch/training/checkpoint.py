@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,7 @@ class Checkpoints:
         self.finish()
         partial = self._path(step).with_suffix(".partial")
         on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
-        with self._writing(step):
+        with self._writing(step, partial):
             self._begun = step, partial, engine.save(partial, in_background=in_background)
         if not in_background:
             self.finish()
@@ -65,19 +68,33 @@ class Checkpoints:
         if self._begun is None:
             return
         (step, partial, wait), self._begun = self._begun, None
-        with self._writing(step):
+        with self._writing(step, partial):
             wait()
         on_rank_zero(lambda: self._publish(step, partial))
 
     def load(self, step: int, engine: Engine) -> None:
         engine.load(self._path(step))
 
-    def _writing(self, step: int) -> Any:
+    @contextmanager
+    def _writing(self, step: int, partial: Path) -> Iterator[None]:
         newest = (self._listed() or ["none"])[-1]
-        return as_one(
+        together = as_one(
             f"the checkpoint of step {step} cannot be written to {self._folder}",
             f"Make room and go on with --resume true; the newest whole checkpoint is {newest}",
+            self._write_probe,
         )
+        try:
+            with together:
+                yield
+        except LigerDistError:
+            # It would take the room that is missing.
+            on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise
+
+    def _write_probe(self) -> None:
+        """As much as the smallest file of a checkpoint has."""
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.write(bytes(2**20))
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -129,8 +146,8 @@ class Checkpoints:
         if found.get("format") != self._description["format"]:
             raise LigerDistError(
                 f"the checkpoint {path} is of {found.get('format')}, and this run reads {self._description['format']}. "
-                f"Export its weights (python launch/export.py {path}) and start from them with --model, or go on as it "
-                "was written."
+                f"Export its weights (python launch/export.py {self._folder.parent}) and start from them with --model, "
+                "or go on with the strategy that wrote it."
             )
         for name, value in self._description.items():
             if found.get(name) != value:

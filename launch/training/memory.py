@@ -35,6 +35,8 @@ class MemoryPlan:
     optimizer: int
     gradients: int
     """at the end of the backward"""
+    buffers: int
+    """that stay through the whole step: ZeRO's, and the gradients it keeps between steps"""
     activations: int
     """at the end of the forward"""
     gathered: int
@@ -49,7 +51,7 @@ class MemoryPlan:
         """At the loss all activations live and few gradients, at the end of the backward the other way round."""
         at_the_loss = self.activations + max(self.loss, self.gathered)
         at_the_end = self.gradients + self.gathered
-        return self.parameters + self.optimizer + max(at_the_loss, at_the_end)
+        return self.parameters + self.optimizer + self.buffers + max(at_the_loss, at_the_end)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Plans:
     plans: list[MemoryPlan]
 
     def __str__(self) -> str:
-        names = ("parameters", "optimizer", "gradients", "activations", "gathered", "loss", "peak", "sent")
+        names = ("parameters", "optimizer", "gradients", "buffers", "activations", "gathered", "loss", "peak", "sent")
         rows = [["GiB of each process", *(plan.head for plan in self.plans)]]
         rows += [[name, *(f"{getattr(plan, name) / 2**30:.2f}" for plan in self.plans)] for name in names]
         width = max(len(row[0]) for row in rows)
@@ -138,13 +140,16 @@ def _numbers_of_a_layer(a: TrainArguments, text: Any) -> int:
     if a.layer_kernels and not a.compile:
         # Norms and the activation keep their inputs alone.
         return 2 * D + attention + 2 * F
+    if a.compile:
+        # What is no product is fused and computed again; inputs of products are kept.
+        return 4 * D + attention + 3 * F
     # Each norm: its input in fp32, normalised, and scaled; the MLP: gate, its activation, up, and their product.
     return 2 * D + 2 * 4 * D + attention + 4 * F
 
 
 def _stored(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int) -> MemoryPlan:
     """What does not depend on the tokens."""
-    empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0)
+    empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0, 0)
     if layout.strategy == "deepspeed":
         return _zero(a, layout, numbers, layer, size)
     if layout.strategy in ("fsdp1", "fsdp2"):
@@ -169,7 +174,7 @@ def _zero(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int
     masters = 0 if size == FP32 else FP32
     weights = numbers // ranks if stage == 3 else numbers
     states = numbers // ranks if stage > 0 else numbers
-    gradients = numbers // ranks if stage > 1 else numbers
+    gradients = (numbers // ranks if stage > 1 else numbers) * size
     bucket = min(held["reduce_bucket_size"], numbers) * size
     live = min(held["stage3_max_live_parameters"], numbers) * size if stage == 3 else 0
     in_step = min(held["sub_group_size"], states) * FP32 if masters else 0
@@ -178,9 +183,10 @@ def _zero(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int
         head="",
         parameters=(0 if (zero.get("offload_param") or {}).get("device", "none") != "none" else weights * size),
         optimizer=0 if offloads else states * (masters + ADAM),
-        gradients=gradients * size + (0 if offloads else in_step),
+        gradients=0 if offloads else in_step,
+        buffers=gradients + bucket + live,
         activations=0,
-        gathered=bucket + live,
+        gathered=0,
         loss=0,
         sent=0,
     )

@@ -41,10 +41,10 @@ class LargestTensor(TorchDispatchMode):
     def in_words(self, tokens: int, vocab_size: int) -> str:
         """Of a head's largest tensors, whether they were the logits of all ``tokens``."""
         rows = self.rows_of_width.get(vocab_size, 0)
-        # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token.
+        # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token that is learnt.
         seen = f"at most {rows} of {tokens} rows of {vocab_size} at once" if rows else f"not one row of {vocab_size}"
         return (
-            f"{'no' if rows < tokens else 'all'} logits were materialised: {seen}, the head's largest tensor was "
+            f"{'no' if 2 * rows <= tokens else 'all'} logits were materialised: {seen}, the head's largest tensor was "
             f"{list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
         )
 

@@ -54,7 +54,31 @@ def start() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
     if "RANK" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        store = _store_of_this_attempt()
+        where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank(), "world_size": world_size()}
+        dist.init_process_group(backend, timeout=timedelta(minutes=30), **where)
+
+
+def _store_of_this_attempt() -> Any:
+    """Torchrun's store lives through restarts, and with it the addresses of processes that are gone: each attempt gets
+    names of its own there. None for a store that is new, or none of torchrun's.
+
+    Raises:
+        LigerDistError: several machines restart; they count attempts each by itself.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        if attempt > 0:
+            raise LigerDistError(
+                "torchrun started this again on several machines with a store that it shares between attempts, where "
+                "processes would look for those that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
+                "torchrun, as launch/torchrun_multi_node.sh does."
+            )
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, is_master=False))
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
@@ -75,8 +99,11 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def as_one(what: str, way_out: str) -> Iterator[None]:
-    """What a rank cannot do inside is refused on every rank alike: ``what``, the reason, ``way_out``."""
+def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator[None]:
+    """What a rank cannot do inside is refused on every rank alike: ``what``, the reason, ``way_out``.
+
+    Torch's archives hide why a file cannot be written: ``reproduce`` tries the like, and its OSError is the reason.
+    """
     reason = None
     try:
         yield
@@ -85,6 +112,11 @@ def as_one(what: str, way_out: str) -> Iterator[None]:
         reason = "; ".join(dict.fromkeys(f"{failed!r}" for failed, _ in error.failures.values()))
     except (OSError, RuntimeError) as error:
         reason = repr(error)
+    if reason is not None:
+        try:
+            reproduce()
+        except OSError as error:
+            reason = str(error)
     reasons = [reason]
     if dist.is_initialized():
         reasons = [None] * world_size()

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,8 @@ PHASES = ("reading data", "computing", "evaluating", "writing a checkpoint")
 """of a step, in their order"""
 BEAT = 5.0
 """seconds between two signs of life, or a quarter of the limit if that is shorter"""
+STORE_LIMIT = 20.0
+"""seconds for the store, which rank 0 may hold, to answer"""
 
 
 class Watchdog:
@@ -35,6 +38,8 @@ class Watchdog:
         # A connection of its own: the main thread may be waiting on the other one.
         store: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         self._store: Any = None if store is None else store.clone()
+        if self._store is not None:
+            self._store.set_timeout(timedelta(seconds=STORE_LIMIT))
 
     def at(self, step: int, phase: str) -> None:
         """Notes where this rank is."""
@@ -46,6 +51,8 @@ class Watchdog:
         if self._limit == 0:
             yield
             return
+        self._since = time.monotonic()
+        self._tell(0)
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
@@ -58,9 +65,17 @@ class Watchdog:
         beats, pause = 0, min(BEAT, self._limit / 4)
         while not self._ended.wait(pause):
             beats += 1
-            self._tell(beats)
-            if time.monotonic() - self._since > self._limit:
-                self._end(beats, pause)
+            try:
+                self._tell(beats)
+                if time.monotonic() - self._since > self._limit:
+                    self._end(beats, pause)
+            except RuntimeError as error:
+                # torch's DistStoreError and DistNetworkError. At the end of a run the store may be gone.
+                if not self._ended.wait(pause):
+                    print(
+                        f"error: rank 0, which holds the store, does not answer: {error}", file=sys.stderr, flush=True
+                    )
+                    os._exit(1)
 
     def _tell(self, beats: int) -> None:
         if self._store is not None:
@@ -85,7 +100,7 @@ class Watchdog:
         if self._store is None:
             return {0: {"beats": 0, "place": self._place, "stack": self._stack()}}
         keys = {other: f"liger_dist/watchdog/{other}" for other in range(world_size())}
-        return {other: json.loads(self._store.get(key)) for other, key in keys.items() if self._store.check([key])}
+        return {other: json.loads(self._store.get(key)) for other, key in keys.items()}
 
     def _stack(self) -> list[str]:
         """Where the main thread is, innermost first."""
@@ -96,7 +111,7 @@ class Watchdog:
 
 def named(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
     """Who is stuck, by two looks at what every rank told."""
-    frozen = [other for other, told in after.items() if len(after) > 1 and told["beats"] == before[other]["beats"]]
+    frozen = [other for other in after if len(after) > 1 and after[other]["beats"] == before[other]["beats"]]
     least = min(told["place"] for told in after.values())
     behind = [other for other, told in after.items() if told["place"] == least]
     stuck, why = (frozen, "does not answer") if frozen else (behind, "is stuck")

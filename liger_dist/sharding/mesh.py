@@ -43,6 +43,11 @@ def check_mesh(mesh: Mesh | None, world_size: int, *, strategy: str) -> None:
                 f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0"
                 + (f", and an axis named {TENSOR_PARALLEL!r} behind them." if strategy == "fsdp2" else ".")
             )
+    if strategy == "fsdp1" and len(shape) == 2 and shape[0] > 1 and shape[1] == 1:
+        raise LigerDistError(
+            f"the mesh has shape {tuple(shape)}: FSDP1 averages no gradients over replicas of one process each; use "
+            "strategy='ddp', or 'fsdp2' with this mesh."
+        )
     if strategy == "tp" and math.prod(shape) < world_size and world_size % math.prod(shape) == 0:
         raise LigerDistError(
             f"strategy='tp' was given a mesh of {math.prod(shape)} of {world_size} processes, and nobody would average "

@@ -1,0 +1,44 @@
+# Read by the other scripts: what is not given is found out, said, and refused where it does not fit.
+#
+#   NPROC_PER_NODE  processes on this machine; default: its GPUs
+#   MAX_RESTARTS    how often a failed worker starts all of them again; default: 3 (with --resume true, or from the start)
+#   LOG_DIR         output of every rank, one folder each; default: runs/logs
+#   LOG_RANKS       local ranks whose output is shown too, such as 0 or 0,1; default: all
+#   PROGRAM         what torchrun starts; default: train.py beside this script
+#   PYTHON          default: python
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python}
+MAX_RESTARTS=${MAX_RESTARTS:-3}
+LOG_DIR=${LOG_DIR:-runs/logs}
+PROGRAM=${PROGRAM:-$here/train.py}
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# Fails unless the value of the variable named $1 is a number of at least $2.
+check_number() {
+    [[ ${!1} =~ ^[0-9]+$ ]] && ((${!1} >= $2)) || refuse "$1 is '${!1}'; expected a number of at least $2."
+}
+
+command -v "$PYTHON" >/dev/null || refuse "there is no program $PYTHON; set PYTHON to the one of your environment."
+"$PYTHON" -c "import torch, liger_dist" 2>/dev/null ||
+    refuse "$PYTHON cannot import torch and liger_dist; set PYTHON to the one of the environment they are installed in."
+[[ -f $PROGRAM ]] || refuse "there is no program $PROGRAM; set PROGRAM."
+gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+[[ $gpus -gt 0 || -n ${NPROC_PER_NODE:-} ]] || refuse "this machine has no GPU; set NPROC_PER_NODE to train on its CPUs."
+NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
+check_number NPROC_PER_NODE 1
+check_number MAX_RESTARTS 0
+((gpus == 0 || NPROC_PER_NODE <= gpus)) || refuse "NPROC_PER_NODE is $NPROC_PER_NODE but this machine has $gpus GPUs."
+mkdir -p "$LOG_DIR" || refuse "nothing can be written to LOG_DIR $LOG_DIR."
+
+torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS"
+    --log-dir "$LOG_DIR" --tee 3)
+[[ -z ${LOG_RANKS:-} ]] || torchrun+=(--local-ranks-filter "$LOG_RANKS")
+if [[ $gpus -eq 0 ]]; then
+    # Processes share the cores.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+fi

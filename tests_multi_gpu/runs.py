@@ -1,0 +1,89 @@
+"""Runs of the training program on a small real corpus, as its tests make them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+sys.path.insert(0, str(LAUNCH))
+
+from training.arguments import TrainArguments  # noqa: E402
+
+SOURCES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "codecs",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "dis",
+    "doctest",
+    "enum",
+    "inspect",
+)
+
+
+def write_corpus(folder: Path) -> Path:
+    """Some modules of the standard library, twice over for two splits."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for copy in range(2):
+        for name in SOURCES:
+            (folder / f"{name}{copy}.txt").write_text((stdlib / f"{name}.py").read_text())
+    return folder
+
+
+def arguments_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainArguments:
+    settings: dict[str, Any] = {
+        "data": [str(data)],
+        "cache_dir": str(cache),
+        "output_dir": str(output),
+        "vocab_size": 601,
+        "steps": 12,
+        "sequence_length": 64,
+        "batch_size": 2,
+        "accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "eval_every": 5,
+        "eval_batches": 2,
+        "checkpoint_every": 6,
+        "memory_budget": 2**16,
+        "sample_tokens": 8,
+    }
+    return TrainArguments(**(settings | changes))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [row["loss"] for row in metrics_of(folder)]
+
+
+def published(folder: Path) -> list[str]:
+    names: list[str] = json.loads((folder / "checkpoints" / "published.json").read_text())
+    return names
+
+
+def as_options(arguments: TrainArguments) -> list[str]:
+    """The command line of what differs from the defaults."""
+    defaults, options = TrainArguments(), []
+    for name, value in vars(arguments).items():
+        if value != getattr(defaults, name):
+            options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options
+
+
+def torchrun(*options: str, processes: int = 2, program: Path = LAUNCH / "train.py", **kwargs: Any) -> Any:
+    """The program on so many processes of this machine, as a ``Popen`` with pipes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, str(program), *options], **(pipes | kwargs))

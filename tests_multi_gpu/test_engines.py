@@ -1,0 +1,190 @@
+"""The training program under every strategy: one curve of losses, checkpoints that any of them reads, exports that
+plain transformers loads, and a plan of the memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Workers
+from runs import LAUNCH, ROOT, arguments_for, losses_of, metrics_of, published
+from training.arguments import TrainArguments, parse
+from training.data import find_blocks, find_tokenizer
+from training.export import export
+from training.layout import layout_of
+from training.loop import train
+from training.memory import plan
+from training.model import find_config, shell
+from transformers import AutoModelForCausalLM
+
+import liger_dist
+
+DEEPSPEED = LAUNCH / "deepspeed"
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp1": {"strategy": "fsdp1"},
+    "hsdp": {"strategy": "fsdp2", "dp_replicate": 2},
+    "zero1": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero1.json")},
+    "zero2": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero2.json")},
+    "zero3": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero3.json")},
+    "zero3_offload": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero3_offload.json")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_strategy_draws_the_same_curve(
+    way: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """One seed is one model; stopped half-way and resumed."""
+    stop = {"stop_at_step": 2} if way in ("fsdp1", "zero2", "zero3") else {}
+    settings = {"steps": 12, "stop_at_step": 4, "eval_every": 3, "checkpoint_every": 2} | WAYS[way]
+    if stop:
+        workers_2.run(train, arguments_for(data, cache, tmp_path, **settings | stop))
+        assert len(losses_of(tmp_path)) == 2
+    workers_2.run(train, arguments_for(data, cache, tmp_path, resume=True, **settings))
+    rows, expected = metrics_of(tmp_path), metrics_of(trained)[:4]
+    assert losses_of(tmp_path) == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
+
+
+def test_tensor_parallel_ranks_read_what_one_process_reads(
+    workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    for strategy in ("tp", "none"):
+        arguments = arguments_for(data, cache, tmp_path / strategy, strategy=strategy, steps=3)
+        workers_2.run(train, arguments) if strategy == "tp" else train(arguments)
+    seen = [[(row["loss"], row["grad_norm"]) for row in metrics_of(tmp_path / name)] for name in ("tp", "none")]
+    np.testing.assert_allclose(*seen, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def on_four(workers_4: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FSDP2 on four shards, with half the micro-batches, stopped at step 6, written in the background."""
+    output = tmp_path_factory.mktemp("four")
+    changes = {"accumulation_steps": 1, "stop_at_step": 6, "checkpoint_every": 3, "async_checkpoints": True}
+    workers_4.run(train, arguments_for(data, cache, output, strategy="fsdp2", **changes))
+    assert published(output) == ["step-00000003", "step-00000006"]
+    return output
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "fsdp1", "none"])
+def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
+    way: str, on_four: Path, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(on_four, tmp_path / "run")
+    arguments = arguments_for(data, cache, tmp_path / "run", strategy=way, resume=True, stop_at_step=9)
+    if way == "none":
+        train(TrainArguments(**vars(arguments) | {"accumulation_steps": 4}))
+    else:
+        workers_2.run(train, arguments)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:9], rel=2e-5)
+
+
+def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    """Its held-out loss in plain transformers is what the run saw, its logits are those of the weights as torch's own
+    tool reads them, and other strategies start from it."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    assert export(on_four, tmp_path / "model", step=6, dtype="float32") == 6
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    other: Any = AutoModelForCausalLM.from_config(model.config)
+    dcp_to_torch_save(on_four / "checkpoints" / "step-00000006", tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt")["model"])
+    batch = torch.arange(3, 67)[None]
+    assert torch.equal(model(batch).logits, other(batch).logits)
+    arguments = arguments_for(data, cache, tmp_path / "start", model=str(tmp_path / "model"), steps=1)
+    tokenizer = find_tokenizer(arguments)
+    held_out = find_blocks(arguments, tokenizer, 601)["held_out"]
+    losses: list[float] = []
+    for way in ("fsdp1", "zero3"):
+        changed = vars(arguments) | {"output_dir": str(tmp_path / way)} | WAYS[way] | {"learning_rate": 0.0}
+        workers_2.run(train, TrainArguments(**changed))
+        losses.append(metrics_of(tmp_path / way)[0]["eval_loss"])
+    sums, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(4):
+            batch_2 = held_out.batch([(start * 2 + i) % len(held_out) for i in range(2)])
+            learnt = int((batch_2["labels"][:, 1:] >= 0).sum())
+            sums += float(model(**batch_2).loss) * learnt
+            count += learnt
+    assert losses == pytest.approx([sums / count] * 2, rel=1e-5)
+
+
+def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_path: Path, trained: Path) -> None:
+    arguments = arguments_for(data, cache, tmp_path / "run", steps=12, stop_at_step=6, **WAYS["zero3"])
+    workers_2.run(train, arguments)
+    command = [sys.executable, str(LAUNCH / "export.py"), str(tmp_path / "run")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "step 6 of" in finished.stdout
+    export(trained, tmp_path / "fsdp2", step=6, dtype="float32")
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "run" / "exported", tmp_path / "fsdp2")
+    )
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, atol=1e-4), name
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert again.returncode == 1
+    assert "exported exists; give another folder" in again.stderr
+    resumed = arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none")
+    with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, and this run reads torch"):
+        train(resumed)
+    for step, words in ((7, "no checkpoint of step 7"), (None, "no whole checkpoint")):
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            export(tmp_path / ("run" if step else "absent"), tmp_path / "other", step=step, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"train_batch_size": 7}, "sets train_batch_size to 7 but the arguments make it 4"),
+        ({"bf16": {"enabled": True}}, "sets bf16.enabled to true but --dtype is float32"),
+        ({"optimizer": {"type": "Adam"}}, "section 'optimizer'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_deepspeed_json_that_says_otherwise(
+    settings: dict[str, Any] | None, words: str, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "deepspeed.json"
+    if settings is not None:
+        file.write_text(json.dumps(settings))
+    arguments = arguments_for(data, cache, tmp_path, strategy="deepspeed", deepspeed=str(file))
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        train(arguments)
+
+
+def test_a_dry_run_of_eight_billion_parameters() -> None:
+    """Within two percent of what was measured on two H200s, see docs/benchmarks.md."""
+    file = str(LAUNCH / "llama_8b.yaml")
+    measured = {(): (72.5, 71.1), ("--activation_checkpointing", "true"): (64.4, 62.8)}
+    for options, peaks in measured.items():
+        arguments = parse([file, *options, "--strategy", "fsdp2", "--model", str(LAUNCH / "models" / "llama_8b.json")])
+        config = find_config(arguments, arguments.vocab_size)
+        found = plan(arguments, layout_of(arguments, 2), shell(arguments, config), config)
+        assert [p.head for p in found.plans] == ["gather", "vocab_parallel"]
+        assert found.plans[1].peak / 2**30 == pytest.approx(peaks[1], rel=0.02)
+        if not options:
+            assert found.plans[0].peak / 2**30 == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_a_dry_run_allocates_nothing() -> None:
+    command = [sys.executable, str(LAUNCH / "train.py"), "launch/llama_8b.yaml", "--dry_run", "--world_size", "4"]
+    program = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+    program += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    *table, kib = finished.stdout.splitlines()
+    assert table[0] == "fsdp2 on 4 shards"
+    assert {line.split("  ")[0] for line in table} >= {"parameters", "optimizer", "gradients", "activations", "peak"}
+    assert int(kib) < 3 * 2**20

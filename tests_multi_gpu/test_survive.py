@@ -1,0 +1,264 @@
+"""What goes wrong on clusters, each tried: a killed worker, damaged checkpoints, a full disk, numbers that are none, a
+rank that is stuck."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from harness import Workers
+from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
+from training.arguments import TrainArguments
+from training.engine import TorchEngine
+from training.loop import train
+from training.process import rank
+from training.run import Run
+from training.watchdog import named
+
+import liger_dist
+
+CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def until(condition: Any, limit: float, *processes: subprocess.Popen[str]) -> None:
+    """Waits for it while the processes live."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert all(process.poll() is None for process in processes), "a process ended"
+        time.sleep(0.1)
+
+
+def workers_of(agent: int) -> list[int]:
+    """Process ids that torchrun started."""
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+
+
+def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_4: Workers) -> None:
+    """Two agents of two processes meet by c10d's rendezvous and train as one job of four. One worker is killed; the
+    agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""
+    changes: dict[str, Any] = {"strategy": "fsdp2", "accumulation_steps": 1, "steps": 60, "checkpoint_every": 4}
+    changes |= {"eval_every": 60, "sample_tokens": 0, "keep_checkpoints": 2}
+    workers_4.run(train, arguments_for(data, cache, tmp_path / "calm", **changes))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    disturbed = arguments_for(data, cache, tmp_path / "disturbed", resume=True, **changes)
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "2", "RDZV_ENDPOINT": endpoint, "MAX_RESTARTS": "2"}
+    variables |= {"LOG_DIR": str(tmp_path / "logs"), "PYTHON": sys.executable}
+    agents = [
+        subprocess.Popen(
+            ["bash", str(LAUNCH / "torchrun_multi_node.sh"), *as_options(disturbed)],
+            env=CPU | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        metrics = tmp_path / "disturbed" / "metrics.jsonl"
+        until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 6, 100, *agents)
+        assert published(tmp_path / "disturbed")
+        # The script replaces itself by torchrun.
+        os.kill(workers_of(agents[1].pid)[0], signal.SIGKILL)
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], said
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert "2 nodes of 2 processes" in said[0]
+    assert any("continues after step" in text for text in said)
+    assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "calm")
+    assert len(published(tmp_path / "disturbed")) == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    data: Path, cache: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    for damage in ("cut off", "missing", "no description"):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(trained, tmp_path / "run")
+        newest = tmp_path / "run" / "checkpoints" / "step-00000012"
+        file = next(newest.glob("*.distcp"))
+        if damage == "cut off":
+            os.truncate(file, file.stat().st_size // 2)
+        elif damage == "missing":
+            file.unlink()
+        else:
+            (newest / "description.json").unlink()
+        settings: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "stop_at_step": 7, "resume": True}
+        train(arguments_for(data, cache, tmp_path / "run", **settings))
+        assert "step-00000012 is not whole" in capsys.readouterr().out
+        assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:7], rel=1e-4)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_one_sentence(
+    in_background: bool, data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The kernel refuses to let files grow beyond 100 kB; what was whole before is whole after."""
+    arguments = arguments_for(
+        data, cache, tmp_path / "run", checkpoint_every=2, async_checkpoints=in_background, stop_at_step=4
+    )
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    limit += "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+    limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program = [sys.executable, "-c", limit, str(LAUNCH / "train.py")]
+    finished = subprocess.run(
+        [*program, *as_options(arguments)], capture_output=True, text=True, timeout=100, check=False, env=CPU
+    )
+    assert finished.returncode == 1, finished.stderr
+    (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
+    assert "the checkpoint of step 2 cannot be written to" in said
+    assert "File too large" in said
+    assert "the newest whole checkpoint is none" in said
+    assert not (tmp_path / "run" / "checkpoints" / "published.json").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, trained: Path) -> None:
+    """The first checkpoint fits, the second does not; and the run goes on from the first where there is room."""
+    settings: dict[str, Any] = {"strategy": "none", "model": "tiny", "eval_every": 50, "sample_tokens": 0}
+    config = {"checkpoint_every": 2, "accumulation_steps": 4, "stop_at_step": 4}
+    arguments = arguments_for(data, cache, small_disk, **settings | config)
+    free = os.statvfs(small_disk)
+    size = sum(file.stat().st_size for file in (trained / "checkpoints" / "step-00000012").iterdir())
+    (small_disk / "ballast").write_bytes(b"0" * max(0, free.f_bavail * free.f_bsize - int(1.5 * size)))
+    with pytest.raises(liger_dist.LigerDistError, match=r"step 4 cannot be written .* No space left .* step-00000002"):
+        train(arguments)
+    assert published(small_disk) == ["step-00000002"]
+    (small_disk / "ballast").unlink()
+    train(TrainArguments(**vars(arguments) | {"resume": True, "keep_checkpoints": 1}))
+    assert losses_of(small_disk) == pytest.approx(losses_of(trained)[:4], rel=1e-4)
+
+
+def test_numbers_that_are_none_are_named(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    arguments = arguments_for(data, cache, tmp_path / "run", checkpoint_every=2, head="gather")
+    for loss, gradient in workers_2.run(broken_on_rank_one, arguments):
+        assert loss.startswith("the loss of step 3 is not finite; rank 1 has loss nan from sequences [[")
+        assert "rank 0" not in loss
+        assert gradient.startswith("the gradient norm of step 3 is not finite; gradients that are not: ")
+        assert "model.norm.weight" in gradient
+    assert published(tmp_path / "run") == ["step-00000002"]
+
+
+def broken_on_rank_one(arguments: TrainArguments) -> list[str]:
+    """A loss, then a gradient, that is no number in the third step."""
+    own_loss, own_update, own_sequences = Run._loss, TorchEngine.update, Run.sequences
+    sentences, step = [], 0
+
+    def sequences(self: Run, at: int) -> Any:
+        nonlocal step
+        step = at
+        return own_sequences(self, at)
+
+    def broken_loss(self: Run, batch: Any, num_items: Any) -> Any:
+        loss = own_loss(self, batch, num_items)
+        return loss * float("nan") if step == 2 and rank() == 1 else loss
+
+    def broken_update(self: TorchEngine) -> Any:
+        if step == 2 and rank() == 1:
+            self.model.model.norm.weight.grad.to_local().fill_(float("inf"))
+        return own_update(self)
+
+    for place, name, broken in ((Run, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
+        with (
+            mock.patch.object(place, name, broken),
+            mock.patch.object(Run, "sequences", sequences),
+            pytest.raises(liger_dist.LigerDistError) as caught,
+        ):
+            train(arguments)
+        sentences.append(str(caught.value))
+        dist.barrier()
+    return sentences
+
+
+STUCK = """
+import os, signal, sys, time
+sys.path[:0] = {paths!r}
+from training import run
+from training.process import rank
+
+own = run.Run.sequences
+
+def sequences(self, step):
+    if step == 3 and rank() == 1:
+        if {frozen}:
+            print(f"frozen {{os.getpid()}}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep({seconds})
+    return own(self, step)
+
+run.Run.sequences = sequences
+sys.argv[0] = {program!r}
+import runpy
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["asleep", "frozen"])
+def test_a_stuck_rank_is_named(frozen: bool, data: Path, cache: Path, tmp_path: Path) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK.format(paths=[str(LAUNCH)], frozen=frozen, seconds=100, program=str(LAUNCH / "train.py")))
+    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=4.0)
+    process = torchrun(*as_options(arguments), program=program, env=CPU | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    lines: list[str] = []
+    deadline = time.monotonic() + 90
+    for line in process.stderr:
+        lines.append(line)
+        assert time.monotonic() < deadline, lines
+        if "error: no step for 4 s" in line and frozen:
+            # torchrun would wait half a minute for it to end by itself.
+            (pid,) = re.findall(r"frozen (\d+)", "".join(lines))
+            os.kill(int(pid), signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    (said,) = [line for line in lines if "error: " in line and "step for" in line]
+    who = "rank 1 does not answer" if frozen else "rank 1 is stuck"
+    assert f"{who} in step 4 (reading data)" in said
+    assert "sequences" in said
+    assert len(metrics_of(tmp_path / "run")) == 3
+
+
+def test_who_is_stuck() -> None:
+    def told(beats: int, *place: int) -> dict[str, Any]:
+        return {"beats": beats, "place": list(place), "stack": [f"a.py:{place[0]} in f"]}
+
+    before = {other: told(1, 4, 1) for other in range(3)}
+    assert named(before, {0: told(2, 4, 1), 1: told(1, 4, 1), 2: told(2, 4, 1)}).startswith("rank 1 does not answer")
+    assert named(before, {0: told(2, 4, 1), 1: told(2, 4, 1), 2: told(2, 3, 3)}).startswith(
+        "rank 2 is stuck in step 3 (writing a checkpoint), at a.py:3 in f; the others wait in step 4 (computing)"
+    )
+    assert named(before, {other: told(2, 4, 1) for other in range(3)}).startswith("all ranks are in step 4 (computing)")
+
+
+def test_a_profiler_trace_on_request(data: Path, cache: Path, tmp_path: Path) -> None:
+    train(arguments_for(data, cache, tmp_path, strategy="none", steps=3, stop_at_step=2, profile_step=2))
+    assert "traceEvents" in (tmp_path / "trace-rank0.json").read_text()
