@@ -48,8 +48,8 @@ def workers_of(agent: int) -> list[int]:
 def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_4: Workers) -> None:
     """Two agents of two processes meet by c10d's rendezvous and train as one job of four. One worker is killed; the
     agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""
-    changes: dict[str, Any] = {"strategy": "fsdp2", "accumulation_steps": 1, "steps": 60, "checkpoint_every": 4}
-    changes |= {"eval_every": 60, "sample_tokens": 0, "keep_checkpoints": 2}
+    changes: dict[str, Any] = {"strategy": "fsdp2", "accumulation_steps": 1, "steps": 20, "checkpoint_every": 4}
+    changes |= {"eval_every": 20, "sample_tokens": 0, "keep_checkpoints": 2}
     workers_4.run(train, arguments_for(data, cache, tmp_path / "calm", **changes))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -212,6 +212,8 @@ def sequences(self, step):
     if step == 3 and rank() == 1:
         if {frozen}:
             print(f"frozen {{os.getpid()}}", file=sys.stderr, flush=True)
+            # Long enough for the others to have heard where it is.
+            time.sleep(1.5)
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep({seconds})
     return own(self, step)
@@ -227,21 +229,21 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_stuck_rank_is_named(frozen: bool, data: Path, cache: Path, tmp_path: Path) -> None:
     program = tmp_path / "stuck.py"
     program.write_text(STUCK.format(paths=[str(LAUNCH)], frozen=frozen, seconds=100, program=str(LAUNCH / "train.py")))
-    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=4.0)
+    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     process = torchrun(*as_options(arguments), program=program, env=CPU | {"PYTHONPATH": os.pathsep.join(sys.path)})
     lines: list[str] = []
     deadline = time.monotonic() + 90
     for line in process.stderr:
         lines.append(line)
         assert time.monotonic() < deadline, lines
-        if "error: no step for 4 s" in line and frozen:
+        if "error: no step for 2 s" in line and frozen:
             # torchrun would wait half a minute for it to end by itself.
             (pid,) = re.findall(r"frozen (\d+)", "".join(lines))
             os.kill(int(pid), signal.SIGCONT)
     process.communicate(timeout=60)
     assert process.returncode != 0
     (said,) = [line for line in lines if "error: " in line and "step for" in line]
-    who = "rank 1 does not answer" if frozen else "rank 1 is stuck"
+    who = "rank 1 does not answer, last seen" if frozen else "rank 1 is stuck"
     assert f"{who} in step 4 (reading data)" in said
     assert "sequences" in said
     assert len(metrics_of(tmp_path / "run")) == 3

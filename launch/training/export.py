@@ -68,9 +68,10 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 def _weights(path: Path, format: str, model: Any) -> dict[str, Any]:
     """By parameter name, in fp32."""
     if not format.startswith("DeepSpeed"):
-        state = {"model": model.state_dict()}
+        state: dict[str, Any] = {"model": model.state_dict()}
         state_dict_loader.load(state, checkpoint_id=str(path), no_dist=True)
-        return state["model"]
+        weights: dict[str, Any] = state["model"]
+        return weights
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
@@ -78,7 +79,7 @@ def _store_of_this_attempt() -> Any:
             )
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, is_master=False))
+    return PrefixStore(f"attempt_{attempt}", TCPStore(host, port, is_master=False))
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

@@ -114,7 +114,7 @@ def named(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -
     frozen = [other for other in after if len(after) > 1 and after[other]["beats"] == before[other]["beats"]]
     least = min(told["place"] for told in after.values())
     behind = [other for other, told in after.items() if told["place"] == least]
-    stuck, why = (frozen, "does not answer") if frozen else (behind, "is stuck")
+    stuck, why = (frozen, "does not answer, last seen") if frozen else (behind, "is stuck")
     if len(stuck) == len(after) > 1:
         lines = "; ".join(f"rank {other} at {told['stack'][0]}" for other, told in after.items())
         return f"all ranks are in {_place(least)}: {lines}"
