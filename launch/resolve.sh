@@ -24,14 +24,14 @@ check_number() {
 }
 
 command -v "$PYTHON" >/dev/null || refuse "there is no program $PYTHON; set PYTHON to the one of your environment."
-"$PYTHON" -c "import torch, liger_dist" 2>/dev/null ||
-    refuse "$PYTHON cannot import torch and liger_dist; set PYTHON to the one of the environment they are installed in."
 [[ -f $PROGRAM ]] || refuse "there is no program $PROGRAM; set PROGRAM."
-gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+looks="import importlib.util, torch; assert importlib.util.find_spec('liger_dist'); print(torch.cuda.device_count())"
+[[ -z ${NPROC_PER_NODE:-} ]] || check_number NPROC_PER_NODE 1
+check_number MAX_RESTARTS 0
+gpus=$("$PYTHON" -c "$looks" 2>/dev/null) ||
+    refuse "$PYTHON has no torch or no liger_dist; set PYTHON to the one of the environment they are installed in."
 [[ $gpus -gt 0 || -n ${NPROC_PER_NODE:-} ]] || refuse "this machine has no GPU; set NPROC_PER_NODE to train on its CPUs."
 NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
-check_number NPROC_PER_NODE 1
-check_number MAX_RESTARTS 0
 ((gpus == 0 || NPROC_PER_NODE <= gpus)) || refuse "NPROC_PER_NODE is $NPROC_PER_NODE but this machine has $gpus GPUs."
 mkdir -p "$LOG_DIR" || refuse "nothing can be written to LOG_DIR $LOG_DIR."
 

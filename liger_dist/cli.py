@@ -1,9 +1,10 @@
 """``liger-dist explain`` and ``liger-dist verify`` for the model that a training script builds, and ``liger-dist
-deepspeed`` in front of a command that trains with DeepSpeed.
+deepspeed`` in front of a command that trains with DeepSpeed, and ``liger-dist doctor`` for the machine.
 
 liger-dist explain my_training.py:make_model
 torchrun --nproc-per-node 4 -m liger_dist verify my_training.py:make_model --strategy fsdp2
 liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
+torchrun --nproc-per-node 8 -m liger_dist doctor
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import STRATEGIES
+from .doctor import diagnose
 from .errors import LigerDistError
 from .sharding.devices import compute_device
 from .verify import verify
@@ -33,7 +35,7 @@ RANDOM_BATCH = (2, 64)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: fine; 1: verify found problems; 2: it could not run, said in one sentence."""
+    """Runs one command. 0: fine; 1: verify or doctor found problems; 2: it could not run, said in one sentence."""
     options = _parser().parse_args(arguments)
     try:
         if options.command is _deepspeed:
@@ -71,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
                 "--batch",
                 help="module:function or file.py:function that returns this rank's batch; default: random tokens",
             )
+    what = "look at versions, GPUs, kernels, links and the host, and say what to do where something is wrong"
+    commands.add_parser("doctor", help=what, description=what).set_defaults(command=_doctor)
     what = "run a command that trains with DeepSpeed, and apply the liger_dist section of its JSON"
     sub = commands.add_parser("deepspeed", help=what, description=what)
     sub.set_defaults(command=_deepspeed)
@@ -83,6 +87,11 @@ def _deepspeed(command: Sequence[str]) -> NoReturn:
     from .integrations.deepspeed import run
 
     run(command)
+
+
+def _doctor(options: argparse.Namespace) -> tuple[str, bool]:
+    diagnosis = diagnose()
+    return str(diagnosis), diagnosis.ok
 
 
 def _explain(options: argparse.Namespace) -> tuple[str, bool]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import Workers
 
 from liger_dist.cli import main
 
@@ -104,3 +105,49 @@ def test_two_processes(script: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("verdict          ok") == 1
     assert "UserWarning" not in finished.stderr, finished.stderr
+
+
+def test_the_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for what in ("python", "torch", "transformers", "deepspeed", "GPU", "kernels", "host name", "open files"):
+        assert f" {what}" in printed
+    assert printed.endswith("nothing is wrong\n")
+
+
+def test_the_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_dist import doctor
+
+    own = doctor.linear_cross_entropy
+    monkeypatch.setattr(doctor, "NEEDED", {"torch": "99.0", "no-such-package": "1.0"})
+    monkeypatch.setattr(doctor, "linear_cross_entropy", lambda hidden, *rest: own(hidden * 1.1, *rest))
+    monkeypatch.setattr(doctor, "LEAST_OPEN_FILES", 2**62)
+    diagnosis = doctor.diagnose()
+    assert not diagnosis.ok
+    text = str(diagnosis)
+    for words in (
+        "pip install 'torch>=99.0'",
+        "pip install 'no-such-package>=1.0'",
+        "computes wrong numbers",
+        "ulimit -n",
+        "3 wrong",
+    ):
+        assert words in text
+    assert [finding.what for finding in diagnosis.findings if finding.verdict == "wrong"] == [
+        "torch",
+        "no-such-package",
+        "kernels",
+    ]
+
+
+def test_the_doctor_under_torchrun(workers_2: Workers) -> None:
+    for text, ok in workers_2.run(diagnosed):
+        assert ok
+        assert "right over 2 processes" in text
+
+
+def diagnosed() -> tuple[str, bool]:
+    from liger_dist.doctor import diagnose
+
+    diagnosis = diagnose()
+    return str(diagnosis), diagnosis.ok

@@ -1,0 +1,248 @@
+"""``liger-dist doctor``: is this machine ready, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from .losses.linear_cross_entropy import linear_cross_entropy
+from .sharding.devices import compute_device
+
+Verdict = Literal["ok", "note", "wrong"]
+NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5", "deepspeed": "0.18"}
+OPTIONAL = {"accelerate": "1.15", "peft": "0.21", "trl": "1.16"}
+LEAST_SHARED_MEMORY = 2**30
+LEAST_OPEN_FILES = 4096
+MESSAGE_BYTES = 2**28
+"""of the all-reduce that is timed"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+    """"note": training works, and something else would be better; "wrong": it will fail, or compute wrong numbers"""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was looked at. ``print(diagnosis)`` shows it as a table."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(finding.verdict != "wrong" for finding in self.findings)
+
+    def __str__(self) -> str:
+        width = max(len(finding.what) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            mark = {"ok": " ", "note": "-", "wrong": "!"}[finding.verdict]
+            lines.append(f"{mark} {finding.what:<{width}}  {finding.found}")
+            if finding.remedy:
+                lines.append(f"  {'':<{width}}  -> {finding.remedy}")
+        wrong = sum(finding.verdict == "wrong" for finding in self.findings)
+        lines.append(f"{wrong} wrong" if wrong else "nothing is wrong")
+        return "\n".join(lines)
+
+
+def diagnose() -> Diagnosis:
+    """Looks at versions, GPUs, kernels, DeepSpeed's operators, links between GPUs, and the host; under torchrun also at
+    how fast and how right an all-reduce of all processes is (a collective)."""
+    checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, kernels, deepspeed_operators, links, host]
+    if dist.is_initialized():
+        checks.append(collectives)
+    return Diagnosis(tuple(finding for check in checks for finding in check()))
+
+
+def versions() -> Iterator[Finding]:
+    """Of Python and of the packages that this library is used with."""
+    python = platform.python_version()
+    is_old = sys.version_info < (3, 10)
+    yield Finding("python", python, "wrong" if is_old else "ok", "install Python 3.10 or newer" if is_old else "")
+    for name, least in (NEEDED | OPTIONAL).items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            is_needed = name in NEEDED and not (name == "triton" and not torch.cuda.is_available())
+            remedy = f"pip install '{name}>={least}'" + (", after torch" if name == "deepspeed" else "")
+            yield Finding(name, "not installed", "wrong" if is_needed else "note", remedy)
+            continue
+        if _numbers(found) < _numbers(least):
+            yield Finding(name, found, "wrong", f"pip install '{name}>={least}'")
+        elif name == "transformers" and _numbers(found) >= (6,):
+            yield Finding(name, found, "wrong", "pip install 'transformers<6': its models' calls may have changed")
+        else:
+            yield Finding(name, found)
+
+
+def gpus() -> Iterator[Finding]:
+    """Their number, kind and driver."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    if not torch.cuda.is_available():
+        if not driver:
+            yield Finding("GPUs", "none", "note", "everything runs on CPUs, for tests; kernels run as plain torch")
+        elif torch.version.cuda is None:
+            yield Finding("GPUs", f"torch {torch.__version__} is built for CPUs", "wrong", "install torch for CUDA")
+        else:
+            remedy = f"update the driver ({driver[0]}) for CUDA {torch.version.cuda}, or see CUDA_VISIBLE_DEVICES"
+            yield Finding("GPUs", "torch sees none of those that nvidia-smi shows", "wrong", remedy)
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        text = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+        if found.major < 8:
+            yield Finding(f"GPU {index}", text, "wrong", "bf16 products need compute capability 8.0 (Ampere) or newer")
+        else:
+            yield Finding(f"GPU {index}", text)
+    yield Finding("CUDA", f"{torch.version.cuda}, driver {driver[0] if driver else 'unknown'}")
+    yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING"):
+        if os.environ.get(name, "0") != "0":
+            yield Finding(name, os.environ[name], "note", f"it makes training slow: unset {name} unless you know why")
+
+
+def kernels() -> Iterator[Finding]:
+    """A small loss and its gradient, by the kernels, against plain torch."""
+    device = compute_device()
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
+    weight, labels = torch.randn(512, 64, generator=generator).to(device), torch.arange(64, device=device)
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+    (gradient,) = torch.autograd.grad(expected, hidden)
+    way = "Triton" if device.type == "cuda" else "plain torch"
+    try:
+        loss = linear_cross_entropy(hidden, weight, labels)
+        assert isinstance(loss, torch.Tensor)
+        (own,) = torch.autograd.grad(loss, hidden)
+    except Exception as fault:  # Whatever a compiler or driver raises is the finding.
+        remedy = "is there a C compiler for Triton (CC), and room in its cache (TRITON_CACHE_DIR)?"
+        yield Finding("kernels", f"{way}: {type(fault).__name__}: {str(fault)[:200]}", "wrong", remedy)
+        return
+    error = float((own - gradient).norm() / gradient.norm())
+    if error < 1e-2:
+        yield Finding("kernels", f"{way}, relative error of a gradient {error:.1e}")
+    else:
+        remedy = "the GPU or its compiler computes wrong numbers: clear ~/.triton/cache, update triton, test the GPU"
+        yield Finding("kernels", f"{way}, relative error of a gradient {error:.1e}", "wrong", remedy)
+
+
+def deepspeed_operators() -> Iterator[Finding]:
+    """Whether DeepSpeed can build those that it compiles when they are asked for."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]
+    if torch.cuda.is_available() and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
+        missing.append("nvcc (CUDA_HOME)")
+    if missing:
+        remedy = "ZeRO with torch's optimisers needs none of them; FusedAdam, DeepSpeedCPUAdam and async_io do"
+        yield Finding("DeepSpeed operators", f"cannot be built: no {', '.join(missing)}", "note", remedy)
+    else:
+        yield Finding("DeepSpeed operators", "can be built")
+
+
+def links() -> Iterator[Finding]:
+    """What connects the GPUs of this machine, by nvidia-smi's table."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return
+    apart = [(a, b) for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        remedy = "they talk through the host's memory: check IOMMU/ACS settings and virtualisation of the machine"
+        yield Finding("peer access", f"not between GPUs {', '.join(f'{b}-{a}' for a, b in apart)}", "note", remedy)
+    rows = [line.split() for line in _plain(_output("nvidia-smi", "topo", "-m")).splitlines()]
+    kinds = {kind for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) for kind in row[1 : count + 1]} - {"X"}
+    kinds = {kind for kind in kinds if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)}
+    slow = sorted(kind for kind in kinds if not kind.startswith("NV"))
+    if slow:
+        remedy = "no NVLink between some: prefer head='gather', and mesh=(replicate, shard) with shards on linked GPUs"
+        yield Finding("links", ", ".join(sorted(kinds)), "note", remedy)
+    elif kinds:
+        yield Finding("links", ", ".join(sorted(kinds)))
+    else:
+        yield Finding("links", "nvidia-smi shows no table", "note", "the dispatcher cannot be checked against links")
+
+
+def host() -> Iterator[Finding]:
+    """What processes on several machines need of each."""
+    name = socket.gethostname()
+    try:
+        yield Finding("host name", f"{name} is {socket.gethostbyname(name)}")
+    except OSError as error:
+        remedy = "processes of several machines could not meet: add it to /etc/hosts or DNS"
+        yield Finding("host name", f"{name} is not known ({error})", "note", remedy)
+    if Path("/dev/shm").is_dir():
+        size = shutil.disk_usage("/dev/shm").total
+        is_small = size < LEAST_SHARED_MEMORY
+        remedy = "NCCL and data loaders need it: docker run --shm-size=8g, or a Memory volume at /dev/shm"
+        text = f"{size / 2**30:.1f} GiB"
+        yield Finding("shared memory", text, "note" if is_small else "ok", remedy if is_small else "")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES
+    yield Finding("open files", str(soft), "note" if is_low else "ok", "ulimit -n 65536" if is_low else "")
+    yield Finding("free disk", f"{shutil.disk_usage('.').free / 2**30:.0f} GiB in {os.getcwd()}")
+
+
+def collectives() -> Iterator[Finding]:
+    """An all-reduce over all processes: its sum, and the bandwidth at the bus (2 (n-1)/n bytes for each byte)."""
+    size = dist.get_world_size()
+    device = compute_device()
+    ones = torch.ones(MESSAGE_BYTES // 4 if device.type == "cuda" else 2**16, device=device)
+    dist.all_reduce(ones)
+    if not bool((ones == size).all()):
+        remedy = "a link or a GPU is broken: try NCCL_P2P_DISABLE=1, then pairs of GPUs, to find it"
+        yield Finding("all-reduce", f"wrong sums over {size} processes", "wrong", remedy)
+        return
+    ones.fill_(1)
+    _wait(device)
+    began, rounds = time.perf_counter(), 5
+    for _ in range(rounds):
+        dist.all_reduce(ones)
+    _wait(device)
+    seconds = (time.perf_counter() - began) / rounds
+    bus = 2 * (size - 1) / size * ones.nbytes / seconds / 1e9
+    yield Finding("all-reduce", f"right over {size} processes, {bus:.1f} GB/s of {ones.nbytes / 2**20:.0f} MiB")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _output(*command: str) -> str:
+    """What a program prints; nothing where there is none, or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return finished.stdout if finished.returncode == 0 else ""
+
+
+def _plain(text: str) -> str:
+    """Without the escapes of terminals."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
