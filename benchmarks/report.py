@@ -52,6 +52,15 @@ process. Hugging Face and Liger are sharded as FSDP2's documentation has it, eac
 
 ![Tokens per second and memory](plots/training_step.png)
 """
+LARGE = """## Eight billion parameters
+
+`launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
+clipping. Every way runs by itself. `utilisation`: operations of the model (six for each weight and token, and those of
+causal attention), to the 989 TFLOP/s of the data sheet. `planned`: the peak by `--dry_run`, which allocates nothing.
+Liger: the same program, data and optimiser with its kernels, FSDP2 by layers and root.
+
+![Tokens per second and memory](plots/large_model.png)
+"""
 
 
 def read(name: str, directory: Path) -> Problems:
@@ -156,6 +165,28 @@ def step_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def large_section(problems: Problems) -> str:
+    """One table for each number of GPUs."""
+    parts = [LARGE]
+    for problem, seen in problems.items():
+        rows = []
+        for row in seen["rows"]:
+            figures = row["figures"]
+            rows.append(
+                [
+                    row["name"],
+                    f"{row['median_ms']:.0f} ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
+                    number(figures.get("tokens/s"), ".0f"),
+                    number(figures.get("utilisation"), ".1%"),
+                    number(figures.get("peak GiB"), ".1f"),
+                    number(figures.get("planned GiB"), ".1f"),
+                ]
+            )
+        header = ["way", "ms", "tokens/s", "utilisation", "peak GiB", "planned GiB"]
+        parts += [f"### {problem} GPUs\n", table(header, rows), footnote(seen["environment"])]
+    return "\n".join(parts)
+
+
 def plot_split(problems: Problems, path: Path) -> None:
     """Ratio over peak memory, one panel for each shape."""
     import matplotlib.pyplot as plt
@@ -186,7 +217,7 @@ def plot_steps(problems: Problems, path: Path) -> None:
     figure, axes = plt.subplots(len(problems), 2, figsize=(11, 3 * len(problems)), squeeze=False, sharey="row")
     for line, (name, problem) in zip(axes, problems.items(), strict=True):
         names = [row["name"] for row in problem["rows"]]
-        colours = ["C0" if name.startswith(OURS) else "C7" for name in names]
+        colours = ["C7" if name.startswith(("Liger", "Hugging Face")) else "C0" for name in names]
         for axis, figure_name in zip(line, ("tokens/s", "peak GiB"), strict=True):
             bars = axis.barh(names, [row["figures"][figure_name] for row in problem["rows"]], color=colours)
             axis.bar_label(bars, fmt="%.3g" if figure_name == "peak GiB" else "%.0f", fontsize=7)
@@ -277,6 +308,10 @@ def main() -> None:
     if steps:
         plot_steps(steps, plots / "training_step.png")
         sections.append(step_section(steps))
+    large = read("large_model", given.results)
+    if large:
+        plot_steps(large, plots / "large_model.png")
+        sections.append(large_section(large))
     (given.docs / "benchmarks.md").write_text("\n".join(sections))
 
 

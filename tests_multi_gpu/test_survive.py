@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness import Workers
-from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 from training.arguments import TrainArguments
 from training.engine import TorchEngine
 from training.loop import train
@@ -27,6 +26,7 @@ from training.run import Run
 from training.watchdog import named
 
 import liger_dist
+from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -45,6 +45,7 @@ def workers_of(agent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="four processes that meet on CPUs")
 def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_4: Workers) -> None:
     """Two agents of two processes meet by c10d's rendezvous and train as one job of four. One worker is killed; the
     agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""

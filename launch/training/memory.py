@@ -16,6 +16,7 @@ from liger_dist.sharding.head_cost import HeadShapes, head_costs
 
 from .arguments import TrainArguments
 from .engine import deepspeed_settings
+from .layer_memory import needs_of_a_layer
 from .layout import Layout
 
 FP32 = 4
@@ -98,10 +99,11 @@ def _plan(
     size = FP32 if a.dtype == "float32" else 2
     numbers = sum(parameter.numel() for parameter in model.parameters())
     layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
-    stored = _stored(a, layout, numbers, layer, size)
+    embedding = structure.head.weight.numel() * size
+    stored = _stored(a, layout, numbers, layer, embedding, size)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
-    one_layer = T * size * _numbers_of_a_layer(a, text)
-    kept = T * D * size if a.activation_checkpointing else one_layer
+    layer_needs = needs_of_a_layer(a, layout.strategy, text)
+    kept = T * D * size if a.activation_checkpointing else layer_needs.kept
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
@@ -116,57 +118,45 @@ def _plan(
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
     loss = cost.held_bytes if a.fused_loss else 3 * T * structure.head.out_features * FP32
-    computed_again = one_layer if a.activation_checkpointing else 0
+    computed_again = layer_needs.kept if a.activation_checkpointing else 0
     return replace(
         stored,
         head=head,
         activations=len(structure.layers) * kept + ends,
-        gathered=stored.gathered + max(computed_again, 2 * T * text.intermediate_size * size),
+        gathered=stored.gathered + computed_again + layer_needs.passing,
         loss=loss,
         sent=cost.sent_bytes,
     )
 
 
-def _numbers_of_a_layer(a: TrainArguments, text: Any) -> int:
-    """Numbers that a decoder layer keeps of each token for its backward."""
-    D: int = text.hidden_size
-    F: int = text.intermediate_size
-    head_dim = getattr(text, "head_dim", None) or D // text.num_attention_heads
-    queries: int = text.num_attention_heads * head_dim
-    # With a mask, SDPA is given keys and values as often as there are queries.
-    is_repeated = not a.attend_across_documents and a.attention in (None, "sdpa")
-    keys: int = queries if is_repeated else (text.num_key_value_heads or text.num_attention_heads) * head_dim
-    attention = queries + 2 * keys + queries
-    if a.layer_kernels and not a.compile:
-        # Norms and the activation keep their inputs alone.
-        return 2 * D + attention + 2 * F
-    if a.compile:
-        # What is no product is fused and computed again; inputs of products are kept.
-        return 4 * D + attention + 3 * F
-    # Each norm: its input in fp32, normalised, and scaled; the MLP: gate, its activation, up, and their product.
-    return 2 * D + 2 * 4 * D + attention + 4 * F
-
-
-def _stored(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int) -> MemoryPlan:
-    """What does not depend on the tokens."""
+def _stored(a: TrainArguments, layout: Layout, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
+    """What does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
     empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0, 0)
     if layout.strategy == "deepspeed":
-        return _zero(a, layout, numbers, layer, size)
+        return _zero(a, layout, numbers, size)
     if layout.strategy in ("fsdp1", "fsdp2"):
         share = -(-numbers // layout.shard)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
         gathered = layer * (GATHERED_LAYERS * size + size + FP32)
         if a.cpu_offload:
             return replace(empty, parameters=0, optimizer=0, gradients=0, gathered=gathered)
+        # FSDP1 keeps what is in its root gathered: the embedding.
+        buffers = embedding if layout.strategy == "fsdp1" else 0
         return replace(
-            empty, parameters=share * FP32, optimizer=share * ADAM, gradients=share * FP32, gathered=gathered
+            empty,
+            parameters=share * FP32,
+            optimizer=share * ADAM,
+            gradients=share * FP32,
+            buffers=buffers,
+            gathered=gathered,
         )
     # Autocast keeps the weights in bf16 through a forward.
     casts = 0 if size == FP32 else numbers * size
-    return replace(empty, gathered=casts)
+    # DDP reduces copies of the gradients.
+    return replace(empty, gathered=casts, buffers=numbers * FP32 if layout.strategy == "ddp" else 0)
 
 
-def _zero(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int) -> MemoryPlan:
+def _zero(a: TrainArguments, layout: Layout, numbers: int, size: int) -> MemoryPlan:
     settings = deepspeed_settings(a, layout)
     zero = settings.get("zero_optimization", {})
     stage, ranks = int(zero.get("stage", 0)), layout.world_size
@@ -183,8 +173,9 @@ def _zero(a: TrainArguments, layout: Layout, numbers: int, layer: int, size: int
         head="",
         parameters=(0 if (zero.get("offload_param") or {}).get("device", "none") != "none" else weights * size),
         optimizer=0 if offloads else states * (masters + ADAM),
-        gradients=0 if offloads else in_step,
-        buffers=gradients + bucket + live,
+        gradients=(0 if offloads else in_step) + (0 if stage == 3 else gradients),
+        # The third stage keeps its gradients' memory from step to step.
+        buffers=bucket + live + (gradients if stage == 3 else 0),
         activations=0,
         gathered=0,
         loss=0,
