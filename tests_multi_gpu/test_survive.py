@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import Workers
 from training.arguments import TrainArguments
