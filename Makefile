@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test check matrix families benchmarks format clean
+.PHONY: venv demo test check docs matrix families benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -22,7 +22,10 @@ demo: venv
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+docs: venv
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 check: venv
 	$(BIN)/ruff check .

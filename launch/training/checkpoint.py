@@ -13,7 +13,7 @@ from typing import Any
 
 from liger_dist import LigerDistError
 
-from .engine import Engine, Waiting
+from .engine import Engine, Writing
 from .process import as_one, on_rank_zero
 
 PUBLISHED = "published.json"
@@ -34,7 +34,7 @@ class Checkpoints:
         self._description = description
         self._keep = keep
         self._anew = anew
-        self._begun: tuple[int, Path, Waiting] | None = None
+        self._begun: tuple[int, Path, Writing] | None = None
 
     def newest(self) -> int | None:
         """The newest whole checkpoint's step, alike on every rank; None when there is none. One that was damaged since
@@ -63,13 +63,17 @@ class Checkpoints:
         if not in_background:
             self.finish()
 
+    def is_written(self) -> bool:
+        """Whether this rank has done its part of what :meth:`save` began."""
+        return self._begun is not None and self._begun[2].done()
+
     def finish(self) -> None:
         """Waits for what :meth:`save` began, and publishes it."""
         if self._begun is None:
             return
-        (step, partial, wait), self._begun = self._begun, None
+        (step, partial, writing), self._begun = self._begun, None
         with self._writing(step, partial):
-            wait()
+            writing.result()
         on_rank_zero(lambda: self._publish(step, partial))
 
     def load(self, step: int, engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,14 @@ from .layout import Layout
 from .model import build
 from .process import checkpoint_group
 
-Waiting = Callable[[], None]
-"""ends when what was begun is done, and raises what went wrong"""
+
+class Writing(Protocol):
+    """Something that is written, perhaps in the background; a ``concurrent.futures.Future`` is one."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> object:
+        """Waits, and raises what went wrong."""
 
 
 class Engine(Protocol):
@@ -51,8 +57,8 @@ class Engine(Protocol):
     def broken_gradients(self) -> list[str]:
         """Names of this rank's parameters whose gradients are not finite."""
 
-    def save(self, folder: Path, *, in_background: bool) -> Waiting:
-        """Starts to write the state; files may not change under it once this returns."""
+    def save(self, folder: Path, *, in_background: bool) -> Writing:
+        """Starts to write the state; the model may change once this returns."""
 
     def load(self, folder: Path) -> None:
         """Restores what :meth:`save` wrote. Hyperparameters stay as they are."""
@@ -106,15 +112,16 @@ class TorchEngine:
                 found.append(clean(name))
         return found
 
-    def save(self, folder: Path, *, in_background: bool) -> Waiting:
+    def save(self, folder: Path, *, in_background: bool) -> Writing:
         state = self._state()
         options: dict[str, Any] = {"checkpoint_id": str(folder), "no_dist": not dist.is_initialized()}
         if not in_background:
             state_dict_saver.save(state, **options)
-            return lambda: None
+            return written()
         # It exchanges what ranks write while the training exchanges gradients: it has a process group of its own.
-        writing: Any = state_dict_saver.async_save(state, process_group=checkpoint_group(), **options)
-        return lambda: writing.result() and None
+        writing = state_dict_saver.async_save(state, process_group=checkpoint_group(), **options)
+        assert isinstance(writing, Future)
+        return writing
 
     def load(self, folder: Path) -> None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -178,10 +185,10 @@ class DeepSpeedEngine:
         """It has let go of them."""
         return []
 
-    def save(self, folder: Path, *, in_background: bool) -> Waiting:
+    def save(self, folder: Path, *, in_background: bool) -> Writing:
         assert not in_background
         self.model.save_checkpoint(str(folder), tag="state", save_latest=False)
-        return lambda: None
+        return written()
 
     def load(self, folder: Path) -> None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -247,6 +254,13 @@ def make_optimizer(model: nn.Module, arguments: TrainArguments, decayed: frozens
     return AdamW(
         list(groups.values()), lr=arguments.learning_rate, betas=(0.9, arguments.adam_beta2), fused=is_fused or None
     )
+
+
+def written() -> Writing:
+    """What is done already."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def clean(name: str) -> str:

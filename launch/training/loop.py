@@ -99,8 +99,11 @@ def _steps(run: Run, checkpoints: Checkpoints, metrics: Metrics, flops: Flops, f
             ):
                 loss, norm, num_tokens = run.step(step, watchdog)
             step += 1
-            # Reading the loss waits for the step; the same exchange tells everyone of an interruption.
-            (asked,) = total(float(interruption.requested))
+            # Reading the loss waits for the step; the same exchange tells everyone of an interruption, and of a
+            # checkpoint that all ranks have written.
+            asked, writers = total(float(interruption.requested), float(checkpoints.is_written()))
+            if writers == world_size():
+                checkpoints.finish()
             row: dict[str, Any] = {"step": step, "loss": float(loss)}
             if norm is not None:
                 row["grad_norm"] = float(norm)

@@ -1,0 +1,84 @@
+"""Draws the plots of vocab_parallel.md: ``python docs/drawings.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+PLOTS = Path(__file__).parent / "plots"
+WEIGHT, TOKENS, STATISTICS = "#4878a8", "#d8843c", "#6a9f58"
+PROCESSES = 3
+
+
+def box(
+    axes: Any, corner: tuple[float, float], size: tuple[float, float], colour: str, text: str, filled: bool
+) -> None:
+    face, ink = (colour, "white") if filled else ("none", colour)
+    axes.add_patch(Rectangle(corner, *size, facecolor=face, edgecolor=colour, linewidth=1.4))
+    x, y = (place + extent / 2 for place, extent in zip(corner, size, strict=True))
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
+
+
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=10, color=colour, linewidth=1.1))
+
+
+def ways() -> None:
+    """What is where, and what travels."""
+    figure, both = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    titles = ("gathered: the rows come to the tokens", "rows stay: the tokens travel")
+    for axes, title in zip(both, titles, strict=True):
+        stays, size = title == titles[1], (2.1, 0.8)
+        axes.set_title(title, fontsize=10)
+        for process in range(PROCESSES):
+            x = process * 3.0
+            axes.text(x + 1.05, 3.75, f"process {process}", ha="center", fontsize=8)
+            box(axes, (x, 0), size, WEIGHT, f"rows {process}: V/G x D", filled=True)
+            box(axes, (x, 2.6), size, TOKENS, "its N tokens", filled=True)
+            met, colour = ("a chunk of all tokens", TOKENS) if stays else ("all rows: V x D", WEIGHT)
+            box(axes, (x, 1.3), size, colour, met, filled=False)
+            for other in range(PROCESSES):
+                if stays:
+                    arrow(axes, (x + 1.05, 2.6), (other * 3.0 + 1.05, 2.1), TOKENS)
+                else:
+                    arrow(axes, (x + 1.05, 0.8), (other * 3.0 + 1.05, 1.3), WEIGHT)
+        axes.set_xlim(-0.2, PROCESSES * 3.0 - 0.7)
+        axes.set_ylim(-0.2, 4.1)
+        axes.axis("off")
+    figure.savefig(PLOTS / "ways_to_the_head.png", dpi=120)
+    pyplot.close(figure)
+
+
+def chunk() -> None:
+    """The steps of one chunk on one process, from left to right."""
+    steps = (
+        ("all-gather\nhidden states", TOKENS, False),
+        ("logits of\nown rows", WEIGHT, True),
+        ("all-gather\nstatistics", STATISTICS, False),
+        ("gradient of\nthe logits", STATISTICS, True),
+        ("hidden states'\ngradient", WEIGHT, True),
+        ("reduce-\nscatter", TOKENS, False),
+        ("gradient of\nown rows", WEIGHT, True),
+    )
+    figure, axes = pyplot.subplots(figsize=(10, 1.9), layout="constrained")
+    for index, (text, colour, is_computed) in enumerate(steps):
+        box(axes, (index * 2.0, 0), (1.6, 1.0), colour, text, filled=is_computed)
+        if index:
+            arrow(axes, (index * 2.0 - 0.4, 0.5), (index * 2.0, 0.5), "#555555")
+    axes.text(0, -0.45, "outlined: travels    filled: computed    blue: a matrix product", fontsize=8, color="#555555")
+    axes.set_xlim(-0.2, len(steps) * 2.0 - 0.2)
+    axes.set_ylim(-0.7, 1.2)
+    axes.axis("off")
+    figure.savefig(PLOTS / "one_chunk.png", dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    ways()
+    chunk()

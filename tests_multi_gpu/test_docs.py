@@ -1,0 +1,262 @@
+"""Every code block of every page runs, with what a reader has around it; commands are run where two CPU processes can,
+and are read by the programs they start where not. The pages build without a warning, so that links hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from harness import Workers
+from models import make_batch, make_model
+from training.arguments import TrainArguments, parse
+from training.layout import layout_of
+
+import liger_dist
+from liger_dist.cli import _parser
+from liger_dist.sharding.devices import compute_device
+from runs import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]
+BLOCK = re.compile(r"^```(\{?[\w-]*\}?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = ("text", "{toctree}", "{eval-rst}")
+"""no code: what programs print, and what builds the pages"""
+
+
+def blocks(language: str) -> list[tuple[str, int, str]]:
+    """Page, number and text of the blocks of a language."""
+    found = []
+    for page in PAGES:
+        for number, (kind, text) in enumerate(BLOCK.findall(page.read_text())):
+            if kind == language:
+                found.append((str(page.relative_to(ROOT)), number, text))
+    return found
+
+
+def test_every_block_has_a_language_that_is_tested() -> None:
+    kinds = {(str(page), kind) for page in PAGES for kind, _ in BLOCK.findall(page.read_text())}
+    tested = ("python", "bash", "json", "yaml", *SHOWN)
+    assert {(page, kind) for page, kind in kinds if kind not in tested} == set()
+    for page in PAGES:
+        assert page.read_text().count("```") == 2 * len(BLOCK.findall(page.read_text())), page
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _, _ in blocks("python")}))
+def test_python_runs(page: str, workers_2: Workers) -> None:
+    """The blocks of a page share their names; each has a fresh model."""
+    assert workers_2.run(run_page, page, [text for name, _, text in blocks("python") if name == page]) == [page] * 2
+
+
+def run_page(page: str, texts: list[str]) -> str:
+    names: dict[str, Any] = {"__name__": "page"}
+    for text in texts:
+        for refresh in surroundings(page, text):
+            names |= refresh
+        for part in re.split(r"^(.*# raises.*)$", text, flags=re.MULTILINE):
+            refuses = pytest.raises(liger_dist.LigerDistError) if "# raises" in part else nullcontext()
+            with mock.patch.object(dist, "init_process_group"), refuses:
+                exec(compile(part, page, "exec"), names)
+    return page
+
+
+def surroundings(page: str, text: str) -> Iterator[dict[str, Any]]:
+    """What a reader has around a block: a model, a batch, and what the page's library calls for."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    model: Any = make_model("llama", dtype=torch.float32)
+    batch = make_batch(dist.get_rank())
+    ids = torch.arange(20, device=compute_device()).reshape(2, 10)
+    yield {
+        "torch": torch,
+        "liger_dist": liger_dist,
+        "DTensor": DTensor,
+        "init_device_mesh": lambda _, shape, **names: init_device_mesh(
+            compute_device().type, (1, 2) if len(shape) == 2 else (2,), **names
+        ),
+        "device_type": compute_device().type,
+        "model": model,
+        "batch": batch,
+        "ids": ids,
+        "labels": ids.clone(),
+    }
+    if "wrap" not in text:
+        if "parameter.grad" in text:
+            liger_dist.wrap(model, "fsdp2")
+            model(**batch).loss.backward()
+        elif "outputs=" in text or "num_items_in_batch" in text:
+            yield {"model": liger_dist.wrap(model, "auto" if "outputs=" in text else "fsdp2")}
+        elif "explain" in text or "verify" in text:
+            yield {"model": liger_dist.wrap(model, "fsdp2")}
+    if "mesh=(2, 4)" in text:
+        # Two processes here.
+        own = liger_dist.wrap
+        smaller = lambda model, strategy, mesh, config: own(model, strategy, mesh=(1, 2), config=config)  # noqa: E731
+        yield {"liger_dist": mock.MagicMock(wraps=liger_dist, wrap=smaller)}
+    if "get_peft_model" in text:
+        from peft import LoraConfig, get_peft_model
+
+        yield {"base": model, "LoraConfig": LoraConfig, "get_peft_model": get_peft_model}
+    if "hosts" in page:
+        yield from surroundings_of_a_host(page)
+
+
+def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
+    """Trainers are replaced by what notes how they are made: the hosts' own tests train."""
+    if page.endswith("accelerate.md"):
+        from accelerate import Accelerator
+        from test_trainer import forget_earlier_trainers
+
+        forget_earlier_trainers()
+        model: Any = make_model("llama", dtype=torch.float32)
+        rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
+        yield {
+            "accelerator": Accelerator(cpu=not torch.cuda.is_available()),
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loader": torch.utils.data.DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
+        }
+    if page.endswith("trainer.md"):
+        import tempfile
+
+        from test_trainer import Sequences, forget_earlier_trainers
+        from transformers import Trainer, TrainingArguments
+
+        forget_earlier_trainers()
+        yield {
+            "Trainer": Trainer,
+            "arguments": TrainingArguments(
+                output_dir=tempfile.mkdtemp(),
+                max_steps=1,
+                report_to=[],
+                disable_tqdm=True,
+                save_strategy="no",
+                use_cpu=not torch.cuda.is_available(),
+            ),
+            "data": Sequences(),
+            "model": make_model("llama", dtype=torch.float32).cpu(),
+        }
+    if page.endswith("trl.md"):
+        trainer = mock.MagicMock()
+        yield {"DPOTrainer": trainer, "reference": None, "arguments": None, "data": None}
+    if page.endswith("lightning.md"):
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+        from lightning.pytorch import LightningModule
+
+        yield {
+            "LightningModule": LightningModule,
+            "ModelParallelStrategy": ModelParallelStrategy,
+            "Fabric": lambda **options: Fabric(accelerator="cpu", **options | {"devices": 1}),
+        }
+
+
+@pytest.mark.parametrize(("page", "number", "text"), blocks("bash"), ids=str)
+def test_commands_are_understood(page: str, number: int, text: str, tmp_path: Path) -> None:
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Raises where the program would refuse it."""
+    program, *rest = words
+    if program == "make":
+        subprocess.run(["make", "--dry-run", *rest], cwd=ROOT, check=True, capture_output=True)
+    elif program == "pip":
+        assert rest[0] == "install"
+    elif program == "liger-dist":
+        _parser().parse_args(rest)
+    elif program == "kubectl":
+        assert (ROOT / rest[-1]).is_file()
+    elif program == "accelerate":
+        assert (ROOT / rest[rest.index("--config_file") + 1]).is_file()
+    elif "-m" in words:
+        module, *options = words[words.index("-m") + 1 :]
+        if module == "liger_dist":
+            _parser().parse_args(options)
+        else:
+            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    else:
+        file = next(word for word in words if word.startswith(("launch/", "docs/examples/")))
+        assert (ROOT / file).is_file(), file
+        options = words[words.index(file) + 1 :]
+        if file not in ("launch/export.py", "launch/deepspeed_multi_node.sh") and not file.startswith("docs/"):
+            check_training(options)
+
+
+def check_training(options: list[str]) -> None:
+    stand_in = [option for option in options if option != "run.yaml"]
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        arguments: TrainArguments = parse(stand_in)
+        if arguments.strategy is not None:
+            layout_of(arguments, arguments.world_size or 8)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize(("page", "number", "text"), [*blocks("json"), *blocks("yaml")], ids=str)
+def test_settings_are_read(page: str, number: int, text: str) -> None:
+    from liger_dist.integrations.deepspeed_section import read_section
+
+    settings = json.loads("{" + text + "}") if text.startswith('"') else yaml.safe_load(text)
+    assert read_section(settings) is not None
+
+
+def test_what_is_shown_of_a_dry_run() -> None:
+    (command,) = [text for page, _, text in blocks("bash") if page == "docs/strategies.md"]
+    (shown,) = [text for page, _, text in blocks("text") if page == "docs/strategies.md"]
+    words = [sys.executable, *shlex.split(command)[1:]]
+    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert printed == shown
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        str(DOCS),
+        str(tmp_path / "html"),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert built.returncode == 0, built.stderr
+    for name in ("index", "api", "hosts/trl", "troubleshooting"):
+        assert (tmp_path / "html" / f"{name}.html").is_file()
+    # It would say so of a link that leads nowhere.
+    page = tmp_path / "docs"
+    page.mkdir()
+    (page / "conf.py").write_text('extensions = ["myst_parser"]\n')
+    (page / "index.md").write_text("# A page\n\n[nowhere](absent.md)\n")
+    command[-2:] = [str(page), str(tmp_path / "broken")]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).returncode != 0
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), link
