@@ -260,3 +260,14 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    """Fragments between dots, in sources whose strings are joined."""
+    sources = [path.read_text() for folder in ("liger_dist", "launch") for path in (ROOT / folder).rglob("*.py")]
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))
+    rows = re.findall(r"^\| ((?:warning: )?`.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 15
+    for message in [message for row in rows for message in re.findall(r"`([^`]+)`", row)]:
+        for fragment in filter(None, (part.strip() for part in message.split("..."))):
+            assert fragment in joined, message
