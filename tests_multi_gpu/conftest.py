@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from harness import Workers
-from runs import arguments_for, write_corpus
+from training_runs import arguments_for, write_corpus
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,11 +23,11 @@ from harness import Workers
 from models import make_batch, make_model
 from training.arguments import TrainArguments, parse
 from training.layout import layout_of
+from training_runs import ROOT
 
 import liger_dist
 from liger_dist.cli import _parser
 from liger_dist.sharding.devices import compute_device
-from runs import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]

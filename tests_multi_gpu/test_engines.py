@@ -20,10 +20,10 @@ from training.layout import layout_of
 from training.loop import train
 from training.memory import plan
 from training.model import find_config, shell
+from training_runs import LAUNCH, ROOT, arguments_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
 import liger_dist
-from runs import LAUNCH, ROOT, arguments_for, losses_of, metrics_of, published
 
 DEEPSPEED = LAUNCH / "deepspeed"
 WAYS: dict[str, dict[str, Any]] = {

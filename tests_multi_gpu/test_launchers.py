@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from hosts import printed_by
-from runs import metrics_of
 from training.arguments import parse
+from training_runs import metrics_of
 
 from liger_dist.integrations.deepspeed_section import read_section
 

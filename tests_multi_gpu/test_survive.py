@@ -25,9 +25,9 @@ from training.loop import train
 from training.process import rank
 from training.run import Run
 from training.watchdog import named
+from training_runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
 import liger_dist
-from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from harness import Workers
 from models import make_batch, make_model
-from runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 from training.arguments import parse
 from training.corpus import Columns, find_corpus, tokenize
 from training.engine import clip
@@ -25,6 +24,7 @@ from training.meter import measured
 from training.packing import Blocks, Order, Stream
 from training.process import run
 from training.tokens import load_tokenizer, train_tokenizer
+from training_runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
 import liger_dist
 
