@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from hosts import printed_by, watched
+from hosts import watched
 from layouts import zero_settings
 from models import VOCAB_SIZE, make_batch, make_model
 
@@ -21,7 +18,6 @@ from liger_dist.integrations.deepspeed_section import Output, Section, read_sect
 from liger_dist.patching.call import CALL_OUTPUTS
 from liger_dist.wrap import is_wrapped
 
-PROGRAM = Path(__file__).parent / "programs" / "deepspeed_training.py"
 ROWS = 8
 SECTION = {"memory_budget": ROWS * VOCAB_SIZE * 4}
 
@@ -115,24 +111,6 @@ def refused() -> bool:
     with pytest.raises(AssertionError):
         initialize(model=model, model_parameters=model.parameters(), config=settings)
     return not is_wrapped(model)
-
-
-def test_the_command_in_front_of_the_usual_one(tmp_path: Path) -> None:
-    """The program imports DeepSpeed alone. With a section that is enabled, see test_launchers."""
-    settings = tmp_path / "deepspeed.json"
-    settings.write_text(json.dumps(zero_settings_of_a_program() | {"liger_dist": {"enabled": False}}))
-    usual = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", "liger_dist", "deepspeed", *usual, str(PROGRAM), str(settings)]
-    assert printed_by(command, tmp_path).count("wrapped: False") == 2
-
-
-def zero_settings_of_a_program() -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
 
 
 def test_a_command_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,24 @@ def test_tensor_parallel_ranks_read_what_one_process_reads(
     np.testing.assert_allclose(*seen, rtol=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() in (1, 2, 3), reason="four processes, of GPUs or of CPUs")
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("fsdp2", {"dp_replicate": 2, "dp_shard": 2}),
+        ("fsdp2", {"dp_shard": 2, "tp": 2}),
+        ("fsdp1", {"dp_replicate": 2}),
+    ],
+    ids=str,
+)
+def test_grids_draw_the_same_curve(
+    strategy: str, sizes: dict[str, int], trained: Path, workers_4: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    settings = {"strategy": strategy, "stop_at_step": 3, "accumulation_steps": sizes.get("tp", 1)} | sizes
+    workers_4.run(train, arguments_for(data, cache, tmp_path, **settings))
+    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FSDP2 on four shards (two where there are two GPUs), stopped at step 6, written in the background."""
@@ -74,7 +92,7 @@ def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: 
     return output
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "fsdp1", "none"])
+@pytest.mark.parametrize("way", ["fsdp2", "fsdp1", "ddp", "tp", "none"])
 def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
     way: str, on_four: Path, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -82,10 +100,11 @@ def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
 
     shutil.copytree(on_four, tmp_path / "run")
     arguments = arguments_for(data, cache, tmp_path / "run", strategy=way, resume=True, stop_at_step=9)
+    alone = TrainArguments(**vars(arguments) | {"accumulation_steps": 4})
     if way == "none":
-        train(TrainArguments(**vars(arguments) | {"accumulation_steps": 4}))
+        train(alone)
     else:
-        workers_2.run(train, arguments)
+        workers_2.run(train, alone if way == "tp" else arguments)
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:9], rel=2e-5)
 
 
