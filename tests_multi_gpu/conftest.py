@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Test processes share the cores; so do the programs that they start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before the first import of Triton: without a GPU the kernels run in its interpreter.
 import torch
 
