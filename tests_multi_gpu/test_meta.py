@@ -45,7 +45,9 @@ def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
         assert parameters.keys() == expected.keys()
         for name, values in parameters.items():
             assert torch.isfinite(values).all(), name
-            assert torch.equal(values, expected[name]), name
+            # A loss over split rows is added up in another order.
+            tolerance = 1e-6 if name == "loss" else 0.0
+            assert torch.allclose(values, expected[name], rtol=tolerance, atol=0.0), name
 
 
 def built_on_meta(strategy: str, mesh: tuple[Any, ...] | None, tied: bool) -> dict[str, Tensor]:

@@ -8,15 +8,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .process import is_first_to_report, rank, world_size
 
+T = TypeVar("T")
 PHASES = ("reading data", "computing", "evaluating", "writing a checkpoint")
 """of a step, in their order"""
 BEAT = 5.0
@@ -38,8 +38,6 @@ class Watchdog:
         # A connection of its own: the main thread may be waiting on the other one.
         store: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         self._store: Any = None if store is None else store.clone()
-        if self._store is not None:
-            self._store.set_timeout(timedelta(seconds=STORE_LIMIT))
 
     def at(self, step: int, phase: str) -> None:
         """Notes where this rank is."""
@@ -65,22 +63,36 @@ class Watchdog:
         beats, pause = 0, min(BEAT, self._limit / 4)
         while not self._ended.wait(pause):
             beats += 1
-            try:
-                self._tell(beats)
-                if time.monotonic() - self._since > self._limit:
-                    self._end(beats, pause)
-            except RuntimeError as error:
-                # torch's DistStoreError and DistNetworkError. At the end of a run the store may be gone.
-                if not self._ended.wait(pause):
-                    print(
-                        f"error: rank 0, which holds the store, does not answer: {error}", file=sys.stderr, flush=True
-                    )
-                    os._exit(1)
+            self._tell(beats)
+            if time.monotonic() - self._since > self._limit:
+                self._end(beats, pause)
+
+    def _within_limit(self, ask: Callable[[], T]) -> T:
+        """Asks the store. Where it is frozen its own time limits do not help: the program ends then, too."""
+        answers: list[T] = []
+
+        def keep() -> None:
+            # Of a store that is gone: torch's DistStoreError and DistNetworkError.
+            with suppress(RuntimeError):
+                answers.append(ask())
+
+        asking = threading.Thread(target=keep, daemon=True)
+        asking.start()
+        limit = min(STORE_LIMIT, self._limit)
+        asking.join(limit)
+        # At the end of a run the store may be gone.
+        if not answers and not self._ended.wait(limit):
+            if rank() == 1:
+                print("error: rank 0 does not answer, which holds the store of all ranks", file=sys.stderr, flush=True)
+            os._exit(1)
+        if not answers:
+            sys.exit()
+        return answers[0]
 
     def _tell(self, beats: int) -> None:
         if self._store is not None:
             told = json.dumps({"beats": beats, "place": self._place, "stack": self._stack()})
-            self._store.set(f"liger_dist/watchdog/{rank()}", told)
+            self._within_limit(lambda: self._store.set(f"liger_dist/watchdog/{rank()}", told))
 
     def _end(self, beats: int, pause: float) -> None:
         before = self._everyone()
@@ -100,7 +112,7 @@ class Watchdog:
         if self._store is None:
             return {0: {"beats": 0, "place": self._place, "stack": self._stack()}}
         keys = {other: f"liger_dist/watchdog/{other}" for other in range(world_size())}
-        return {other: json.loads(self._store.get(key)) for other, key in keys.items()}
+        return self._within_limit(lambda: {other: json.loads(self._store.get(key)) for other, key in keys.items()})
 
     def _stack(self) -> list[str]:
         """Where the main thread is, innermost first."""
