@@ -7,7 +7,7 @@
 #   RDZV_ENDPOINT  host and free port of one of them, where they meet
 #   RDZV_ID        a name for the job, when several meet at one place; default: liger_dist
 #
-# --output_dir has to be on a disk that all machines share. Options go to launch/train.py; the variables in
+# --output_dir and --cache_dir have to be on a disk that all machines share. Options go to launch/train.py; the variables in
 # launch/resolve.sh say the rest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/resolve.sh"
@@ -15,7 +15,7 @@ NNODES=${NNODES:-}
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-}
 [[ $NNODES =~ ^[0-9]+(:[0-9]+)?$ ]] || refuse "NNODES is '$NNODES'; expected a number of machines, or two such as 2:4."
 [[ $RDZV_ENDPOINT =~ ^[^:]+:[0-9]+$ ]] || refuse "RDZV_ENDPOINT is '$RDZV_ENDPOINT'; expected host:port, such as node-1:29500."
-getent hosts "${RDZV_ENDPOINT%:*}" >/dev/null || refuse "the host of RDZV_ENDPOINT, ${RDZV_ENDPOINT%:*}, is not known here."
+getent ahosts "${RDZV_ENDPOINT%:*}" >/dev/null || refuse "the host of RDZV_ENDPOINT, ${RDZV_ENDPOINT%:*}, is not known here."
 # A store that is new for every attempt: in a shared one, processes would look for those that are gone.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 echo "$NNODES nodes of $NPROC_PER_NODE processes ($gpus GPUs here, $(hostname)), meeting at $RDZV_ENDPOINT," \
