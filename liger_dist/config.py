@@ -101,3 +101,22 @@ def check_count(name: str, value: int | None, unit: str) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise LigerDistError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+
+
+def check_sharding_options(strategy: str, config: WrapConfig) -> None:
+    """Refuses options that only strategies which shard have.
+
+    Raises:
+        LigerDistError: with the way out.
+    """
+    if strategy in SHARDING_STRATEGIES:
+        return
+    for name in SHARDING_OPTIONS:
+        if getattr(config, name) != getattr(WrapConfig(), name):
+            way_out = "use strategy='fsdp2'" + (
+                ", or torch.autocast for mixed precision" if name == "param_dtype" else ""
+            )
+            raise LigerDistError(
+                f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; "
+                f"{'set it in its own configuration' if strategy == 'deepspeed' else way_out}."
+            )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -74,7 +74,20 @@ def diagnose() -> Diagnosis:
     checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, kernels, deepspeed_operators, links, host]
     if dist.is_initialized():
         checks.append(collectives)
-    return Diagnosis(tuple(finding for check in checks for finding in check()))
+    found = tuple(finding for check in checks for finding in check())
+    return Diagnosis(of_all_processes(found) if dist.is_initialized() else found)
+
+
+def of_all_processes(found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Those of this process, and what is not in order at others (a collective)."""
+    everyone = [(socket.gethostname(), found)] * dist.get_world_size()
+    dist.all_gather_object(everyone, everyone[0])
+    others: dict[Finding, str] = {}
+    for rank, (name, findings) in enumerate(everyone):
+        for finding in findings:
+            if finding.verdict != "ok" and finding not in found:
+                others.setdefault(finding, f"rank {rank} on {name}")
+    return (*found, *(replace(finding, what=f"{finding.what}, {where}") for finding, where in others.items()))
 
 
 def versions() -> Iterator[Finding]:
@@ -211,10 +224,7 @@ def collectives() -> Iterator[Finding]:
     device = compute_device()
     ones = torch.ones(MESSAGE_BYTES // 4 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(ones)
-    if not bool((ones == size).all()):
-        remedy = "a link or a GPU is broken: try NCCL_P2P_DISABLE=1, then pairs of GPUs, to find it"
-        yield Finding("all-reduce", f"wrong sums over {size} processes", "wrong", remedy)
-        return
+    is_right = bool((ones == size).all())
     ones.fill_(1)
     _wait(device)
     began, rounds = time.perf_counter(), 5
@@ -222,6 +232,11 @@ def collectives() -> Iterator[Finding]:
         dist.all_reduce(ones)
     _wait(device)
     seconds = (time.perf_counter() - began) / rounds
+    # Judged when everyone is done: one process may have the wrong sums alone.
+    if not is_right:
+        remedy = "a link or a GPU is broken: try NCCL_P2P_DISABLE=1, then pairs of GPUs, to find it"
+        yield Finding("all-reduce", f"wrong sums over {size} processes", "wrong", remedy)
+        return
     bus = 2 * (size - 1) / size * ones.nbytes / seconds / 1e9
     yield Finding("all-reduce", f"right over {size} processes, {bus:.1f} GB/s of {ones.nbytes / 2**20:.0f} MiB")
 
@@ -236,10 +251,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where there is none, or it fails."""
+    """What a program prints; nothing where there is none, or it fails, or hangs as nvidia-smi can."""
     if shutil.which(command[0]) is None:
         return ""
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
     return finished.stdout if finished.returncode == 0 else ""
 
 

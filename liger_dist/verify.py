@@ -251,7 +251,7 @@ def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | Non
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
         return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
     unfinished = unfinished_step(model)
-    return None if unfinished is None else f"{unfinished}; verify between a step and the next backward"
+    return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
 
 
 def _parameters_of_the_head(model: nn.Module, place: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .config import SHARDING_OPTIONS, SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig
+from .config import SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig, check_sharding_options
 from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
 from .head_choice import check_head_of, check_head_options, choose_head
@@ -427,18 +427,7 @@ def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> Non
         raise LigerDistError(
             f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp1', 'fsdp2' or 'tp'."
         )
-    if strategy not in SHARDING_STRATEGIES:
-        for name in SHARDING_OPTIONS:
-            if getattr(config, name) != getattr(WrapConfig(), name):
-                raise LigerDistError(
-                    f"{name} is {getattr(config, name)} but strategy={strategy!r} does not have it; "
-                    + (
-                        "set it in DeepSpeed's own configuration."
-                        if strategy == "deepspeed"
-                        else "use strategy='fsdp2'"
-                        + (", or torch.autocast for mixed precision." if name == "param_dtype" else ".")
-                    )
-                )
+    check_sharding_options(strategy, config)
     check_head_options(strategy, mesh, config)
     if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
         raise LigerDistError(

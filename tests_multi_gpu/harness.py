@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -31,6 +30,7 @@ class Workers:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> Workers:
         return self
@@ -49,9 +49,9 @@ class Workers:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "liger_dist"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held from the start: a free port that is only looked up is another program's by the time they have imported.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
@@ -88,7 +88,7 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
 
 class InThisProcess:
@@ -117,7 +117,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     on_gpu = torch.cuda.device_count() >= world_size
     if on_gpu:
         torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=rank, world_size=world_size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     pipe.send((True, None))
     while True:
         try:

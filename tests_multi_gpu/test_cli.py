@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import Workers
 
 from liger_dist.cli import main
@@ -144,6 +146,32 @@ def test_the_doctor_under_torchrun(workers_2: Workers) -> None:
     for text, ok in workers_2.run(diagnosed):
         assert ok
         assert "right over 2 processes" in text
+
+
+def test_the_doctor_hears_of_every_process(workers_2: Workers) -> None:
+    """Wrong sums and few open files of one of them alone."""
+    for rank, (text, ok) in enumerate(workers_2.run(diagnosed_with_a_broken_link)):
+        assert not ok
+        where = "" if rank == 1 else ", rank 1 on "
+        assert f"! all-reduce{where}" in text
+        assert f"- open files{where}" in text
+        assert "wrong sums over 2 processes" in text
+
+
+def diagnosed_with_a_broken_link() -> tuple[str, bool]:
+    from unittest import mock
+
+    from liger_dist import doctor
+
+    own, broken = dist.all_reduce, dist.get_rank() == 1
+
+    def reduce(tensor: torch.Tensor) -> None:
+        own(tensor)
+        tensor.add_(1 if broken else 0)
+
+    least = 2**62 if broken else doctor.LEAST_OPEN_FILES
+    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(doctor, "LEAST_OPEN_FILES", least):
+        return diagnosed()
 
 
 def diagnosed() -> tuple[str, bool]:

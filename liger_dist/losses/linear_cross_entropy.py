@@ -295,9 +295,8 @@ def linear_cross_entropy(
         temperature: divisor of the transformed logits.
         class_weight: ``[V]``; weighs each token by its label, and the mean with it.
         token_weight: ``[...]``, the labels' shape; multiplies each token's loss and leaves the divisor alone.
-        reduction: "mean" divides by ``num_items_in_batch`` or the number of valid tokens (the sum of their class
-        weights), a
-            mean of no tokens is 0; "sum"; "none" returns each token's loss.
+        reduction: "none" returns each token's loss, "sum" adds them up, "mean" divides by ``num_items_in_batch`` or the
+            number of valid tokens (the sum of their class weights); a mean of no tokens is 0.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
         outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
         memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB, 256 MiB without gradients.
@@ -306,7 +305,7 @@ def linear_cross_entropy(
             device.
 
     Returns:
-        The loss, fp32 (fp64 for fp64 inputs): 0-d, or the labels' shape for "none". With ``outputs``, a
+        The loss, fp32 or, for fp64 inputs, fp64; 0-d, or the labels' shape for "none". With ``outputs``, a
         :class:`LossOutput`.
 
     Raises:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import all_gather_single
 from .peer_memory import PeerMemory
 
 OwnTokens = Callable[[int], Tensor]
@@ -56,7 +57,7 @@ class Collectives:
             self._buffers.append(own_mD.new_empty((self._size, *own_mD.shape)))
         # The buffer of the chunk before the last: its products have been issued.
         everyone_RD = self._buffers[chunk % 2].flatten(0, 1)
-        return dist.all_gather_into_tensor(everyone_RD, own_mD, group=self._group, async_op=True)
+        return all_gather_single(everyone_RD, own_mD, group=self._group, async_op=True)
 
     def everyone(self, chunk: int) -> Tensor:
         self._coming.wait()

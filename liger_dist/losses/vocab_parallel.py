@@ -39,6 +39,7 @@ from liger_dist_kernels import (
 )
 
 from .arguments import Execution, LossArguments, LossOutput
+from .collectives import all_gather_single
 from .linear_cross_entropy import Problem, fused_linear_cross_entropy
 
 
@@ -169,7 +170,7 @@ class VocabularyShard:
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[G, *shape]`` from every process's tensor of one ``shape``."""
     everyone = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather_into_tensor(everyone.view(-1), tensor.reshape(-1), group=group)
+    all_gather_single(everyone.view(-1), tensor.reshape(-1), group=group)
     return everyone
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from liger_dist.losses.collectives import all_gather_single
 from liger_dist.losses.peer_memory import PeerMemory
 
 from .devices import collective_device
@@ -22,7 +23,7 @@ def gathered_digests(*texts: str) -> list[tuple[int, ...]]:
     numbers = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") for text in texts]
     own = torch.tensor(numbers, device=collective_device())
     everyone = own.new_empty(dist.get_world_size() * len(texts))
-    dist.all_gather_into_tensor(everyone, own)
+    all_gather_single(everyone, own)
     return [tuple(row) for row in everyone.view(-1, len(texts)).tolist()]
 
 
