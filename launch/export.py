@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from training.ending import run
 from training.export import DTYPES, export
-from training.process import run
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="what --output_dir was")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest whole one")
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args()
     to = options.to or options.run / "exported"
     step = export(options.run, to, step=options.step, dtype=options.dtype)

@@ -1,9 +1,11 @@
 # Read by the other scripts: what is not given is found out, said, and refused where it does not fit.
 #
 #   NPROC_PER_NODE  processes on this machine; default: its GPUs
-#   MAX_RESTARTS    how often a failed worker starts all of them again; default: 3 (with --resume true, or from the start)
+#   MAX_RESTARTS    how often a failed worker starts all of them again, from the newest whole checkpoint; default: 3
 #   LOG_DIR         output of every rank, one folder each; default: runs/logs
 #   LOG_RANKS       local ranks whose output is shown too, such as 0 or 0,1; default: all
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+#                   seconds that processes have to end after SIGTERM: a step and a checkpoint; default: 120
 #   PROGRAM         what torchrun starts; default: train.py beside this script
 #   PYTHON          default: python
 
@@ -12,6 +14,7 @@ PYTHON=${PYTHON:-python}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 LOG_DIR=${LOG_DIR:-runs/logs}
 PROGRAM=${PROGRAM:-$here/train.py}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 
 refuse() {
     echo "error: $1" >&2

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 
 from training.arguments import parse
+from training.ending import run
 from training.loop import train
-from training.process import run, start
+from training.process import start
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""Every code block of every page runs, with what a reader has around it; commands are run where two CPU processes can,
-and are read by the programs they start where not. The pages build without a warning, so that links hold."""
+"""Every code block of every page runs, with what a reader has around it; commands run where two processes on CPUs can
+run them (some in tests of their own), and are read by the programs that they start where not. The pages build without a
+warning, so that links hold."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,14 +58,14 @@ def test_every_block_has_a_language_that_is_tested() -> None:
 
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in blocks("python")}))
 def test_python_runs(page: str, workers_2: Workers) -> None:
-    """The blocks of a page share their names; each has a fresh model."""
+    """The blocks of a page share their names; each has a fresh model, but where a page is one program."""
     assert workers_2.run(run_page, page, [text for name, _, text in blocks("python") if name == page]) == [page] * 2
 
 
 def run_page(page: str, texts: list[str]) -> str:
     names: dict[str, Any] = {"__name__": "page"}
     for text in texts:
-        for refresh in surroundings(page, text):
+        for refresh in surroundings(page, text) if page != "docs/start.md" else ():
             names |= refresh
         for part in re.split(r"^(.*# raises.*)$", text, flags=re.MULTILINE):
             refuses = pytest.raises(liger_dist.LigerDistError) if "# raises" in part else nullcontext()
@@ -164,14 +166,68 @@ def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
         }
 
 
-@pytest.mark.parametrize(("page", "number", "text"), blocks("bash"), ids=str)
-def test_commands_are_understood(page: str, number: int, text: str, tmp_path: Path) -> None:
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of each line of a block, without the variables in front."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if words:
-            check_command(words)
+            yield words
+
+
+@pytest.mark.parametrize(("page", "number", "text"), blocks("bash"), ids=str)
+def test_commands_are_understood(page: str, number: int, text: str) -> None:
+    for words in commands(text):
+        check_command(words)
+
+
+SHORT = ("--steps", "1", "--vocab_size", "300", "--batch_size", "1", "--eval_batches", "1", "--sample_tokens", "4")
+
+
+def as_run(words: list[str]) -> list[str]:
+    """The command for two processes on CPUs, and one step; nothing where it takes more than that."""
+    program, *rest = words
+    takes_more = {"launch/llama_8b.yaml", "sbatch", "kubectl", "make", "pip", "launch/cpu_smoke.sh", "deepspeed"}
+    if takes_more & set(words) or "liger_dist.integrations.llamafactory" in words:
+        return []
+    if program == "torchrun":
+        rest[rest.index("--nproc-per-node") + 1] = "2"
+    known = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "liger-dist": [sys.executable, "-m", "liger_dist"],
+    }
+    trains = any(word in ("launch/train.py", "launch/torchrun_single_node.sh") for word in words)
+    return [*known.get(program, [program]), *rest, *(SHORT if trains else [])]
+
+
+RUN = [(page, text) for page, _, text in blocks("bash") if any(map(as_run, commands(text)))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs here")
+@pytest.mark.parametrize(("page", "text"), RUN, ids=[page for page, _ in RUN])
+def test_commands_run(page: str, text: str, trained: Path, tmp_path: Path) -> None:
+    """In the folder that a reader has: the project, a run, some notes, and a script."""
+    for path in (ROOT / "launch", ROOT / "README.md", ROOT / "CHANGELOG.md"):
+        (tmp_path / path.name).symlink_to(path)
+    if "export.py" in text:
+        shutil.copytree(trained, tmp_path / "runs" / "train")
+    (tmp_path / "notes.txt").write_text("".join(page.read_text() for page in PAGES))
+    for of_page, _, settings in blocks("yaml"):
+        if of_page == page:
+            (tmp_path / "run.yaml").write_text(settings)
+    (tmp_path / "my_training.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\ndef make_model():\n"
+        "    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)\n"
+        "    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))\n"
+    )
+    variables = {"NPROC_PER_NODE": "2", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for words in filter(None, map(as_run, commands(text))):
+        finished = subprocess.run(
+            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert finished.returncode == 0, (words, finished.stderr[-3000:])
 
 
 def check_command(words: list[str]) -> None:
@@ -213,7 +269,10 @@ def check_training(options: list[str]) -> None:
         os.chdir(before)
 
 
-@pytest.mark.parametrize(("page", "number", "text"), [*blocks("json"), *blocks("yaml")], ids=str)
+SETTINGS = [block for block in (*blocks("json"), *blocks("yaml")) if block[0] != "docs/training.md"]
+
+
+@pytest.mark.parametrize(("page", "number", "text"), SETTINGS, ids=str)
 def test_settings_are_read(page: str, number: int, text: str) -> None:
     from liger_dist.integrations.deepspeed_section import read_section
 

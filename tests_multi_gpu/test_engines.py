@@ -20,6 +20,7 @@ from training.layout import layout_of
 from training.loop import train
 from training.memory import plan
 from training.model import find_config, shell
+from training.tokens import load_tokenizer
 from training_runs import LAUNCH, ROOT, arguments_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
@@ -51,6 +52,22 @@ def test_every_strategy_draws_the_same_curve(
     rows, expected = metrics_of(tmp_path), metrics_of(trained)[:4]
     assert losses_of(tmp_path) == pytest.approx([row["loss"] for row in expected], rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
+
+
+def test_the_norm_is_known_without_clipping(
+    trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Stage 0 in fp32 has none of its own then."""
+    (tmp_path / "zero0.json").write_text("{}")
+    ways = {"zero0": {"strategy": "deepspeed", "deepspeed": str(tmp_path / "zero0.json")}}
+    ways |= {name: WAYS[name] for name in ("zero2", "zero3", "fsdp1", "ddp")}
+    expected = metrics_of(trained)[0]["grad_norm"]
+    for name, way in ways.items():
+        arguments = arguments_for(
+            data, cache, tmp_path / name, steps=1, checkpoint_every=0, sample_tokens=0, max_grad_norm=0.0, **way
+        )
+        workers_2.run(train, arguments)
+        assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
 
 def test_tensor_parallel_ranks_read_what_one_process_reads(
@@ -156,11 +173,42 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
     assert again.returncode == 1
     assert "exported exists; give another folder" in again.stderr
     resumed = arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none")
-    with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, and this run reads torch"):
+    with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads torch"):
         train(resumed)
     for step, words in ((7, "no checkpoint of step 7"), (None, "no whole checkpoint")):
         with pytest.raises(liger_dist.LigerDistError, match=words):
             export(tmp_path / ("run" if step else "absent"), tmp_path / "other", step=step, dtype="float32")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_masters_of_stage_0_are_exported(
+    tied: bool, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """In bf16 DeepSpeed's own weights are rounded; what was trained are the optimiser's."""
+    (tmp_path / "zero0.json").write_text("{}")
+    config = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    way = {"strategy": "deepspeed", "deepspeed": str(tmp_path / "zero0.json"), "dtype": "bfloat16"}
+    way |= {"model": str(tmp_path / "config.json")}
+    workers_2.run(train, arguments_for(data, cache, tmp_path / "run", steps=2, checkpoint_every=2, **way))
+    export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (file,) = (tmp_path / "run" / "checkpoints" / "step-00000002").rglob("mp_rank_00_model_states.pt")
+    rounded = torch.load(file, weights_only=False)["module"]
+    for name, weight in model.state_dict().items():
+        if name in rounded:
+            assert torch.equal(weight.bfloat16(), rounded[name]), name
+    assert any(not torch.equal(weight, rounded[name].float()) for name, weight in model.named_parameters())
+
+
+def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
+    export(on_four, tmp_path / "model", step=6, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    end = load_tokenizer(tmp_path / "model").eos_token_id
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
+    assert model.generation_config.pad_token_id == end
+    # A row of the embedding that the config names for padding is not trained.
+    assert model.config.pad_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -169,11 +217,16 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
         ({"train_batch_size": 7}, "sets train_batch_size to 7 but the arguments make it 4"),
         ({"bf16": {"enabled": True}}, "sets bf16.enabled to true but --dtype is float32"),
         ({"optimizer": {"type": "Adam"}}, "section 'optimizer'"),
+        ([1], "holds a list; expected an object"),
+        ({"bf16": True}, "sets bf16 to true; expected an object"),
+        ({"zero_optimization": {"stage": 7}}, "ZeRO stage to 7; expected 0, 1, 2 or 3"),
+        ({"fp16": {"enabled": True}}, "enables fp16"),
+        ({}, "no launcher started this process"),
         (None, "cannot be read"),
     ],
 )
 def test_a_deepspeed_json_that_says_otherwise(
-    settings: dict[str, Any] | None, words: str, data: Path, cache: Path, tmp_path: Path
+    settings: Any, words: str, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "deepspeed.json"
     if settings is not None:
@@ -188,32 +241,37 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "peak"),
+    ("shape", "world_size", "options", "peak"),
     [
-        ({}, ("--strategy", "fsdp2"), 71.1),
-        ({}, ("--strategy", "fsdp2", "--head", "gather"), 72.5),
-        ({}, ("--strategy", "fsdp2", "--compile", "true"), 82.1),
-        ({}, ("--strategy", "fsdp2", "--activation_checkpointing", "true"), 62.8),
-        ({}, (*ZERO, str(DEEPSPEED / "zero3.json")), 90.8),
-        (SMALL, (*ZERO, str(DEEPSPEED / "zero2.json")), 13.4),
-        (SMALL, (*ZERO, str(DEEPSPEED / "zero1.json")), 13.4),
-        (SMALL, ("--strategy", "ddp"), 23.5),
-        (SMALL, ("--strategy", "fsdp1"), 11.7),
-        (SMALL, ("--strategy", "fsdp2", "--layer_kernels", "false"), 14.4),
-        (SMALL, ("--strategy", "fsdp2", "--attend_across_documents", "false"), 12.1),
-        (SMALL, ("--strategy", "fsdp2", "--dtype", "float32"), 57.4),
+        ({}, 4, ("--strategy", "fsdp2"), 48.0),
+        ({}, 4, ("--strategy", "fsdp2", "--head", "gather"), 49.7),
+        ({}, 4, ("--strategy", "fsdp2", "--compile", "true"), 59.1),
+        ({}, 4, ("--strategy", "fsdp2", "--activation_checkpointing", "true"), 33.2),
+        ({}, 4, (*ZERO, str(DEEPSPEED / "zero3.json")), 60.9),
+        ({}, 2, ("--strategy", "fsdp2"), 71.1),
+        ({}, 2, ("--strategy", "fsdp2", "--head", "gather"), 72.5),
+        ({}, 2, ("--strategy", "fsdp2", "--compile", "true"), 82.1),
+        ({}, 2, ("--strategy", "fsdp2", "--activation_checkpointing", "true"), 62.8),
+        ({}, 2, (*ZERO, str(DEEPSPEED / "zero3.json")), 90.8),
+        (SMALL, 2, (*ZERO, str(DEEPSPEED / "zero2.json")), 13.4),
+        (SMALL, 2, (*ZERO, str(DEEPSPEED / "zero1.json")), 13.4),
+        (SMALL, 2, ("--strategy", "ddp"), 23.5),
+        (SMALL, 2, ("--strategy", "fsdp1"), 11.7),
+        (SMALL, 2, ("--strategy", "fsdp2", "--layer_kernels", "false"), 14.4),
+        (SMALL, 2, ("--strategy", "fsdp2", "--attend_across_documents", "false"), 12.1),
+        (SMALL, 2, ("--strategy", "fsdp2", "--dtype", "float32"), 57.4),
     ],
     ids=str,
 )
 def test_a_dry_run_knows_what_was_measured(
-    shape: dict[str, int], options: tuple[str, ...], peak: float, tmp_path: Path
+    shape: dict[str, int], world_size: int, options: tuple[str, ...], peak: float, tmp_path: Path
 ) -> None:
-    """GiB at the peak of steps on two H200s, by ``torch.cuda.max_memory_allocated``."""
+    """GiB at the peak of steps on H200s, by ``torch.cuda.max_memory_allocated``."""
     file = LAUNCH / "models" / "llama_8b.json"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | shape))
     arguments = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])
     config = find_config(arguments, arguments.vocab_size)
-    plans = plan(arguments, layout_of(arguments, 2), shell(arguments, config), config).plans
+    plans = plan(arguments, layout_of(arguments, world_size), shell(arguments, config), config).plans
     assert [p.head for p in plans] == (["gather", "vocab_parallel"] if "fsdp2" in options else ["gather"])
     found = plans[0] if arguments.head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.08)

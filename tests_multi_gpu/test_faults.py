@@ -1,37 +1,439 @@
-"""A fault of one rank ends all of them with its own words, soon; nobody waits in a collective."""
+"""Faults that are refused by all ranks or survived by the run: disks that are full for one of them, restarts, files
+that were cut off, settings that changed, data that takes long."""
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import json
 import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness import Workers
+from training import together
+from training.arguments import TrainArguments
+from training.checkpoint import Checkpoints
+from training.ending import Interruption, run
+from training.engine import TorchEngine
+from training.export import export
+from training.loop import train
+from training.metrics import Metrics
+from training.process import rank
+from training.run import Run
+from training.together import on_rank_zero
+from training.whole import write_whole
+from training_runs import LAUNCH, arguments_for, losses_of, metrics_of, published
 
-PROGRAM = Path(__file__).parent / "programs" / "faulty_data.py"
-LIMIT = 60.0
-"""seconds from the start of the program"""
+import liger_dist
+
+CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ALONE: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "sample_tokens": 0}
+"""one process that reads what the two of ``trained`` read"""
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2 rows", "zero"])
-def test_an_exception_in_one_ranks_data_ends_all(engine: str, tmp_path: Path) -> None:
-    if engine == "zero":
-        pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    begun = time.monotonic()
-    finished = subprocess.run(
-        [*command, str(PROGRAM), engine],
-        capture_output=True,
-        text=True,
-        timeout=3 * LIMIT,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert time.monotonic() - begun < LIMIT, torch.cuda.is_available()
-    assert finished.returncode != 0
-    assert "OSError: shard 7 of the data set cannot be read" in finished.stderr
+@pytest.mark.parametrize(
+    "way",
+    [{"strategy": "fsdp2"}, {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero3.json")}],
+    ids=["fsdp2", "zero3"],
+)
+def test_a_disk_that_is_full_for_one_rank(
+    way: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    arguments = arguments_for(data, cache, tmp_path, checkpoint_every=2, **way)
+    said = workers_2.run(refused_with_a_full_disk, arguments)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}/checkpoints: on rank 1 ")
+    assert "File too large" in said[0]
+    assert published(tmp_path) == []
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def refused_with_a_full_disk(arguments: TrainArguments) -> str:
+    """The kernel lets no file of rank 1 grow beyond 100 kB, from the first checkpoint on: what is compiled before
+    is larger."""
+    before, own = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
+
+    def save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
+        if rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        own(self, *arguments, **options)
+
+    try:
+        with mock.patch.object(Checkpoints, "save", save), pytest.raises(liger_dist.LigerDistError) as caught:
+            train(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return str(caught.value)
+
+
+def test_a_restart_goes_on_and_a_new_run_is_refused(
+    data: Path, cache: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts the same line again, also without ``--resume true``."""
+    arguments = arguments_for(data, cache, tmp_path, **ALONE, stop_at_step=6, checkpoint_every=3)
+    train(arguments)
+    assert published(tmp_path) == ["step-00000003", "step-00000006"]
+    with pytest.raises(liger_dist.LigerDistError, match="the newest step-00000006; go on from it with --resume true"):
+        train(arguments)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    # torchrun starts what was refused again all the same.
+    with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
+        train(arguments)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    train(dataclasses.replace(arguments, resume=True, stop_at_step=7))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(dataclasses.replace(arguments, stop_at_step=9))
+    assert published(tmp_path) == ["step-00000006", "step-00000007", "step-00000009"]
+    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=1e-4)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    anew = dataclasses.replace(arguments, overwrite=True, stop_at_step=2)
+    with mock.patch("training.loop.find_blocks", side_effect=KeyError("killed")), pytest.raises(KeyError):
+        train(anew)
+    # Before the earlier checkpoints were removed: the restart removes them, too, and does not go on from them.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(anew)
+    assert published(tmp_path) == ["step-00000002"]
+    assert len(metrics_of(tmp_path)) == 2
+
+
+def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-00000008.partial").mkdir()
+    (folder / "step-00000012" / "description.json").write_text("")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines[:4], lines[4][:20], *lines[5:8]]) + '\n{"st')
+    train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, stop_at_step=7))
+    assert published(tmp_path / "run") == ["step-00000006", "step-00000007"]
+    assert not list(folder.glob("*.partial"))
+    # What was passed over is kept, beside the others.
+    assert len(list(folder.glob("step-00000012.damaged-*"))) == 1
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 6, 7]
+
+
+def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    """As after a power cut: a file of the right size, with nothing in it."""
+    shutil.copytree(trained, tmp_path / "run")
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000012").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(liger_dist.LigerDistError, match=r"step-00000012 cannot be read \(.*\); move it away"):
+        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, steps=13))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tie_word_embeddings", True), ("num_key_value_heads", 4), ("rms_norm_eps", 1e-3)]
+)
+def test_a_model_that_changed_is_refused(
+    name: str, value: Any, data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    config = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    shutil.copytree(trained, tmp_path / "run")
+    changed = arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, model=str(tmp_path / "config.json"))
+    with pytest.raises(liger_dist.LigerDistError, match=f"another model: {name}"):
+        train(changed)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    train(dataclasses.replace(changed, model=str(tmp_path / "config.json")))
+
+
+def test_an_export_has_the_tokenizer_it_was_trained_with(
+    data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    """A run that is refused in the same folder, with another tokenizer, changes nothing."""
+    shutil.copytree(trained, tmp_path / "run")
+    with pytest.raises(liger_dist.LigerDistError):
+        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, vocab_size=700))
+    export(tmp_path / "run", tmp_path / "model", step=None, dtype="float32")
+    words = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(words) <= 601 == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+
+
+def test_an_export_to_a_full_disk_is_one_sentence(trained: Path, tmp_path: Path) -> None:
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    limit += "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+    limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program = [sys.executable, "-c", limit, str(LAUNCH / "export.py"), str(trained), "--to", str(tmp_path / "to")]
+    finished = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False, env=CPU)
+    assert finished.returncode == 1
+    (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
+    assert f"{tmp_path}/to cannot be written" in said
+    assert "File too large" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_stays_finished(
+    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full when only the plot is missing."""
+
+    def plot(self: Metrics) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Metrics, "plot", plot)
+    train(arguments_for(data, cache, tmp_path, **ALONE, steps=2))
+    assert published(tmp_path) == ["step-00000002"]
+    printed = capsys.readouterr()
+    assert "No space left on device" in printed.err
+    assert f"written to {tmp_path}: metrics.jsonl, checkpoints/step-00000002" in printed.out
+
+
+def test_nothing_to_go_on_from_is_not_promised(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(arguments_for(data, cache, tmp_path, **ALONE, stop_at_step=1, checkpoint_every=0))
+    assert "no checkpoint of it, by --checkpoint_every 0" in capsys.readouterr().out
+
+
+def test_an_infinite_gradient_is_found_without_clipping(data: Path, cache: Path, tmp_path: Path) -> None:
+    own, steps = Run.step, []
+
+    def step(self: Run, *arguments: Any) -> Any:
+        steps.append(arguments)
+        if len(steps) == 2:
+            next(self.engine.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+        return own(self, *arguments)
+
+    arguments = arguments_for(data, cache, tmp_path, **ALONE, max_grad_norm=0.0)
+    with mock.patch.object(Run, "step", step), pytest.raises(liger_dist.LigerDistError, match="norm of step 2 is not"):
+        train(arguments)
+    assert metrics_of(tmp_path)[0]["grad_norm"] > 0
+
+
+def test_a_long_evaluation_is_no_stall(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Many batches, which together take longer than the watchdog waits for any of them."""
+    own = Run._loss
+
+    def slow(self: Run, *arguments: Any) -> Any:
+        time.sleep(0.0 if torch.is_grad_enabled() else 0.2)
+        return own(self, *arguments)
+
+    with mock.patch.object(Run, "_loss", slow):
+        train(arguments_for(data, cache, tmp_path, **ALONE, steps=1, eval_batches=10, stall_timeout=1.0))
+    assert "eval_loss" in metrics_of(tmp_path)[0]
+
+
+def test_rank_zero_may_take_long(workers_2: Workers) -> None:
+    assert workers_2.run(after_a_while) == [(7, True), (7, True)]
+
+
+def after_a_while() -> tuple[int, bool]:
+    """A result, and whether the others heard from rank 0 before it."""
+    heard = 0
+    own = dist.broadcast_object_list
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal heard
+        heard += 1
+        own(*arguments, **options)
+
+    with mock.patch.object(together, "SIGN_OF_LIFE", 0.2), mock.patch.object(dist, "broadcast_object_list", counted):
+        result = on_rank_zero(lambda: time.sleep(1.0) or 7)
+    return result, heard > 3
+
+
+def test_errors_before_ranks_meet_are_said_once_on_each_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise liger_dist.LigerDistError("this machine has no data")
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name, local, program, said in (
+        ("8", "0", refuse, "[rank 8] error: this machine has no data"),
+        ("9", "1", refuse, ""),
+        ("9", "1", fail, "KeyError: 'a bug'"),
+    ):
+        monkeypatch.setenv("RANK", name)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        run(program)
+        printed = capsys.readouterr().err.strip()
+        assert printed.endswith(said) if said else printed == ""
+
+
+def test_folders_are_written_as_a_whole(tmp_path: Path) -> None:
+    def fail(partial: Path) -> None:
+        partial.mkdir()
+        raise OSError(28, "No space left on device")
+
+    abandoned = tmp_path / "tokens.1.partial"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    (tmp_path / "tokens.2.partial").mkdir()
+    with pytest.raises(liger_dist.LigerDistError, match=r"tokens cannot be written: .*No space left"):
+        write_whole(tmp_path / "tokens", fail)
+    # Another process's, which may still be at it.
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.2.partial"]
+    for text in ("first", "second"):
+        write_whole(tmp_path / "tokens", lambda partial, text=text: partial.mkdir() or (partial / text).touch())
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["first"]
+
+
+def test_one_run_at_a_time_has_a_folder(data: Path, cache: Path, tmp_path: Path) -> None:
+    arguments = arguments_for(data, cache, tmp_path, **ALONE, steps=2)
+    (tmp_path / "checkpoints").mkdir()
+    with (tmp_path / "checkpoints" / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(liger_dist.LigerDistError, match="another run writes to"):
+            train(arguments)
+    train(arguments)
+
+
+def test_a_disk_that_is_not_shared(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    """Each rank has an ``--output_dir`` of its own, as where a mount is missing on a machine."""
+    (tmp_path / "1" / "checkpoints").mkdir(parents=True)
+    for said in workers_2.run(refused_without_a_shared_disk, arguments_for(data, cache, tmp_path)):
+        assert said.startswith("rank 1: what rank 0 writes to ")
+        assert "expected a disk that all machines share" in said
+
+
+def refused_without_a_shared_disk(arguments: TrainArguments) -> str:
+    from training import folder
+
+    own = dataclasses.replace(arguments, output_dir=f"{arguments.output_dir}/{rank()}")
+    with mock.patch.object(folder, "SHARED_LIMIT", 1.0), pytest.raises(liger_dist.LigerDistError) as caught:
+        train(own)
+    return str(caught.value)
+
+
+def test_checkpoints_of_which_none_is_whole(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    """They are neither removed, nor is the run begun anew without a word."""
+    shutil.copytree(trained, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    for name in published(trained):
+        with (folder / name / "model" / "tokenizer_config.json").open("a") as file:
+            file.write("\n")
+    with pytest.raises(liger_dist.LigerDistError, match="is whole, the newest step-00000012"):
+        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True))
+    assert published(tmp_path / "run") == published(trained)
+
+
+def test_weights_that_are_no_numbers_are_not_written(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Made by a step whose own loss and gradient are finite."""
+    own, steps = TorchEngine.update, []
+
+    def update(self: TorchEngine) -> Any:
+        norm = own(self)
+        steps.append(norm)
+        if len(steps) == 2:
+            self.model.model.norm.weight.data[3] = float("nan")
+        return norm
+
+    arguments = arguments_for(data, cache, tmp_path, **ALONE, checkpoint_every=1, keep_checkpoints=1)
+    words = r"weights after step 2 are not finite: model\.norm\.weight\."
+    with mock.patch.object(TorchEngine, "update", update), pytest.raises(liger_dist.LigerDistError, match=words):
+        train(arguments)
+    assert published(tmp_path) == ["step-00000001"]
+    assert len(metrics_of(tmp_path)) == 1
+
+
+def test_a_run_that_is_done_says_so(
+    data: Path, cache: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True))
+    assert "has a checkpoint of step 12, --steps is 12" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_is_written_when_numbers_break_is_published(data: Path, cache: Path, tmp_path: Path) -> None:
+    own, own_save, steps = Run.step, TorchEngine.save, []
+
+    def save(self: TorchEngine, folder: Path, **options: Any) -> Any:
+        writing = own_save(self, folder, **options)
+        done = threading.Event()
+        threading.Timer(1.0, done.set).start()
+        return mock.MagicMock(done=done.is_set, result=lambda: done.wait() and writing.result())
+
+    def step(self: Run, *arguments: Any) -> Any:
+        steps.append(arguments)
+        loss, norm, tokens = own(self, *arguments)
+        return (loss * float("nan") if len(steps) == 3 else loss), norm, tokens
+
+    arguments = arguments_for(data, cache, tmp_path, **ALONE, checkpoint_every=2, async_checkpoints=True)
+    with (
+        mock.patch.object(Run, "step", step),
+        mock.patch.object(TorchEngine, "save", save),
+        pytest.raises(liger_dist.LigerDistError, match="the loss of step 3"),
+    ):
+        train(arguments)
+    assert published(tmp_path) == ["step-00000002"]
+
+
+def test_a_model_folder_without_all_weights_is_refused(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    export(trained, tmp_path / "model", step=None, dtype="float32")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    arguments = arguments_for(data, cache, tmp_path / "run", **ALONE, steps=1, model=str(tmp_path / "model"))
+    with pytest.raises(liger_dist.LigerDistError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight;"):
+        train(arguments)
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(liger_dist.LigerDistError, match="cannot be read"):
+        train(arguments)
+    file.unlink()
+    with pytest.raises(liger_dist.LigerDistError, match="has no weights; for random ones give its config"):
+        train(arguments)
+
+
+def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
+    """A whole process group is told, torchrun with it, which tells its processes once more."""
+    with Interruption().watched() as interruption:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert interruption.requested
+
+
+def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path) -> None:
+    for changes, words in (
+        ({"strategy": "ddp", "head": "vocab_parallel"}, "head is 'vocab_parallel'"),
+        ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload is True but strategy='ddp'"),
+        ({"strategy": "fsdp1", "head": "vocab_parallel"}, "head is 'vocab_parallel'"),
+        ({"strategy": "fsdp1", "dp_replicate": 4}, "averages no gradients"),
+    ):
+        plan = arguments_for(data, cache, tmp_path, dry_run=True, world_size=4, **changes)
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            train(plan)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_layers_that_are_compiled(
+    strategy: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """By Dynamo alone: Inductor's compiler is not everywhere."""
+    arguments = arguments_for(data, cache, tmp_path, strategy=strategy, compile=True, stop_at_step=3)
+    assert workers_2.run(train_compiled, arguments) == [4, 4]
+    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-4)
+
+
+def train_compiled(arguments: TrainArguments) -> int:
+    """How many layers were compiled."""
+    own, compiled = torch.nn.Module.compile, []
+
+    def compile(self: torch.nn.Module) -> None:
+        compiled.append(self)
+        own(self, backend="aot_eager")
+
+    with mock.patch.object(torch.nn.Module, "compile", compile):
+        train(arguments)
+    return len(compiled)

@@ -107,6 +107,7 @@ def test_slurm_starts_one_torchrun_on_every_node(tmp_path: Path) -> None:
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "4711",
         "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "64",
         "SLURM_JOB_NODELIST": "node-[7-8]",
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
@@ -114,7 +115,10 @@ def test_slurm_starts_one_torchrun_on_every_node(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     said = finished.stdout.splitlines()
     assert said[0] == "job 4711: 2 nodes, meeting at node-7:24711, logs in runs/logs/4711"
-    assert said[1] == f"srun --kill-on-bad-exit=1 bash {LAUNCH}/torchrun_multi_node.sh run.yaml --steps 7"
+    assert (
+        said[1]
+        == f"srun --kill-on-bad-exit=1 --cpus-per-task=64 bash {LAUNCH}/torchrun_multi_node.sh run.yaml --steps 7"
+    )
     assert said[2] == "2 node-7:24711 4711 runs/logs/4711"
 
 

@@ -24,7 +24,7 @@ from training.engine import TorchEngine
 from training.loop import train
 from training.process import rank
 from training.run import Run
-from training.watchdog import named
+from training.watchdog import NOTHING, PHASES, named
 from training_runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
 import liger_dist
@@ -128,7 +128,8 @@ def test_a_full_disk_is_one_sentence(
     assert "the checkpoint of step 2 cannot be written to" in said
     assert "File too large" in said
     assert "the newest whole checkpoint is none" in said
-    assert not (tmp_path / "run" / "checkpoints" / "published.json").exists()
+    assert published(tmp_path / "run") == []
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
 
 
 @pytest.fixture
@@ -162,12 +163,14 @@ def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, tra
 
 
 def test_numbers_that_are_none_are_named(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
-    arguments = arguments_for(data, cache, tmp_path / "run", checkpoint_every=2, head="gather")
+    arguments = arguments_for(data, cache, tmp_path / "run", checkpoint_every=2, head="gather", overwrite=True)
     for loss, gradient in workers_2.run(broken_on_rank_one, arguments):
         assert loss.startswith("the loss of step 3 is not finite; rank 1 has loss nan from sequences [[")
         assert "rank 0" not in loss
-        assert gradient.startswith("the gradient norm of step 3 is not finite; gradients that are not: ")
-        assert "model.norm.weight" in gradient
+        # The only one: clipping by a norm that is no number would break the others, too.
+        assert gradient.startswith(
+            "the gradient norm of step 3 is not finite; gradients that are not: model.norm.weight. "
+        )
     assert published(tmp_path / "run") == ["step-00000002"]
 
 
@@ -187,7 +190,7 @@ def broken_on_rank_one(arguments: TrainArguments) -> list[str]:
 
     def broken_update(self: TorchEngine) -> Any:
         if step == 2 and rank() == 1:
-            self.model.model.norm.weight.grad.to_local().fill_(float("inf"))
+            self.model.model.norm.weight.grad.to_local().fill_(float("nan"))
         return own_update(self)
 
     for place, name, broken in ((Run, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
@@ -246,23 +249,68 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
     assert process.returncode != 0
     (said,) = [line for line in lines if "error: " in line and "does not answer" in line]
     if frozen == 1:
-        assert "no step for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
+        assert "no progress for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
         assert "sequences" in said
     else:
-        assert "rank 0 does not answer, which holds the store" in said
+        assert said.count("[rank 1] error: the store of all ranks, which rank 0 may hold, does not answer") == 1
     assert len(metrics_of(tmp_path / "run")) == 3
+
+
+LATE = """
+import sys, time
+sys.path[:0] = {paths!r}
+from training import loop, watchdog
+from training.process import rank
+
+own, watchdog.LEAST_FOR_SETUP = loop.{stuck}, 2.0
+
+def late(*arguments, **options):
+    if rank() == 1:
+        time.sleep(1000)
+    return own(*arguments, **options)
+
+loop.{stuck} = late
+sys.argv[0] = {program!r}
+import runpy
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "words"),
+    [
+        ("layout_of", "rank 1 has not begun; the others wait for it"),
+        ("shell", "all ranks are in step 0 (preparing): rank 0 at "),
+    ],
+)
+def test_a_rank_that_is_stuck_before_the_first_step_is_named(
+    stuck: str, words: str, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "late.py"
+    program.write_text(LATE.format(stuck=stuck, paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
+    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = torchrun(*as_options(arguments), program=program, env=CPU | variables)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode != 0
+    assert said.count(f"error: no progress for 2 s: {words}") == 1
+    assert stuck == "layout_of" or "; rank 1 at late.py:" in said
 
 
 def test_who_is_stuck() -> None:
     def told(beats: int, *place: int) -> dict[str, Any]:
         return {"beats": beats, "place": list(place), "stack": [f"a.py:{place[0]} in f"]}
 
-    before = {other: told(1, 4, 1) for other in range(3)}
-    assert named(before, {0: told(2, 4, 1), 1: told(1, 4, 1), 2: told(2, 4, 1)}).startswith("rank 1 does not answer")
-    assert named(before, {0: told(2, 4, 1), 1: told(2, 4, 1), 2: told(2, 3, 3)}).startswith(
+    computing, writing = PHASES.index("computing"), PHASES.index("writing a checkpoint")
+    here = told(2, 4, computing)
+    before = {other: told(1, 4, computing) for other in range(3)}
+    assert named(before, {0: here, 1: before[1], 2: here}).startswith("rank 1 does not answer")
+    assert named(before, {0: here, 1: here, 2: told(2, 3, writing)}).startswith(
         "rank 2 is stuck in step 3 (writing a checkpoint), at a.py:3 in f; the others wait in step 4 (computing)"
     )
-    assert named(before, {other: told(2, 4, 1) for other in range(3)}).startswith("all ranks are in step 4 (computing)")
+    absent = {0: here, 1: NOTHING, 2: here}
+    assert named(absent, absent) == "rank 1 has not begun; the others wait for it"
+    assert named(before, dict.fromkeys(range(3), here)).startswith("all ranks are in step 4 (computing)")
 
 
 def test_a_profiler_trace_on_request(data: Path, cache: Path, tmp_path: Path) -> None:

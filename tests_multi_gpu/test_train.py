@@ -18,11 +18,11 @@ from harness import Workers
 from models import make_batch, make_model
 from training.arguments import parse
 from training.corpus import Columns, find_corpus, tokenize
+from training.ending import run
 from training.engine import clip
 from training.loop import train
 from training.meter import measured
 from training.packing import Blocks, Order, Stream
-from training.process import run
 from training.tokens import load_tokenizer, train_tokenizer
 from training_runs import LAUNCH, arguments_for, as_options, losses_of, metrics_of, published, torchrun
 
@@ -39,7 +39,8 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (trained / "sample.txt").read_text().startswith("def ")
     assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == [
-        "published.json",
+        "begun",
+        "lock",
         "step-00000006",
         "step-00000012",
     ]
@@ -57,7 +58,8 @@ def test_fused_and_unfused_losses_agree_at_every_step(
         workers_2.run(train, arguments_for(data, cache, output, **changes))
         losses.append(losses_of(output))
     assert len(losses[0]) == 12
-    assert np.abs(np.subtract(*losses)).max() < tolerance
+    # AdamW's first steps have the size of the sign: on GPUs, sums in another order show in the second.
+    assert np.abs(np.subtract(*losses)).max() < (tolerance if not torch.cuda.is_available() else max(tolerance, 1e-3))
 
 
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
@@ -85,7 +87,6 @@ def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, tra
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-00000012").rename(folder / "step-00000012.partial")
-    (folder / "published.json").write_text('["step-00000006"]')
     train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none", accumulation_steps=4))
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
@@ -95,7 +96,7 @@ def test_a_run_with_dropout_resumes_exactly(data: Path, cache: Path, tmp_path: P
 
     config = GPT2Config(vocab_size=601, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     config.save_pretrained(tmp_path / "model")
-    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "strategy": "none", "steps": 6}
+    settings: dict[str, Any] = {"model": str(tmp_path / "model" / "config.json"), "strategy": "none", "steps": 6}
     train(arguments_for(data, cache, tmp_path / "whole", **settings))
     train(arguments_for(data, cache, tmp_path / "parts", stop_at_step=3, **settings))
     train(arguments_for(data, cache, tmp_path / "parts", resume=True, stop_at_step=3, **settings))
@@ -134,7 +135,7 @@ def test_weights_of_a_folder_are_loaded_under_fsdp2(
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, cache: Path, trained: Path) -> None:
-    with pytest.raises(liger_dist.LigerDistError, match=r"another model: hidden_size 128 instead of 384"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"another model: .*hidden_size 128 instead of 384"):
         train(arguments_for(data, cache, trained, resume=True, model="small", strategy="none"))
 
 
@@ -184,7 +185,8 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
     program = tmp_path / "program.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(LAUNCH)!r})\n"
-        "from training.process import rank, run, start, total\n"
+        "from training.ending import run\n"
+        "from training.process import rank, start, total\n"
         "from liger_dist import LigerDistError\n"
         "def main():\n"
         "    start()\n"
@@ -305,11 +307,17 @@ def test_the_meter_sees_whole_logits_and_their_absence() -> None:
         head(torch.zeros(3, 4))
     assert largest.shape == (3, 50)
     assert largest.num_bytes == 3 * 50 * 4
-    assert largest.rows_of_width == {50: 3}
+    assert largest.numbers_of_width == {50: 3 * 50}
     model = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(memory_budget=5 * 101 * 8))
     with measured(model.lm_head) as largest:
         model(**make_batch(0)).loss.backward()
-    assert largest.rows_of_width[101] == 5
+    assert largest.numbers_of_width[101] == 5 * 101
+    # Rows of 10 tokens against half of 100 entries, as where a head is split; then against all of them.
+    for width, rows, words in ((50, 6, "at most 30.0% of"), (100, 10, "at most 100.0% of")):
+        largest.numbers_of_width = {width: rows * width}
+        said = largest.in_words(10, 100, 50, is_fused=True)
+        assert said.startswith(words)
+        assert ("a smaller --memory_budget holds less" in said) == (width == 100)
 
 
 def test_command_line_and_yaml(tmp_path: Path) -> None:
@@ -327,6 +335,13 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("tp: 0\n", "--tp is 0"),
         ("world_size: 2\n", "--world_size is 2"),
         ("strategy: deepspeed\n", "expected both or none"),
+        ("vocab_size: 100\n", "--vocab_size is 100"),
+        ("profile_step: 2000\n", "--profile_step is 2000"),
+        ("learning_rate: .nan\n", "--learning_rate is nan"),
+        ("memory_budget: 0\n", "--memory_budget is 0"),
+        ("adam_beta2: 1.0\n", "--adam_beta2 is 1.0"),
+        ("stop_at_step: -1\n", "--stop_at_step is -1"),
+        ("resume: true\noverwrite: true\n", "are both true"),
     ):
         file.write_text(text)
         if words is None:
@@ -340,6 +355,8 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     file.write_text("step: 5\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'step'"):
         parse([str(file)])
+    with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option"):
+        parse(["--stepz", "5"])
     with pytest.raises(liger_dist.LigerDistError, match=r"absent\.yaml does not exist"):
         parse(["absent.yaml"])
     with pytest.raises(liger_dist.LigerDistError, match="--steps is 0"):

@@ -14,6 +14,7 @@ LAUNCH = ROOT / "launch"
 sys.path.insert(0, str(LAUNCH))
 
 from training.arguments import TrainArguments  # noqa: E402
+from training.checkpoint import steps_in  # noqa: E402
 
 SOURCES = (
     "argparse",
@@ -69,8 +70,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def published(folder: Path) -> list[str]:
-    names: list[str] = json.loads((folder / "checkpoints" / "published.json").read_text())
-    return names
+    return steps_in(folder / "checkpoints")
 
 
 def as_options(arguments: TrainArguments) -> list[str]:

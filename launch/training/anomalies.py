@@ -12,7 +12,7 @@ from .process import world_size
 from .run import Run
 
 
-def check_numbers(run: Run, step: int, loss: float, norm: float | None) -> None:
+def check_numbers(run: Run, step: int, loss: float, norm: float) -> None:
     """Refuses, on every rank alike, a loss or a gradient norm that is not finite. Call it before gradients are cleared.
 
     Args:
@@ -22,7 +22,7 @@ def check_numbers(run: Run, step: int, loss: float, norm: float | None) -> None:
     Raises:
         LigerDistError: with the ranks, the sequences they read and the parameters, as far as they are known.
     """
-    if math.isfinite(loss) and (norm is None or math.isfinite(norm)):
+    if math.isfinite(loss) and math.isfinite(norm):
         return
     assert run.own_loss is not None
     own = float(run.own_loss)
@@ -41,3 +41,27 @@ def check_numbers(run: Run, step: int, loss: float, norm: float | None) -> None:
         f"{'; '.join(said)}. No checkpoint was written of it; go on from the newest one with --resume true and a lower "
         "--learning_rate or --max_grad_norm, or without the data that does it."
     )
+
+
+def check_weights(run: Run, step: int, held_out_loss: float | None) -> None:
+    """Refuses, on every rank alike, weights that are not finite after a step whose loss and gradient were: before they
+    are written over the last ones that are.
+
+    Raises:
+        LigerDistError: with the parameters.
+    """
+    mine = run.engine.broken_weights()
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [mine] * world_size()
+        dist.all_gather_object(everyone, mine)
+    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    is_known = held_out_loss is None or math.isfinite(held_out_loss)
+    if names or not is_known:
+        what = (
+            f"weights after step {step} are not finite: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
+        )
+        raise LigerDistError(
+            f"{what if names else f'the held-out loss of step {step} is not finite'}. No checkpoint was written of it; "
+            "go on from the newest one with --resume true and a lower --learning_rate."
+        )

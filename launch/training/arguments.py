@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+LEAST_VOCABULARY = 260
+
+
 # Optional[...] rather than "... | None": the parser of transformers reads the former on every Python we support.
 @dataclass(frozen=True)
 class TrainArguments:
@@ -30,7 +34,7 @@ class TrainArguments:
 
     model: str = option("tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, or config.json")
     data: list[str] = option(
-        [], "files or folders (.txt .md .py .json .jsonl .parquet) or a saved dataset; default: Python's"
+        [], "files or folders (.txt .md .py .json .jsonl .parquet) or a saved dataset; none for Python's own sources"
     )
     text_column: str = option("text", "column that holds plain text")
     messages_column: str = option("messages", "column that holds chat turns; only assistant turns are learnt")
@@ -40,7 +44,7 @@ class TrainArguments:
     cache_dir: str = option("runs/cache", "where tokenizers and tokenised data are kept between runs")
 
     strategy: Optional[Literal["none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]] = option(
-        None, "default: fsdp2 for several processes"
+        None, "fsdp2 where it is left out and several processes run"
     )
     dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
     dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: processes that share a replica; default: all that remain")
@@ -78,6 +82,7 @@ class TrainArguments:
     keep_checkpoints: int = option(3, "the newest so many are kept; 0 for all")
     async_checkpoints: bool = option(False, "write them beside the training; not with deepspeed")
     resume: bool = option(False, "continue from the newest whole checkpoint in output_dir, if there is one")
+    overwrite: bool = option(False, "begin anew in an output_dir that has checkpoints, and remove them")
     stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
     stall_timeout: float = option(900.0, "seconds without a step until the watchdog names who is stuck; 0 for none")
     profile_step: Optional[int] = option(None, "write a profiler trace of that step, trace-rank*.json")
@@ -87,6 +92,10 @@ class TrainArguments:
     sample_tokens: int = option(80, "length of the final text sample; 0 for none")
 
     def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise LigerDistError(f"--{name} is {value}; expected a finite number.")
         for name in (
             "vocab_size",
             "steps",
@@ -97,7 +106,7 @@ class TrainArguments:
         ):
             if getattr(self, name) < 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
-        for name in ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step"):
+        for name in ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LigerDistError(f"--{name} is {value}; expected a number above 0.")
@@ -106,6 +115,7 @@ class TrainArguments:
             "warmup_steps",
             "weight_decay",
             "max_grad_norm",
+            "adam_beta2",
             "min_learning_rate_ratio",
             "checkpoint_every",
             "keep_checkpoints",
@@ -114,6 +124,21 @@ class TrainArguments:
         ):
             if getattr(self, name) < 0:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.adam_beta2 >= 1 or self.min_learning_rate_ratio > 1:
+            raise LigerDistError(
+                f"--adam_beta2 is {self.adam_beta2} and --min_learning_rate_ratio {self.min_learning_rate_ratio}; "
+                "expected less than 1, and at most 1."
+            )
+        if self.stop_at_step is not None and self.stop_at_step < 0:
+            raise LigerDistError(f"--stop_at_step is {self.stop_at_step}; expected 0 or more.")
+        if self.resume and self.overwrite:
+            raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
+        if self.profile_step is not None and self.profile_step > self.steps:
+            raise LigerDistError(f"--profile_step is {self.profile_step}; expected at most --steps, {self.steps}.")
+        if self.tokenizer is None and self.vocab_size < LEAST_VOCABULARY:
+            raise LigerDistError(
+                f"--vocab_size is {self.vocab_size}; expected at least {LEAST_VOCABULARY}, bytes and special tokens."
+            )
         if self.sample_tokens > 0 and not self.sample_prompt:
             raise LigerDistError("--sample_prompt is empty; give some text, or --sample_tokens 0 for no sample.")
         if self.world_size is not None and not self.dry_run:
@@ -143,7 +168,9 @@ def parse(argv: list[str]) -> TrainArguments:
         argv = [*_read_yaml(Path(argv[0])), *argv[1:]]
     quiet = int(os.environ.get("RANK", "0")) != 0
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere if quiet else sys.stderr):
-        (arguments,) = parser.parse_args_into_dataclasses(args=argv)
+        arguments, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
+    if unknown:
+        raise LigerDistError(f"{unknown[0]} is no option; expected those that --help lists.")
     assert isinstance(arguments, TrainArguments)
     return arguments
 
@@ -154,7 +181,7 @@ def _read_yaml(path: Path) -> list[str]:
         raise LigerDistError(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LigerDistError(f"the configuration file {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise LigerDistError(

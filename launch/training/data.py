@@ -10,7 +10,7 @@ from liger_dist import LigerDistError
 from .arguments import TrainArguments
 from .corpus import Columns, find_corpus
 from .packing import Blocks, load, prepare
-from .process import on_rank_zero
+from .together import on_rank_zero
 from .tokens import fingerprint, load_tokenizer, train_tokenizer
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from .arguments import TrainArguments
 from .layout import Layout
 from .model import build
 from .process import checkpoint_group
+from .together import UnwrittenError
 
 
 class Writing(Protocol):
@@ -49,13 +51,16 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def update(self) -> Tensor | None:
+    def update(self) -> Tensor:
         """One optimiser step; the gradient's norm before it was clipped. The gradients stay until :meth:`clear`."""
 
     def clear(self) -> None: ...
 
     def broken_gradients(self) -> list[str]:
         """Names of this rank's parameters whose gradients are not finite."""
+
+    def broken_weights(self) -> list[str]:
+        """Names of those whose part on this rank is not finite."""
 
     def save(self, folder: Path, *, in_background: bool) -> Writing:
         """Starts to write the state; the model may change once this returns."""
@@ -82,6 +87,8 @@ class TorchEngine:
     format = "torch.distributed.checkpoint"
 
     def __init__(self, arguments: TrainArguments, layout: Layout, model: nn.Module, decayed: frozenset[str]) -> None:
+        if layout.strategy != "none":
+            refuse_without_launcher(layout)
         self.model = build(arguments, layout, model)
         self.optimizer = make_optimizer(self.model, arguments, decayed)
         self._max_norm = arguments.max_grad_norm
@@ -95,7 +102,7 @@ class TorchEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def update(self) -> Tensor | None:
+    def update(self) -> Tensor:
         norm = clip(self.model, self._max_norm)
         self.optimizer.step()
         return norm
@@ -104,13 +111,10 @@ class TorchEngine:
         self.optimizer.zero_grad()
 
     def broken_gradients(self) -> list[str]:
-        found = []
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if gradient is not None and not bool(gradient.isfinite().all()):
-                found.append(clean(name))
-        return found
+        return broken({name: parameter.grad for name, parameter in self.model.named_parameters()})
+
+    def broken_weights(self) -> list[str]:
+        return broken(dict(self.model.named_parameters()))
 
     def save(self, folder: Path, *, in_background: bool) -> Writing:
         state = self._state()
@@ -146,7 +150,8 @@ class TorchEngine:
 
 
 class DeepSpeedEngine:
-    """DeepSpeed, at any ZeRO stage. Its checkpoints are its own: the same stage and number of ranks reads them."""
+    """DeepSpeed, at any ZeRO stage. Its checkpoints are its own: the same stage, dtype and number of ranks reads
+    them."""
 
     def __init__(self, arguments: TrainArguments, layout: Layout, model: nn.Module, decayed: frozenset[str]) -> None:
         if not torch.cuda.is_available():
@@ -158,25 +163,30 @@ class DeepSpeedEngine:
         from liger_dist.integrations.deepspeed_section import read_section
 
         settings = deepspeed_settings(arguments, layout)
+        refuse_without_launcher(layout)
         section = read_section(settings)
         wrapped = build(arguments, layout, model, None if section is None else section.wrap_config())
         # DeepSpeed puts its own around it, which reads the learning rate from this one.
         self.optimizer = make_optimizer(wrapped, arguments, decayed)
         self.model, *_ = deepspeed.initialize(model=wrapped, optimizer=self.optimizer, config=settings)
-        self.format = f"DeepSpeed, ZeRO stage {self.model.zero_optimization_stage()}, {layout.world_size} ranks"
+        stage = self.model.zero_optimization_stage()
+        # Without an optimiser of its own it knows one only where it clips.
+        self._has_no_norm = stage == 0 and arguments.dtype == "float32"
+        self.format = f"DeepSpeed, ZeRO stage {stage}, {layout.world_size} ranks, {arguments.dtype}"
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         self.model.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # The loss is divided by the tokens of all micro-batches already.
-        self.model.backward(loss, scale_wrt_gas=False)
+        # The loss is divided by the tokens of all micro-batches already. At stage 0 DeepSpeed would divide the model's
+        # very output by their number all the same, and does not divide what is computed from it.
+        self.model.backward(loss.clone(), scale_wrt_gas=False)
 
-    def update(self) -> Tensor | None:
+    def update(self) -> Tensor:
+        norm = clip(self.model.module, 0.0) if self._has_no_norm else None
         self.model.step()
-        norm = self.model.get_global_grad_norm()
-        return None if norm is None else torch.as_tensor(norm)
+        return torch.as_tensor(self.model.get_global_grad_norm()) if norm is None else norm
 
     def clear(self) -> None:
         """Its step does."""
@@ -185,9 +195,17 @@ class DeepSpeedEngine:
         """It has let go of them."""
         return []
 
+    def broken_weights(self) -> list[str]:
+        # The third stage leaves an empty tensor, and keeps the part beside it.
+        return broken({name: getattr(p, "ds_tensor", p) for name, p in self.model.named_parameters()})
+
     def save(self, folder: Path, *, in_background: bool) -> Writing:
         assert not in_background
-        self.model.save_checkpoint(str(folder), tag="state", save_latest=False)
+        with (
+            together_at_the_end(self.model.checkpoint_engine, "save"),
+            together_at_the_end(self.model, "_copy_recovery_script"),
+        ):
+            self.model.save_checkpoint(str(folder), tag="state", save_latest=False)
         return written()
 
     def load(self, folder: Path) -> None:
@@ -200,6 +218,17 @@ class DeepSpeedEngine:
         return nullcontext()
 
 
+def refuse_without_launcher(layout: Layout) -> None:
+    """Raises:
+    LigerDistError: torchrun, or another launcher, did not start this process.
+    """
+    if not dist.is_initialized():
+        raise LigerDistError(
+            f"--strategy is {layout.strategy} but no launcher started this process, which it needs also for one: "
+            "torchrun --standalone --nproc-per-node 1 launch/train.py ..."
+        )
+
+
 def deepspeed_settings(arguments: TrainArguments, layout: Layout) -> dict[str, Any]:
     """The JSON, with what the arguments say in the place of "auto" and of what it leaves out.
 
@@ -208,9 +237,10 @@ def deepspeed_settings(arguments: TrainArguments, layout: Layout) -> dict[str, A
     """
     path = Path(arguments.deepspeed or "")
     try:
-        settings: dict[str, Any] = json.loads(path.read_text())
+        settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise LigerDistError(f"--deepspeed {path} cannot be read: {error}; expected DeepSpeed's JSON.") from error
+    _check_sections(path, settings)
     wanted = {
         "train_micro_batch_size_per_gpu": arguments.batch_size,
         "gradient_accumulation_steps": arguments.accumulation_steps,
@@ -231,10 +261,27 @@ def deepspeed_settings(arguments: TrainArguments, layout: Layout) -> dict[str, A
             f'{path} sets bf16.enabled to {json.dumps(given)} but --dtype is {arguments.dtype}; write "auto".'
         )
     settings["bf16"]["enabled"] = in_bf16
+    found: dict[str, Any] = settings
+    return found
+
+
+def _check_sections(path: Path, settings: Any) -> None:
+    if not isinstance(settings, dict):
+        raise LigerDistError(f"{path} holds a {type(settings).__name__}; expected an object with DeepSpeed's settings.")
+    for name in ("bf16", "fp16", "zero_optimization"):
+        if not isinstance(settings.get(name, {}), dict):
+            raise LigerDistError(
+                f"{path} sets {name} to {json.dumps(settings[name])}; expected an object, such as "
+                + ('{"stage": 3}.' if name == "zero_optimization" else '{"enabled": "auto"}.')
+            )
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise LigerDistError(f"{path} sets the ZeRO stage to {json.dumps(stage)}; expected 0, 1, 2 or 3.")
+    if settings.get("fp16", {}).get("enabled", False):
+        raise LigerDistError(f"{path} enables fp16, which this program has no scaling for; use --dtype bfloat16.")
     for name in ("optimizer", "scheduler"):
         if name in settings:
             raise LigerDistError(f"{path} has a section {name!r}; the program brings its own, leave it out.")
-    return settings
 
 
 def make_optimizer(model: nn.Module, arguments: TrainArguments, decayed: frozenset[str]) -> Optimizer:
@@ -256,6 +303,12 @@ def make_optimizer(model: nn.Module, arguments: TrainArguments, decayed: frozens
     )
 
 
+def broken(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Names of those whose part on this rank is not finite."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items() if t is not None}
+    return [clean(name) for name, tensor in local.items() if not bool(tensor.isfinite().all())]
+
+
 def written() -> Writing:
     """What is done already."""
     done: Future[None] = Future()
@@ -263,17 +316,37 @@ def written() -> Writing:
     return done
 
 
+@contextmanager
+def together_at_the_end(writer: Any, method: str) -> Iterator[None]:
+    """What ``method`` cannot write is raised when the context ends: DeepSpeed has barriers in between, where the other
+    ranks would wait for this one."""
+    own = getattr(writer, method)
+    failures: list[Exception] = []
+
+    def write(*arguments: Any, **options: Any) -> None:
+        try:
+            own(*arguments, **options)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(writer, method, write)
+    try:
+        yield
+    finally:
+        delattr(writer, method)
+    if failures:
+        raise UnwrittenError from failures[0]
+
+
 def clean(name: str) -> str:
     """A parameter's name in the model itself."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
 
-def clip(model: nn.Module, max_norm: float) -> Tensor | None:
-    """Clips the gradient of the whole model; returns its norm before."""
-    if max_norm <= 0:
-        return None
+def clip(model: nn.Module, max_norm: float) -> Tensor:
+    """Clips the gradient of the whole model to ``max_norm``, 0 for not; returns its norm before."""
     if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(max_norm)
+        return model.clip_grad_norm_(max_norm or float("inf"))
     # Torch adds up norms on one mesh; rows of a vocab-parallel head may lie on another than the rest.
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -283,6 +356,8 @@ def clip(model: nn.Module, max_norm: float) -> Tensor | None:
     norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = nn.utils.get_total_norm(norms)
-    for kind in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+    # One that is no number stays where it is, so that its parameter can be named.
+    finite = torch.where(total.isfinite(), total, 0.0)
+    for kind in by_mesh.values() if max_norm > 0 else ():
+        nn.utils.clip_grads_with_norm_(kind, max_norm, finite)
     return total

@@ -17,13 +17,13 @@ from .process import rank
 
 class LargestTensor(TorchDispatchMode):
     """While active, notes the largest storage that any operation hands out and its inputs did not bring, and the most
-    rows of each width."""
+    numbers in a tensor of each width."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.shape: tuple[int, ...] = ()
-        self.rows_of_width: dict[int, int] = {}
+        self.numbers_of_width: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -35,17 +35,21 @@ class LargestTensor(TorchDispatchMode):
                 self.num_bytes, self.shape = leaf.nbytes, tuple(leaf.shape)
             if leaf.dim() >= 2:
                 width = leaf.shape[-1]
-                self.rows_of_width[width] = max(self.rows_of_width.get(width, 0), leaf.numel() // width)
+                self.numbers_of_width[width] = max(self.numbers_of_width.get(width, 0), leaf.numel())
         return result
 
-    def in_words(self, tokens: int, vocab_size: int) -> str:
-        """Of a head's largest tensors, whether they were the logits of all ``tokens``."""
-        rows = self.rows_of_width.get(vocab_size, 0)
-        # Inside the head, logits are as wide as the vocabulary; all of them have a row for each token that is learnt.
-        seen = f"at most {rows} of {tokens} rows of {vocab_size} at once" if rows else f"not one row of {vocab_size}"
+    def in_words(self, tokens: int, vocab_size: int, own_rows: int, *, is_fused: bool) -> str:
+        """Of a head's largest tensors, how much of the logits of one process's ``tokens`` they were.
+
+        Args:
+            own_rows: of the head on this process: logits are as wide as the vocabulary, or as these.
+        """
+        numbers = max(self.numbers_of_width.get(width, 0) for width in (vocab_size, own_rows))
+        share = numbers / (tokens * vocab_size)
         return (
-            f"{'no' if 2 * rows <= tokens else 'all'} logits were materialised: {seen}, the head's largest tensor was "
+            f"at most {share:.1%} of a micro-batch's logits existed at once, the head's largest tensor was "
             f"{list(self.shape)}, {self.num_bytes / 2**20:.2f} MiB"
+            + (" (a smaller --memory_budget holds less)" if is_fused and share > 0.5 else "")
         )
 
 

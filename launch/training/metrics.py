@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from liger_dist import LigerDistError
 
 
 class Metrics:
@@ -22,11 +27,13 @@ class Metrics:
         if not is_writer:
             return
         if first_step > 0 and self._path.is_file():
-            # What was written after the checkpoint is written again, a line that was cut off too.
-            lines = self._path.read_text().splitlines()[:first_step]
-            self.rows = [row for row in map(json.loads, lines) if row["step"] <= first_step]
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = self._path.open("a")
+            # What was written after the checkpoint is written again.
+            self.rows = [row for row in whole_rows(self._path) if row["step"] <= first_step]
+        partial = self._path.with_suffix(".partial")
+        with self._refusing(first_step):
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            os.replace(partial, self._path)
+            self._file = self._path.open("a")
         self._bar = tqdm(total=total_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -34,8 +41,9 @@ class Metrics:
         if not self._is_writer:
             return
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with self._refusing(row["step"]):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         shown = {
             "loss": f"{row['loss']:.3f}",
             "eval": next((f"{r['eval_loss']:.3f}" for r in reversed(self.rows) if "eval_loss" in r), "-"),
@@ -45,21 +53,30 @@ class Metrics:
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
 
+    @contextmanager
+    def _refusing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LigerDistError(
+                f"step {step} cannot be written to {self._path}: {error}. Make room and go on with --resume true."
+            ) from error
+
     def usual_speed(self) -> float | None:
         """Tokens per second: the median of the steps after the third, which compile and warm up."""
         speeds = [row["tokens_per_second"] for row in self.rows if row["step"] > 3]
         return median(speeds) if speeds else None
 
     def close(self) -> None:
-        """Draws the losses of all steps."""
-        if not self._is_writer:
-            return
-        self._bar.close()
-        self._file.close()
-        if self.rows:
-            self._plot()
+        """Ends the bar and the file."""
+        if self._is_writer:
+            self._bar.close()
+            self._file.close()
 
-    def _plot(self) -> None:
+    def plot(self) -> None:
+        """Draws the losses of all steps; no file where there were none."""
+        if not self.rows:
+            return
         import matplotlib
 
         matplotlib.use("Agg")
@@ -74,6 +91,17 @@ class Metrics:
         axes.legend()
         figure.savefig(self._path.with_name("loss.png"), dpi=120)
         pyplot.close(figure)
+
+
+def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of the lines that were not cut off."""
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # Bytes that are no text, too.
+            continue
+        if isinstance(row, dict) and "step" in row:
+            yield row
 
 
 def peak_memory_bytes() -> int:

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from liger_dist import LigerDistError, WrapConfig, wrap
-from liger_dist.config import SHARDING_STRATEGIES
+from liger_dist import LigerDistError, WrapConfig, explain, wrap
+from liger_dist.config import SHARDING_STRATEGIES, check_sharding_options
+from liger_dist.head_choice import check_head_options
 from liger_dist.patching.structure import find_structure
+from liger_dist.sharding.mesh import check_mesh
 
 from .arguments import TrainArguments
 from .layout import Layout
 from .process import device, rank, world_size
+from .together import on_rank_zero
 
 # hidden size, MLP size, layers, heads, key-value heads
 PRESETS = {
@@ -95,11 +99,10 @@ def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: W
     """
     torch.manual_seed(arguments.seed)
     folder = Path(arguments.model)
-    has_weights = any(path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}"))
+    # Decided once: the folder may be there for some machines only.
+    has_weights = on_rank_zero(lambda: _has_weights(folder))
     if has_weights and layout.strategy in WHOLE_FIRST:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, attn_implementation=arguments.attention
-        )
+        model = _read_weights(folder, arguments.attention)
     if arguments.compile:
         for layer in find_structure(model).layers:
             layer.compile()
@@ -111,7 +114,58 @@ def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: W
     )
     if has_weights and layout.strategy not in WHOLE_FIRST:
         _load_pretrained(wrapped, folder)
+    if rank() == 0:
+        explanation = explain(wrapped)
+        why = explanation.head or explanation.fused
+        print(f"the head: {explanation.adapter or 'its own'} ({why})", flush=True)
     return wrapped
+
+
+def check_wrap(arguments: TrainArguments, layout: Layout) -> None:
+    """What ``liger_dist.wrap`` would refuse, without processes.
+
+    Raises:
+        LigerDistError: options or sizes that the strategy does not have.
+    """
+    config = wrap_config(arguments, layout.strategy, WrapConfig())
+    sizes = (layout.replicate, layout.shard) if layout.replicate > 1 else (layout.shard,)
+    check_sharding_options(layout.strategy, config)
+    check_head_options(layout.strategy, sizes if layout.tensor_parallel == 1 else None, config)
+    if layout.strategy in SHARDING_STRATEGIES and layout.tensor_parallel == 1:
+        check_mesh(sizes, layout.world_size, strategy=layout.strategy)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Of a preset or a config.json there are none."""
+    found = any(file.suffix in (".safetensors", ".bin") for file in folder.glob("*"))
+    if folder.is_dir() and not found:
+        raise LigerDistError(
+            f"--model is the folder {folder}, which has no weights; for random ones give its config: "
+            f"--model {folder / 'config.json'}"
+        )
+    return found
+
+
+def _read_weights(folder: Path, attention: str | None) -> nn.Module:
+    """In fp32, whatever format transformers reads.
+
+    Raises:
+        LigerDistError: files that cannot be read, or that lack parameters.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise LigerDistError(f"the weights in {folder} cannot be read: {error}; get its files again.") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise LigerDistError(
+            f"{folder} has no weights for {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}; get its "
+            f"files again, or give --model {folder / 'config.json'} for random ones."
+        )
+    whole: nn.Module = model
+    return whole
 
 
 def wrap_config(arguments: TrainArguments, strategy: str, config: WrapConfig) -> WrapConfig:
@@ -132,10 +186,10 @@ def wrap_config(arguments: TrainArguments, strategy: str, config: WrapConfig) ->
 
 
 def _load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Rank 0 reads the folder, in whatever format transformers reads, and every rank takes its shards."""
+    """Rank 0 reads the folder, and every rank takes its shards."""
     weights: dict[str, Any] = {}
     if rank() == 0:
-        weights = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).state_dict()
+        weights = _read_weights(folder, None).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(model, weights, options=options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from liger_dist import LigerDistError
 
 from .corpus import IGNORED, Columns, Corpus, tokenize
+from .whole import write_whole
 
 HELD_OUT_EVERY = 20
 """every so many-th document is held out; with fewer documents, the last part of all tokens"""
@@ -98,12 +98,15 @@ def prepare(
     documents = list(_documents(corpus, tokenizer, columns, vocab_size))
     if not any(len(ids) for ids, _ in documents):
         raise LigerDistError("the data holds no token; give files with text in them.")
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    for split, stream in _split(documents).items():
-        for name in ("ids", "labels", "starts"):
-            np.save(partial / f"{split}.{name}.npy", getattr(stream, name))
-    partial.rename(folder)
+    streams = _split(documents)
+
+    def write(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        for split, stream in streams.items():
+            for name in ("ids", "labels", "starts"):
+                np.save(partial / f"{split}.{name}.npy", getattr(stream, name))
+
+    write_whole(folder, write)
     return folder
 
 

@@ -1,28 +1,18 @@
-"""Processes: their start and end, what only rank 0 does, and errors that everyone hears of once."""
+"""Processes: which one this is, how they meet, and sums over all of them."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
-
-T = TypeVar("T")
 
 
 def rank() -> int:
@@ -40,10 +30,16 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def speaks_for_machine() -> bool:
+    """Whether this process says what all of its machine would say."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def start() -> None:
     """Joins the process group that torchrun announces; without torchrun there is none."""
     if torch.cuda.is_available():
-        if int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count():
+        # Of the machine, and not of the process: all of them refuse.
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
             raise LigerDistError(
                 f"torchrun started more processes than this machine has GPUs ({torch.cuda.device_count()}); lower "
                 "--nproc-per-node."
@@ -82,56 +78,23 @@ def _store_of_this_attempt() -> Any:
     return PrefixStore(f"attempt_{attempt}", TCPStore(host, port, is_master=False))
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """Runs ``function`` on rank 0 and gives its (picklable) result, or its refusal, to every rank."""
-    if not dist.is_initialized():
-        return function()
-    answer: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = function()
-        except (LigerDistError, OSError) as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise LigerDistError(answer[1])
-    result: T = answer[0]
-    return result
-
-
-@contextmanager
-def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator[None]:
-    """What a rank cannot do inside is refused on every rank alike: ``what``, the reason, ``way_out``.
-
-    Torch's archives hide why a file cannot be written: ``reproduce`` tries the like, and its OSError is the reason.
-    """
-    reason = None
-    try:
-        yield
-    except CheckpointException as error:
-        # Every rank has it, with what all of them say.
-        reason = "; ".join(dict.fromkeys(f"{failed!r}" for failed, _ in error.failures.values()))
-    except (OSError, RuntimeError) as error:
-        reason = repr(error)
-    if reason is not None:
-        try:
-            reproduce()
-        except OSError as error:
-            reason = str(error)
-    reasons = [reason]
-    if dist.is_initialized():
-        reasons = [None] * world_size()
-        dist.all_gather_object(reasons, reason)
-    found = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    if found:
-        where = "" if len(found) == len(reasons) else f"on rank {', '.join(map(str, found))} "
-        raise LigerDistError(f"{what}: {where}{next(iter(found.values()))}. {way_out}.")
-
-
 @cache
 def checkpoint_group() -> Any:
     """A process group on CPUs for what is written in the background; None for one process."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def was_restarted() -> bool:
+    """Whether torchrun started these processes again; alike on every rank, though each machine counts by itself."""
+    return total(float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))[0] > 0
+
+
+def own_store() -> Any:
+    """A connection to the store where the processes met, beside that of the main thread; None for one process."""
+    if not dist.is_initialized():
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def total(*values: float) -> list[float]:
@@ -147,66 +110,3 @@ def total_on_device(value: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
-
-
-class Interruption:
-    """Turns the first Ctrl-C or SIGTERM into a flag; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    @contextmanager
-    def watched(self) -> Any:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.requested = True
-
-
-def run(main: Callable[[], None]) -> None:
-    """Calls ``main``; an error is printed by one rank, and every rank ends with a non-zero status.
-
-    A refusal (LigerDistError) or a file that cannot be read or written is one sentence, anything else a traceback.
-    torchrun ends the ranks that still wait for the one that failed.
-    """
-    try:
-        main()
-        if dist.is_initialized():
-            # Together: a rank that leaves early closes connections that the others may still be using.
-            dist.barrier()
-            dist.destroy_process_group()
-            sys.stdout.flush()
-            # Meshes and models still hold their groups; gloo can abort while the interpreter takes them down.
-            os._exit(0)
-    except (LigerDistError, OSError) as error:
-        _report(f"error: {error}")
-    except Exception:
-        _report(traceback.format_exc())
-
-
-def _report(message: str) -> None:
-    if is_first_to_report():
-        where = "" if world_size() == 1 else f"[rank {rank()}] "
-        print(f"{where}{message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    # No clean-up: another rank may be inside a collective, and leaving the group would wait for it.
-    os._exit(1)
-
-
-def is_first_to_report() -> bool:
-    """Rank 0 speaks for an error that all ranks have; a rank that fails alone speaks for itself."""
-    if rank() != 0:
-        time.sleep(2.0)
-    if not dist.is_initialized():
-        return rank() == 0
-    store: Any = dist.distributed_c10d._get_default_store()
-    claim = store.clone().compare_set("liger_dist/first_error", "", str(rank()))
-    return bool(claim.decode() == str(rank()))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from .arguments import TrainArguments
@@ -13,7 +14,7 @@ from .engine import Engine
 from .layout import Layout
 from .model import autocast, inner_model
 from .packing import Blocks, Order
-from .process import device, rank, total, total_on_device
+from .process import device, rank, total, total_on_device, world_size
 from .watchdog import Watchdog
 
 
@@ -34,7 +35,14 @@ class Run:
         self._train, self._held_out = train, held_out
         self._order = Order(len(train), arguments.seed)
         self._data_rank, self._data_size = layout.data_rank(rank()), layout.data_size
-        self.vocab_size: int = inner_model(engine.model).get_output_embeddings().out_features
+        head = inner_model(engine.model).get_output_embeddings()
+        self.vocab_size: int = head.out_features
+        # The logits of rows that stay are as wide as these; what is gathered has no DTensor in the call.
+        weight = head.weight
+        self.own_rows = weight.to_local().shape[0] if isinstance(weight, DTensor) else head.out_features
+        if self.own_rows == head.in_features:
+            # As wide as hidden states: not to be told from them.
+            self.own_rows = head.out_features
         engine.model.train()
 
     def sequences(self, step: int) -> list[list[int]]:
@@ -45,11 +53,10 @@ class Run:
             places.append([self._order[first + i] for i in range(a.batch_size)])
         return places
 
-    def step(self, step: int, watchdog: Watchdog) -> tuple[Tensor, Tensor | None, int]:
+    def step(self, step: int, watchdog: Watchdog) -> tuple[Tensor, Tensor, int]:
         """One optimiser step: loss over all ranks' tokens, gradient norm, number of tokens. Gradients stay."""
         watchdog.at(step + 1, "reading data")
         batches = [self._train.batch(places) for places in self.sequences(step)]
-        watchdog.at(step + 1, "computing")
         # Dropout draws the same numbers in a resumed run, and others on each rank.
         torch.manual_seed((self.arguments.seed * 1_000_003 + step) * self._data_size + self._data_rank)
         learnt, read = total(count_learnt(batches), sum(batch["input_ids"].numel() for batch in batches))
@@ -58,6 +65,7 @@ class Run:
         num_items = torch.tensor(max(learnt, 1.0) / self.layout.world_size, device=device())
         losses = []
         for index, batch in enumerate(batches):
+            watchdog.at(step + 1, "computing")
             with self.engine.micro_batch(is_last=index == len(batches) - 1):
                 loss = self._loss(batch, num_items)
                 self.engine.backward(loss)
@@ -69,12 +77,13 @@ class Run:
         return mean, norm, int(read) // self.layout.tensor_parallel
 
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, step: int, watchdog: Watchdog) -> float:
         """Mean loss on held-out text, with the same loss as training; alike on every rank."""
         a = self.arguments
         self.engine.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device())
         for index in range(a.eval_batches):
+            watchdog.at(step, "evaluating")
             first = (index * self._data_size + self._data_rank) * a.batch_size
             batch = self._held_out.batch([(first + i) % len(self._held_out) for i in range(a.batch_size)])
             sums[0] += self._loss(batch, torch.tensor(1.0, device=device()))
@@ -101,6 +110,8 @@ class Run:
                 top_k=50,
                 pad_token_id=tokenizer.eos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
+                # All go on until the last has ended, in case that they draw differently after all.
+                synced_gpus=world_size() > 1,
             )
         self.engine.model.train()
         text: str = tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from liger_dist import LigerDistError
+
+from .whole import write_whole
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -36,9 +37,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.chat_template = CHAT_TEMPLATE
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    fast.save_pretrained(partial)
-    partial.rename(folder)
+    write_whole(folder, fast.save_pretrained)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -54,8 +53,13 @@ def load_tokenizer(folder: Path) -> Any:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LigerDistError(f"no tokenizer can be loaded from {folder}: {error}") from error
+    except Exception as error:  # The tokenizers library and damaged files raise anything.
+        raise LigerDistError(f"no tokenizer can be loaded from {folder}: {error!r}; give another folder.") from error
+    if not tokenizer.is_fast:
+        raise LigerDistError(
+            f"the tokenizer in {folder} is a {type(tokenizer).__name__} without tokenizer.json; convert it to a "
+            "fast one."
+        )
     if tokenizer.eos_token_id is None:
         raise LigerDistError(
             f"the tokenizer in {folder} has no end-of-sequence token; set eos_token and save it again."
