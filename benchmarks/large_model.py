@@ -92,8 +92,7 @@ def planned_peak(options: list[str], said: str) -> float:
         check=True,
     )
     lines = {line.split("  ")[0]: line.split() for line in plan.stdout.splitlines() if line}
-    # Rows that stay are never as wide as the vocabulary.
-    is_split = "not one row" in said and len(lines["peak"]) > 2
+    is_split = "the head: fsdp2-vocab-parallel" in said and len(lines["peak"]) > 2
     return float(lines["peak"][2 if is_split else 1])
 
 

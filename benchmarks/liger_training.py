@@ -14,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 
 import training.engine
 from training.arguments import TrainArguments, parse
+from training.ending import run
 from training.layout import Layout
 from training.loop import train
-from training.process import device, run, start
+from training.process import device, start
 
 from .training_step import sharded_by_hand
 

@@ -57,7 +57,8 @@ LARGE = """## Eight billion parameters
 `launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
 clipping. Every way runs by itself. `utilisation`: operations of the model (six for each weight and token, and those of
 causal attention), to the 989 TFLOP/s of the data sheet. `planned`: the peak by `--dry_run`, which allocates nothing;
-its rules for compiled layers and ZeRO-3 were corrected after these measurements (by 23 and 12 %).
+its rules for compiled layers and ZeRO-3 were corrected after the measurements on 2 GPUs (by 23 and 12 %), before
+those on 4.
 Liger: the same program, data and optimiser with its kernels, FSDP2 by layers and root.
 
 ![Tokens per second and memory](plots/large_model.png)
@@ -192,7 +193,8 @@ def plot_split(problems: Problems, path: Path) -> None:
     """Ratio over peak memory, one panel for each shape."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(problems), figsize=(4.5 * len(problems), 4), squeeze=False)
+    lines = -(-len(problems) // 2)
+    figure, axes = plt.subplots(lines, 2, figsize=(11, 4 * lines), squeeze=False)
     for axis, (name, problem) in zip(axes.flat, problems.items(), strict=True):
         kinds: dict[str, list[dict[str, Any]]] = {}
         for row in problem["rows"][1:]:
@@ -238,7 +240,7 @@ def plot_linear(problems: Problems, path: Path) -> None:
     problems = {name: problem for name, problem in problems.items() if "," not in name}
     names = [row["name"] for problem in problems.values() for row in problem["rows"]]
     colours = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(names)) if not name.startswith(OURS)}
-    columns = min(3, len(problems))
+    columns = min(2, len(problems))
     lines = -(-len(problems) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False)
     for axis in axes.flat[len(problems) :]:
