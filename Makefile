@@ -19,7 +19,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 demo: venv
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml --overwrite true
 
 test: venv
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

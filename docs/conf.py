@@ -6,10 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+from sphinx.ext.napoleon import GoogleDocstring
+
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# Sentences with a colon: what stands before it would be taken for a type.
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()  # type: ignore[method-assign]
 
 project = "liger_dist"
 author = "the liger_dist authors"
@@ -18,6 +23,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["examples"]
 html_theme = "furo"
 html_title = "liger_dist"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "none"

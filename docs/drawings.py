@@ -1,4 +1,4 @@
-"""Draws the plots of vocab_parallel.md: ``python docs/drawings.py``."""
+"""Draws the pictures of how_it_works.md and vocab_parallel.md: ``python docs/drawings.py``."""
 
 from __future__ import annotations
 
@@ -79,6 +79,50 @@ def chunk() -> None:
     pyplot.close(figure)
 
 
+Slices = tuple[tuple[float, float], ...]
+WHOLE: Slices = ((0, 1),) * 4
+HALVES: Slices = ((0, 0.5), (0.5, 1)) * 2
+QUARTERS: Slices = tuple((rank / 4, (rank + 1) / 4) for rank in range(4))
+# Halves by the tensor-parallel axis, which is the last; then the first or second half of that.
+QUARTERS_OF_HALVES: Slices = ((0, 0.25), (0.5, 0.75), (0.25, 0.5), (0.75, 1))
+LAYOUTS: tuple[tuple[str, str, tuple[Slices, Slices, Slices], str], ...] = (
+    ("DDP, ZeRO-0 and 1", "ABCD", (WHOLE, WHOLE, WHOLE), ""),
+    ("FSDP1, FSDP2, ZeRO-3", "ABCD", (QUARTERS, WHOLE, QUARTERS), "the engine gathers and reduces"),
+    ("HSDP: 2 replicas of 2 shards", "ABCD", (HALVES, WHOLE, HALVES), "gathered in a replica, reduced over both"),
+    ("FSDP2, vocab-parallel head", "ABCD", (QUARTERS, QUARTERS, QUARTERS), "the tokens travel"),
+    ("TP", "AAAA", (QUARTERS, QUARTERS, QUARTERS), "statistics travel"),
+    (
+        "FSDP2 x TP, 2 x 2",
+        "AABB",
+        (QUARTERS_OF_HALVES, HALVES, QUARTERS_OF_HALVES),
+        "gathered over shards, statistics travel",
+    ),
+)
+"""name, whose tokens each of four processes reads, its rows: at rest, in the call, of the gradient; a remark"""
+
+
+def layouts() -> None:
+    """Which rows of the head each of four processes holds, and when."""
+    figure, grid = pyplot.subplots(2, 3, figsize=(10, 5.4), layout="constrained")
+    for axes, (name, tokens, moments, remark) in zip(grid.flat, LAYOUTS, strict=True):
+        axes.set_title(name, fontsize=10)
+        for moment, (title, slices) in enumerate(zip(("at rest", "in the call", "gradient"), moments, strict=True)):
+            left = moment * 5.2
+            axes.text(left + 2, 4.2, title, ha="center", fontsize=8, color="#555555")
+            for rank, (start, end) in enumerate(slices):
+                place = (left + rank * 1.05, 4 * (1 - end))
+                axes.add_patch(Rectangle((left + rank * 1.05, 0), 0.85, 4, facecolor="none", edgecolor="#bbbbbb"))
+                axes.add_patch(Rectangle(place, 0.85, 4 * (end - start), facecolor=WEIGHT))
+                axes.text(left + rank * 1.05 + 0.42, -0.55, tokens[rank], ha="center", fontsize=8, color=TOKENS)
+        axes.text(7.3, -1.35, remark, ha="center", fontsize=8, color="#555555")
+        axes.set_xlim(-0.3, 15)
+        axes.set_ylim(-1.6, 4.8)
+        axes.axis("off")
+    figure.savefig(PLOTS / "head_by_layout.png", dpi=120)
+    pyplot.close(figure)
+
+
 if __name__ == "__main__":
+    layouts()
     ways()
     chunk()
