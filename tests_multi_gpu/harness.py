@@ -6,6 +6,7 @@ call starts a fresh one.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import time
@@ -76,7 +77,9 @@ class Workers:
                 try:
                     succeeded, result = pipe.recv()
                 except EOFError:
-                    succeeded, result = False, "the process died"
+                    self._processes[rank].join(10)
+                    # Negative for a signal; where it was is on stderr.
+                    succeeded, result = False, f"the process died, exit code {self._processes[rank].exitcode}"
                 if not succeeded:
                     self._stop()
                     raise RuntimeError(f"{what}: rank {rank} failed:\n{result}")
@@ -106,6 +109,7 @@ class InThisProcess:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

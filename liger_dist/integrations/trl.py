@@ -68,7 +68,7 @@ def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
 
 
 def _put(function: Any, *, instead_of: Any) -> None:
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.startswith("trl.") and vars(module).get(ADD) is instead_of:
             setattr(module, ADD, function)
 

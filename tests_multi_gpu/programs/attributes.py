@@ -44,7 +44,7 @@ def train(model: Any) -> None:
 def snapshot() -> Snapshot:
     """Every attribute of every loaded module of the watched packages, and of the classes defined there."""
     found: Snapshot = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.split(".")[0] not in WATCHED or not isinstance(module, types.ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
