@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ def _train(arguments: TrainArguments, layout: Layout, folder: Path, watchdog: Wa
     checkpoints.clear(first_step)
     begin(folder)
     metrics = Metrics(folder, total_steps=arguments.steps, first_step=first_step, is_writer=rank() == 0)
-    done = _steps(run, checkpoints, metrics, flops, first_step, watchdog)
-    metrics.close()
+    with closing(metrics):
+        done = _steps(run, checkpoints, metrics, flops, first_step, watchdog)
     watchdog.at(done.last_step, "sampling")
     text = run.sample(tokenizer) if arguments.sample_tokens > 0 and not done.was_stopped else None
     if rank() == 0:
