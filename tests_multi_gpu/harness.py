@@ -41,6 +41,9 @@ class Workers:
 
     def run(self, function: Callable[..., Any], *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
         """Calls ``function(*args)`` on every rank and returns the results in the order of ranks."""
+        if not all(process.is_alive() for process in self._processes):
+            # A thread of an earlier call has ended one of them since.
+            self._stop()
         if not self._processes:
             self._start()
         for pipe in self._pipes:

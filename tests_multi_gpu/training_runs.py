@@ -98,7 +98,7 @@ def torchrun(*options: str, processes: int = 2, program: Path = LAUNCH / "train.
 @contextmanager
 def ends_within(limit: float, folder: Path) -> Iterator[None]:
     """Or every process that has ``folder`` in its command says on stderr where it is, and dies: a hang is seen."""
-    timer = threading.Timer(limit, _abort_all, [str(folder).encode()])
+    timer = threading.Timer(limit, abort_all, [folder])
     timer.start()
     try:
         yield
@@ -106,9 +106,10 @@ def ends_within(limit: float, folder: Path) -> Iterator[None]:
         timer.cancel()
 
 
-def _abort_all(words: bytes) -> None:
+def abort_all(folder: Path) -> None:
+    """Ends every process that has ``folder`` in its command."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if words in command.read_bytes():
+            if str(folder).encode() in command.read_bytes():
                 for number in (signal.SIGABRT, signal.SIGCONT):
                     os.kill(int(command.parent.name), number)

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from liger_dist import LigerDistError
 
-from .process import world_size
-from .together import on_rank_zero
+from .process import launcher, rank
+from .together import gathered, on_rank_zero
 
 SHARED_LIMIT = 30.0
 """seconds for a file of rank 0 to be seen by the others: shared disks are asked rarely"""
@@ -35,35 +33,38 @@ def held(folder: Path) -> Iterator[None]:
     lock: list[IO[str]] = []
     try:
         word = on_rank_zero(lambda: _take(folder / "checkpoints", lock))
-        objections = [_objection(folder / "checkpoints", word)]
-        if dist.is_initialized():
-            objections *= world_size()
-            dist.all_gather_object(objections, objections[0])
-        found = {rank: why for rank, why in enumerate(objections) if why is not None}
-        if found:
-            ranks = ", ".join(map(str, found))
-            raise LigerDistError(f"rank {ranks}: {next(iter(found.values()))}; choose another --output_dir.")
+        _refuse(_objection(folder / "checkpoints", word), "--output_dir")
         yield
     finally:
         for file in lock:
             file.close()
 
 
-def goes_on(folder: Path, *, restarted: bool) -> bool:
-    """Whether torchrun started these processes again after :func:`begin`: then the run goes on without being asked."""
-    mark = folder / "checkpoints" / BEGUN
+def check_shared(cache: Path) -> None:
+    """Raises:
+    LigerDistError: a rank does not see what rank 0 writes into ``cache``. One that cannot be written to is not looked
+        at; what is in there may be all that is needed.
+    """
+    name = on_rank_zero(lambda: _leave_probe(cache))
+    if name is not None:
+        try:
+            _refuse(_unseen(cache / name, ""), "--cache_dir")
+        finally:
+            if rank() == 0:
+                (cache / name).unlink()
 
-    def look() -> bool:
-        if not restarted:
-            mark.unlink(missing_ok=True)
-        return mark.exists()
 
-    return on_rank_zero(look)
+def goes_on(folder: Path) -> bool:
+    """Whether the torchrun of these processes, or one of several, has started them before, and they came as far as
+    :func:`begin`: then the run goes on without being asked."""
+    mark, launchers = folder / "checkpoints" / BEGUN, gathered(launcher())
+    return on_rank_zero(lambda: mark.is_file() and not set(mark.read_text().splitlines()).isdisjoint(launchers))
 
 
 def begin(folder: Path) -> None:
     """Notes that what is in the folder now belongs to this run."""
-    on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).touch())
+    launchers = sorted({known for known in gathered(launcher()) if known is not None})
+    on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).write_text("\n".join(launchers)))
 
 
 def _take(folder: Path, lock: list[IO[str]]) -> str:
@@ -91,19 +92,45 @@ def _take(folder: Path, lock: list[IO[str]]) -> str:
     return word
 
 
+def _leave_probe(cache: Path) -> str | None:
+    """The name of an empty file there."""
+    name = f"probe-{uuid.uuid4().hex}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / name).touch()
+    except OSError:
+        return None
+    return name
+
+
 def _objection(folder: Path, word: str) -> str | None:
     """Why this rank cannot use the folder."""
-    deadline = time.monotonic() + SHARED_LIMIT
+    unseen = _unseen(folder / LOCK, word)
+    if unseen is not None:
+        return unseen
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"nothing can be written to {folder}: {error}"
+
+
+def _unseen(file: Path, words: str) -> str | None:
+    """Why this rank does not read ``words`` there."""
+    deadline, why = time.monotonic() + SHARED_LIMIT, ""
     while time.monotonic() < deadline:
         try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-            if (folder / LOCK).read_text() == word:
+            if file.read_text() == words:
                 return None
-        except FileNotFoundError:
-            # Not yet, perhaps.
-            pass
         except OSError as error:
-            return f"nothing can be written to {folder}: {error}"
+            # Not yet, perhaps.
+            why = f" ({error.strerror})"
         time.sleep(0.2)
-    return f"what rank 0 writes to {folder} is not seen here; expected a disk that all machines share"
+    return f"what rank 0 writes to {file.parent} is not seen here{why}; expected a disk that all machines share"
+
+
+def _refuse(objection: str | None, option: str) -> None:
+    found = {rank: why for rank, why in enumerate(gathered(objection)) if why is not None}
+    if found:
+        ranks = ", ".join(map(str, found))
+        raise LigerDistError(f"rank {ranks}: {next(iter(found.values()))}; choose another {option}.")

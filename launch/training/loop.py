@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,20 +13,20 @@ from typing import Any
 
 from liger_dist import LigerDistError
 
-from .anomalies import check_numbers, check_weights
+from .anomalies import check_weights, refuse_numbers
 from .arguments import TrainArguments
 from .checkpoint import Checkpoints, describe_run, refuse_earlier
 from .data import find_blocks, find_tokenizer
 from .ending import Interruption
 from .engine import make_engine
 from .flops import Flops
-from .folder import begin, goes_on, held
+from .folder import begin, check_shared, goes_on, held
 from .layout import Layout, layout_of
 from .memory import plan
 from .meter import LargestTensor, measured, traced
 from .metrics import Metrics, peak_memory_bytes
 from .model import check_wrap, find_config, inner_model, shell
-from .process import rank, total, was_restarted, world_size
+from .process import rank, total, world_size
 from .run import Run
 from .together import on_rank_zero
 from .tokens import fingerprint
@@ -46,9 +47,10 @@ def train(arguments: TrainArguments) -> None:
 
 
 def _train(arguments: TrainArguments, layout: Layout, folder: Path, watchdog: Watchdog) -> None:
-    resume = goes_on(folder, restarted=was_restarted()) or arguments.resume
+    resume = goes_on(folder) or arguments.resume
     if not resume and not arguments.overwrite:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    check_shared(Path(arguments.cache_dir))
     tokenizer = find_tokenizer(arguments)
     config = find_config(arguments, len(tokenizer))
     watchdog.at(0, "preparing")
@@ -118,14 +120,16 @@ def _steps(
             ):
                 loss, norm, num_tokens = run.step(step, watchdog)
             step += 1
-            # Reading the loss waits for the step; the same exchange tells everyone of an interruption, and of a
-            # checkpoint that all ranks have written.
-            asked, writers = total(float(interruption.requested), float(checkpoints.is_written()))
+            row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
+            # Reading the loss has waited for the step. One exchange tells everyone of an interruption, of a checkpoint
+            # that all ranks have written, and of numbers, which a bad device spoils on its own rank alone.
+            is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
+            asked, writers, broken = total(interruption.requested, checkpoints.is_written(), is_broken)
             if writers == world_size():
                 checkpoints.finish()
-            row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
-            with _published_first(checkpoints):
-                check_numbers(run, step, row["loss"], row["grad_norm"])
+            if broken > 0:
+                with _published_first(checkpoints):
+                    refuse_numbers(run, step, row["loss"])
             run.engine.clear()
             seconds = time.perf_counter() - began
             stopped = asked > 0 or (a.stop_at_step is not None and step >= a.stop_at_step)

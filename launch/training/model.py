@@ -99,8 +99,8 @@ def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: W
     """
     torch.manual_seed(arguments.seed)
     folder = Path(arguments.model)
-    # Decided once: the folder may be there for some machines only.
-    has_weights = on_rank_zero(lambda: _has_weights(folder))
+    # Decided once: the folder may be there for some machines only. A preset's name may be that of another folder.
+    has_weights = arguments.model not in PRESETS and on_rank_zero(lambda: _has_weights(folder))
     if has_weights and layout.strategy in WHOLE_FIRST:
         model = _read_weights(folder, arguments.attention)
     if arguments.compile:
@@ -136,7 +136,7 @@ def check_wrap(arguments: TrainArguments, layout: Layout) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Of a preset or a config.json there are none."""
+    """Of a config.json there are none."""
     found = any(file.suffix in (".safetensors", ".bin") for file in folder.glob("*"))
     if folder.is_dir() and not found:
         raise LigerDistError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,9 +86,16 @@ def checkpoint_group() -> Any:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def was_restarted() -> bool:
-    """Whether torchrun started these processes again; alike on every rank, though each machine counts by itself."""
-    return total(float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))[0] > 0
+def launcher() -> str | None:
+    """The torchrun that started this process, which starts it again after a failure or when machines come and go (the
+    latter without counting it); None for none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    # Ids of processes are given away again; the 22nd field is when this one began.
+    status = Path(f"/proc/{parent}/stat")
+    began = status.read_text().rpartition(")")[2].split()[19] if status.is_file() else ""
+    return f"{socket.gethostname()} {parent} {began}"
 
 
 def own_store() -> Any:

@@ -49,6 +49,15 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     return result
 
 
+def gathered(value: T) -> list[T]:
+    """That of every rank, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [value] * world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 @dataclass(frozen=True)
 class _Answer:
     has_ended: bool
@@ -91,10 +100,7 @@ def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator
             reproduce()
         except OSError as error:
             clear = {rank(): str(error)}
-    everyone = [(reasons, clear)]
-    if dist.is_initialized():
-        everyone = [(reasons, clear)] * world_size()
-        dist.all_gather_object(everyone, (reasons, clear))
+    everyone = gathered((reasons, clear))
     found = {rank: reason for said, _ in everyone for rank, reason in said.items()}
     found = {rank: reason for _, said in everyone for rank, reason in said.items()} or found
     if found:
