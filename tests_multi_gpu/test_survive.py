@@ -85,8 +85,9 @@ def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Pa
         assert published(tmp_path / "disturbed")
         # The script replaces itself by torchrun.
         os.kill(workers_of(agents[1].pid)[0], signal.SIGKILL)
-        with ends_within(150, tmp_path):
+        with ends_within(120, tmp_path):
             said = [agent.communicate()[0] for agent in agents]
+            print(*said)
         assert [agent.returncode for agent in agents] == [0, 0], said
     finally:
         abort_all(tmp_path)
@@ -252,7 +253,7 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - frozen)}
     process = torchrun(*as_options(arguments), program=program, env=CPU | variables)
     lines: list[str] = []
-    with ends_within(120, tmp_path):
+    with ends_within(90, tmp_path):
         for line in process.stderr:
             lines.append(line)
             if "error: " in line and "does not answer" in line:
@@ -260,8 +261,9 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
                 (pid,) = re.findall(r"frozen (\d+)", "".join(lines))
                 os.kill(int(pid), signal.SIGCONT)
         process.communicate()
+        print("".join(lines))
     assert process.returncode != 0
-    (said,) = [line for line in lines if "error: " in line and "does not answer" in line] or ["".join(lines)]
+    (said,) = [line for line in lines if "error: " in line and "does not answer" in line]
     if frozen == 1:
         assert "no progress for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
         assert "sequences" in said
@@ -305,8 +307,9 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
     arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = torchrun(*as_options(arguments), program=program, env=CPU | variables)
-    with ends_within(120, tmp_path):
+    with ends_within(90, tmp_path):
         _, said = process.communicate()
+        print(said)
     assert process.returncode != 0
     assert said.count(f"error: no progress for 2 s: {words}") == 1
     assert stuck == "layout_of" or "; rank 1 at late.py:" in said

@@ -31,7 +31,6 @@ from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.token_exchange import numbers_of_token
 from liger_dist.sharding import fsdp2
 from liger_dist.sharding.devices import compute_device
-from liger_dist.sharding.split_head import rows_of
 
 HEADS = ("gather", "vocab_parallel")
 
@@ -135,7 +134,7 @@ def garbage_of_a_step() -> dict[str, list[tuple[int, ...]]]:
         with mock.patch.object(recomputation, "LEAST_BYTES", 1):
             for _ in range(2):
                 model(**make_batch(dist.get_rank())).loss.backward()
-            # What calls before this one left may take several passes: a cycle holds a graph that holds the next.
+            # What earlier calls left may take several passes.
             while gc.collect() > 0:
                 pass
             gc.disable()
@@ -446,56 +445,3 @@ def explained() -> tuple[str, bool]:
     model = wrapped("vocab_parallel")
     result = liger_dist.verify(model, make_batch(dist.get_rank()))
     return str(liger_dist.explain(model)), result.ok
-
-
-def test_auto_compares_what_is_sent_and_held(workers_2: Workers) -> None:
-    for choices in workers_2.run(choices_of_a_head):
-        assert choices == {
-            "few tokens": "vocab_parallel: it sends less and holds less",
-            "more tokens": "gather: vocab_parallel would hold more",
-            "many tokens": "gather: vocab_parallel would send more",
-            "frozen": "gather: vocab_parallel would hold more",
-            "two nodes": "gather: the shard axis goes beyond a node (vocab_parallel keeps replicas of the rows there)",
-            "replicas": "gather: the shard axis has one process",
-            "unfused": "gather: the loss is not fused",
-            "as asked for": "vocab_parallel, as asked for",
-        }
-
-
-def choices_of_a_head() -> dict[str, str | None]:
-    def choice(tokens: int, head: str = "auto", *, model: Any = None, **options: Any) -> str | None:
-        mesh = options.pop("mesh", None)
-        config = liger_dist.WrapConfig(head=head, expected_tokens=tokens, **options)  # type: ignore[arg-type]
-        model = liger_dist.wrap(model or make_model("llama"), "fsdp2", mesh=mesh, config=config)
-        split = "vocab_parallel" in str(liger_dist.explain(model).head).partition(":")[0]
-        assert (rows_of(model.lm_head) is not None) == split
-        return liger_dist.explain(model).head
-
-    frozen: Any = make_model("llama")
-    frozen.lm_head.requires_grad_(False)
-    found = {
-        "few tokens": choice(8),
-        "more tokens": choice(24),
-        "many tokens": choice(100),
-        "frozen": choice(8, model=frozen),
-        "replicas": choice(8, mesh=(2, 1)),
-        "unfused": choice(8, fused_loss=False),
-        "as asked for": choice(100, "vocab_parallel"),
-    }
-    with mock.patch("socket.gethostname", return_value=f"host {dist.get_rank()}"):
-        found["two nodes"] = choice(8)
-    return found
-
-
-def test_processes_that_would_choose_differently_are_refused(workers_2: Workers) -> None:
-    for sentence in workers_2.run(chosen_differently):
-        assert (
-            "rank 0 vocab_parallel: it sends less and holds less; rank 1 gather: vocab_parallel would send" in sentence
-        )
-
-
-def chosen_differently() -> str:
-    config = liger_dist.WrapConfig(expected_tokens=8 if dist.get_rank() == 0 else 10**6)
-    with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
-    return str(caught.value)

@@ -97,11 +97,12 @@ def torchrun(*options: str, processes: int = 2, program: Path = LAUNCH / "train.
 
 @contextmanager
 def ends_within(limit: float, folder: Path) -> Iterator[None]:
-    """Or every process that has ``folder`` in its command says on stderr where it is, and dies: a hang is seen."""
+    """Or every process that has ``folder`` in its command says on stderr where it is and dies; the test fails."""
     timer = threading.Timer(limit, abort_all, [folder])
     timer.start()
     try:
         yield
+        assert timer.is_alive(), f"more than {limit:.0f} s"
     finally:
         timer.cancel()
 

@@ -51,7 +51,7 @@ def check_shared(cache: Path) -> None:
             _refuse(_unseen(cache / name, ""), "--cache_dir")
         finally:
             if rank() == 0:
-                (cache / name).unlink()
+                (cache / name).unlink(missing_ok=True)
 
 
 def goes_on(folder: Path) -> bool:
