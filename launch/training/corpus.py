@@ -24,6 +24,16 @@ class Columns:
     messages: str
 
 
+@dataclass
+class RowCount:
+    """Rows of a corpus, counted by its reader."""
+
+    documents: int = 0
+    """rows of the files that were opened, a text file being one"""
+    is_complete: bool = False
+    """True once the caller has taken the last row of the last file"""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Files, or the folder of one saved dataset."""
@@ -38,17 +48,33 @@ class Corpus:
         state = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         return hashlib.sha256(repr((state, self.columns)).encode()).hexdigest()[:16]
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each document as a row, with the place it came from for messages."""
+    def num_documents(self) -> int | None:
+        """Number of rows; None where only reading a file of JSON or parquet tells."""
         if self.saved_dataset is not None:
             from datasets import load_from_disk
 
-            for index, row in enumerate(load_from_disk(str(self.saved_dataset))):
+            return len(load_from_disk(str(self.saved_dataset)))
+        return len(self.files) if all(SUFFIXES[file.suffix] == "text" for file in self.files) else None
+
+    def rows(self, count: RowCount | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields each document as a row, with the place it came from for messages.
+
+        Args:
+            count: updated while rows are read, from the sizes of the files: it does not depend on what the caller does
+                with the rows.
+        """
+        count = RowCount() if count is None else count
+        if self.saved_dataset is not None:
+            from datasets import load_from_disk
+
+            saved = load_from_disk(str(self.saved_dataset))
+            count.documents += len(saved)
+            for index, row in enumerate(saved):
                 yield f"{self.saved_dataset} row {index}", row
-            return
         for file in self.files:
             kind = SUFFIXES[file.suffix]
             if kind == "text":
+                count.documents += 1
                 yield str(file), {self.columns.text: file.read_text(encoding="utf-8", errors="replace")}
                 continue
             from datasets import Dataset
@@ -58,8 +84,10 @@ class Corpus:
                 rows = reader(str(file), keep_in_memory=True)
             except Exception as error:
                 raise LigerDistError(f"{file} cannot be read as {kind}: {error}") from error
+            count.documents += len(rows)
             for index, row in enumerate(rows):
                 yield f"{file} row {index}", row
+        count.is_complete = True
 
     def texts(self) -> Iterator[str]:
         """Plain text of every document, to train a tokenizer on."""

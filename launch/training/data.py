@@ -9,7 +9,7 @@ from liger_dist import LigerDistError
 
 from .arguments import TrainArguments
 from .corpus import Columns, find_corpus
-from .packing import Blocks, load, prepare
+from .packing import Blocks, load, load_counts, prepare
 from .together import on_rank_zero
 from .tokens import fingerprint, load_tokenizer, train_tokenizer
 
@@ -27,7 +27,7 @@ def find_tokenizer(arguments: TrainArguments) -> Any:
 
 
 def find_blocks(arguments: TrainArguments, tokenizer: Any, vocab_size: int) -> dict[str, Blocks]:
-    """By split, "train" and "held_out".
+    """Blocks by split, "train" and "held_out". Rank 0 writes ``data.json`` into the output folder.
 
     Raises:
         LigerDistError: the data cannot be read, or is too short.
@@ -36,7 +36,12 @@ def find_blocks(arguments: TrainArguments, tokenizer: Any, vocab_size: int) -> d
 
     def prepare_all() -> Path:
         corpus = find_corpus(arguments.data, columns)
-        return prepare(corpus, tokenizer, mark, columns, vocab_size, Path(arguments.cache_dir))
+        prepared = prepare(corpus, tokenizer, mark, columns, vocab_size, Path(arguments.cache_dir))
+        counts, output = load_counts(prepared), Path(arguments.output_dir)
+        print(f"data: {counts}", flush=True)
+        output.mkdir(parents=True, exist_ok=True)
+        counts.write(output)
+        return prepared
 
     folder = on_rank_zero(prepare_all)
     blocks = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,40 @@ from tqdm import tqdm
 
 from liger_dist import LigerDistError
 
-from .corpus import IGNORED, Columns, Corpus, tokenize
+from .corpus import IGNORED, Columns, Corpus, RowCount, tokenize
 from .whole import write_whole
 
 HELD_OUT_EVERY = 20
 """every so many-th document is held out; with fewer documents, the last part of all tokens"""
 DOCUMENTS_AT_ONCE = 512
+COUNTS = "data.json"
+CACHE_FORMAT = 2
+"""part of a cache's key: caches before format 2 have no counts, and may lack all documents after the first 512 or
+1,024"""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of documents and tokens, as ``data.json`` holds them."""
+
+    documents_read: int
+    """rows of all files, a text file being one"""
+    documents_kept: int
+    """documents of at least one token"""
+    tokens: int
+    """of all documents, before the split"""
+    train_tokens: int
+    held_out_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents_read} documents read, {self.documents_kept} with tokens; {self.tokens} tokens, "
+            f"{self.train_tokens} to train on and {self.held_out_tokens} held out"
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes ``data.json`` into ``folder``."""
+        (folder / COUNTS).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -89,19 +117,26 @@ class Order:
 def prepare(
     corpus: Corpus, tokenizer: Any, tokenizer_fingerprint: str, columns: Columns, vocab_size: int, cache: Path
 ) -> Path:
-    """Tokenises the corpus once; returns the folder that :func:`load` reads. An interrupted one is never taken for
-    whole."""
-    key = json.dumps([corpus.fingerprint(), tokenizer_fingerprint, vocab_size, HELD_OUT_EVERY])
+    """Tokenises the corpus once; returns the folder that :func:`load` and :func:`load_counts` read. An interrupted one
+    is never taken for whole.
+
+    Raises:
+        LigerDistError: no document has a token, or a document or a token was lost on the way to the cache.
+    """
+    key = json.dumps([CACHE_FORMAT, corpus.fingerprint(), tokenizer_fingerprint, vocab_size, HELD_OUT_EVERY])
     folder = cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
-    documents = list(_documents(corpus, tokenizer, columns, vocab_size))
+    read = RowCount()
+    documents = list(_documents(corpus, read, tokenizer, columns, vocab_size))
     if not any(len(ids) for ids, _ in documents):
         raise LigerDistError("the data holds no token; give files with text in them.")
     streams = _split(documents)
+    counts = _count(read, documents, streams)
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
+        counts.write(partial)
         for split, stream in streams.items():
             for name in ("ids", "labels", "starts"):
                 np.save(partial / f"{split}.{name}.npy", getattr(stream, name))
@@ -118,22 +153,54 @@ def load(folder: Path, split: str) -> Stream:
     return Stream(ids, labels, starts)
 
 
+def load_counts(folder: Path) -> Counts:
+    """Counts of the run that wrote the folder."""
+    return Counts(**json.loads((folder / COUNTS).read_text()))
+
+
 def _documents(
-    corpus: Corpus, tokenizer: Any, columns: Columns, vocab_size: int
+    corpus: Corpus, read: RowCount, tokenizer: Any, columns: Columns, vocab_size: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    rows = tqdm(corpus.rows(), desc="tokenising", unit=" documents", total=len(corpus.files) or None, mininterval=1)
-    while batch := list(islice(rows, DOCUMENTS_AT_ONCE)):
-        # Plain text goes to the tokenizer together, which then uses all cores.
-        plain = [index for index, (_, row) in enumerate(batch) if _is_plain_text(row, columns)]
-        texts = [batch[index][1][columns.text] for index in plain]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        ready = {index: [*ids, tokenizer.eos_token_id] for index, ids in zip(plain, encoded, strict=True)}
-        for index, (where, row) in enumerate(batch):
-            if index in ready:
-                ids = labels = ready[index]
-            else:
-                ids, labels = tokenize(where, row, tokenizer, columns, vocab_size)
-            yield np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
+    # One iterator for all batches, beside the bar: each iter() of a tqdm object is a new generator, which closes the
+    # bar when it is dropped; that of a closed bar closes the rows.
+    rows = corpus.rows(read)
+    with tqdm(total=corpus.num_documents(), desc="tokenising", unit=" documents", mininterval=1) as bar:
+        while batch := list(islice(rows, DOCUMENTS_AT_ONCE)):
+            # Plain text goes to the tokenizer together, which then uses all cores.
+            plain = [index for index, (_, row) in enumerate(batch) if _is_plain_text(row, columns)]
+            texts = [batch[index][1][columns.text] for index in plain]
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+            ready = {index: [*ids, tokenizer.eos_token_id] for index, ids in zip(plain, encoded, strict=True)}
+            for index, (where, row) in enumerate(batch):
+                if index in ready:
+                    ids = labels = ready[index]
+                else:
+                    ids, labels = tokenize(where, row, tokenizer, columns, vocab_size)
+                yield np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
+            bar.update(len(batch))
+
+
+def _count(
+    read: RowCount, documents: list[tuple[NDArray[np.int32], NDArray[np.int32]]], streams: dict[str, Stream]
+) -> Counts:
+    """Raises:
+    LigerDistError: what goes into the cache is not all that was read.
+    """
+    lengths = [len(ids) for ids, _ in documents]
+    kept, empty = sum(length > 0 for length in lengths), lengths.count(0)
+    counts = Counts(read.documents, kept, sum(lengths), len(streams["train"].ids), len(streams["held_out"].ids))
+    if kept + empty != read.documents or not read.is_complete:
+        extent = "all files" if read.is_complete else "the files opened before reading stopped"
+        raise LigerDistError(
+            f"{kept + empty} documents were tokenised but {extent} have {read.documents}; expected every document of "
+            "every file. No cache was written; report this with the kind of data and the versions of tqdm and datasets."
+        )
+    if counts.train_tokens + counts.held_out_tokens != counts.tokens:
+        raise LigerDistError(
+            f"{counts.train_tokens} tokens to train on and {counts.held_out_tokens} held out were taken from "
+            f"{counts.tokens}; expected all of them. No cache was written; report this."
+        )
+    return counts
 
 
 def _is_plain_text(row: dict[str, Any], columns: Columns) -> bool:
