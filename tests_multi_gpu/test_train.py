@@ -18,6 +18,7 @@ from harness import Workers
 from models import make_batch, make_model
 from training.arguments import parse
 from training.corpus import Columns, find_corpus, tokenize
+from training.data import find_tokenizer
 from training.ending import run
 from training.engine import clip
 from training.loop import train
@@ -122,6 +123,7 @@ def test_weights_of_a_folder_are_loaded_under_fsdp2(
     model: Any = make_model("llama", dtype=torch.float32)
     model.resize_token_embeddings(601)
     model.save_pretrained(tmp_path / "model")
+    find_tokenizer(arguments_for(data, cache, tmp_path)).save_pretrained(tmp_path / "model")
     losses = []
     for strategy, run_with in (("none", None), ("fsdp2", workers_2)):
         output = tmp_path / strategy

@@ -1,4 +1,5 @@
-"""The data of the training program: no document is lost between its files and the cache."""
+"""The data of the training program: no document is lost between its files and the cache, and pretrained weights keep
+their tokenizer."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import training.packing
+from models import make_model
 from training.arguments import TrainArguments
 from training.corpus import Columns, Corpus, find_corpus
-from training.data import find_blocks
+from training.data import find_blocks, find_tokenizer
 from training.loop import train
 from training.packing import HELD_OUT_EVERY
 from training.tokens import fingerprint, load_tokenizer, train_tokenizer
@@ -193,3 +196,56 @@ def test_what_is_lost_on_the_way_is_an_error(
         find_blocks(short(many, tokenizer_folder, tmp_path), load_tokenizer(tokenizer_folder), ENTRIES)
     assert not list((tmp_path / "cache").glob("tokens-*"))
     assert not (tmp_path / "run" / "data.json").exists()
+
+
+def write_model(folder: Path, tokenizer_folder: Path | None, family: str = "llama") -> Path:
+    """A pretrained folder with room for 601 entries."""
+    model: Any = make_model(family, dtype=torch.float32)
+    model.resize_token_embeddings(601)
+    model.save_pretrained(folder)
+    if tokenizer_folder is not None:
+        load_tokenizer(tokenizer_folder).save_pretrained(folder)
+    return folder
+
+
+def test_pretrained_weights_keep_their_tokenizer(data: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", tokenizer_folder)
+    own = fingerprint(load_tokenizer(tokenizer_folder))
+    arguments = short(data, None, tmp_path, model=str(model), strategy="none", checkpoint_every=1)
+    train(arguments)
+    assert not list((tmp_path / "cache").glob("tokenizer-*"))
+    assert fingerprint(load_tokenizer(tmp_path / "run" / "checkpoints" / "step-00000001" / "model")) == own
+    other = tmp_path / "other"
+    train_tokenizer(["other words of another text, and other ones"], 280, other)
+    for given in ("tiny", str(model)):
+        explicit = find_tokenizer(replace(arguments, model=given, tokenizer=str(other)))
+        assert fingerprint(explicit) == fingerprint(load_tokenizer(other)) != own
+    for given in ("tiny", str(model / "config.json")):
+        assert len(find_tokenizer(replace(arguments, model=given, vocab_size=601))) == 601
+    assert len(list((tmp_path / "cache").glob("tokenizer-*"))) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_pretrained_folder_without_a_tokenizer_is_refused(
+    family: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers makes an empty tokenizer from the config of a Qwen2 model."""
+    model = write_model(tmp_path / "model", None, family)
+
+    def read(*_: object) -> None:
+        raise AssertionError("the data is read")
+
+    monkeypatch.setattr(Corpus, "rows", read)
+    words = r"the folder .*model, which has no tokenizer that can be used; name one with --tokenizer FOLDER"
+    for changes in ({}, {"dry_run": True}):
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            train(short(data, None, tmp_path, model=str(model), strategy="none", **changes))
+
+
+def test_a_dry_run_of_a_pretrained_folder_counts_with_its_tokenizer(
+    data: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not with the size of one that would be trained, for which the model has no room."""
+    model = write_model(tmp_path / "model", tokenizer_folder)
+    train(short(data, None, tmp_path, model=str(model), strategy="none", dry_run=True, vocab_size=4096))
+    assert "parameters" in capsys.readouterr().out

@@ -38,7 +38,11 @@ class TrainArguments:
     )
     text_column: str = option("text", "column that holds plain text")
     messages_column: str = option("messages", "column that holds chat turns; only assistant turns are learnt")
-    tokenizer: Optional[str] = option(None, "folder with a tokenizer; default: a byte-level BPE trained on the data")
+    tokenizer: Optional[str] = option(
+        None,
+        "folder with a tokenizer; default: the one in the folder of a pretrained model, else a byte-level BPE trained "
+        "on the data",
+    )
     vocab_size: int = option(4096, "size of the trained BPE")
     output_dir: str = option("runs/train", "where everything is written")
     cache_dir: str = option("runs/cache", "where tokenizers and tokenised data are kept between runs")

@@ -9,13 +9,14 @@ from liger_dist import LigerDistError
 
 from .arguments import TrainArguments
 from .corpus import Columns, find_corpus
+from .model import PRESETS, read_config
 from .packing import Blocks, load, load_counts, prepare
 from .together import on_rank_zero
 from .tokens import fingerprint, load_tokenizer, train_tokenizer
 
 
 def find_tokenizer(arguments: TrainArguments) -> Any:
-    """The one of ``--tokenizer``, or one trained on the data.
+    """Loads the tokenizer of ``--tokenizer`` or of the pretrained folder, or one trained on the data.
 
     Raises:
         LigerDistError: there is none, or it makes no token of the prompt.
@@ -57,10 +58,38 @@ def find_blocks(arguments: TrainArguments, tokenizer: Any, vocab_size: int) -> d
     return blocks
 
 
-def _tokenizer_folder(arguments: TrainArguments) -> Path:
+def given_tokenizer(arguments: TrainArguments) -> Path | None:
+    """Folder of the tokenizer that the arguments name: that of ``--tokenizer``, else a pretrained folder; None where
+    one is to be trained on the data.
+
+    Raises:
+        LigerDistError: no tokenizer can be loaded from it, or ``--model`` is no model.
+    """
     if arguments.tokenizer is not None:
         load_tokenizer(Path(arguments.tokenizer))
         return Path(arguments.tokenizer)
+    # The name of a preset may be that of another folder.
+    if arguments.model in PRESETS:
+        return None
+    model = Path(arguments.model)
+    read_config(model)
+    if not model.is_dir():
+        return None
+    # Pretrained weights know the ids of their own tokenizer only.
+    try:
+        load_tokenizer(model)
+    except LigerDistError as error:
+        raise LigerDistError(
+            f"--model is the folder {model}, which has no tokenizer that can be used; name one with --tokenizer FOLDER "
+            f"({error})"
+        ) from error
+    return model
+
+
+def _tokenizer_folder(arguments: TrainArguments) -> Path:
+    given = given_tokenizer(arguments)
+    if given is not None:
+        return given
     corpus = find_corpus(arguments.data, _columns(arguments))
     trained = Path(arguments.cache_dir) / f"tokenizer-{corpus.fingerprint()}-{arguments.vocab_size}"
     if not trained.is_dir():

@@ -16,7 +16,7 @@ from liger_dist import LigerDistError
 from .anomalies import check_weights, refuse_numbers
 from .arguments import TrainArguments
 from .checkpoint import Checkpoints, describe_run, refuse_earlier
-from .data import find_blocks, find_tokenizer
+from .data import find_blocks, find_tokenizer, given_tokenizer
 from .ending import Interruption
 from .engine import make_engine
 from .flops import Flops
@@ -29,7 +29,7 @@ from .model import check_wrap, find_config, inner_model, shell
 from .process import rank, total, world_size
 from .run import Run
 from .together import on_rank_zero
-from .tokens import fingerprint
+from .tokens import fingerprint, load_tokenizer
 from .watchdog import Watchdog
 
 
@@ -173,7 +173,8 @@ def _write_model(folder: Path, config: Any, tokenizer: Any) -> None:
 def _plan(arguments: TrainArguments) -> None:
     layout = layout_of(arguments, arguments.world_size or world_size())
     if rank() == 0:
-        config = find_config(arguments, arguments.vocab_size)
+        given = given_tokenizer(arguments)
+        config = find_config(arguments, arguments.vocab_size if given is None else len(load_tokenizer(given)))
         check_wrap(arguments, layout)
         print(plan(arguments, layout, shell(arguments, config), config))
 

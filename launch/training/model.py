@@ -55,22 +55,31 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
             eos_token_id=None,
         )
     path = Path(arguments.model)
-    if not path.exists():
-        raise LigerDistError(
-            f"--model is {arguments.model!r}, which is neither a preset ({', '.join(PRESETS)}) nor a folder or "
-            "config.json that exists."
-        )
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LigerDistError(f"no model config can be read from {path}: {error}") from error
+    config = read_config(path)
     available = config.get_text_config().vocab_size
     if available < vocab_size:
         raise LigerDistError(
-            f"the tokenizer has {vocab_size} entries but the model {path} has only {available}; use the model's own "
-            "tokenizer (--tokenizer), or resize its embeddings first."
+            f"the tokenizer has {vocab_size} entries but the model {path} has only {available}; use the tokenizer that "
+            "the model was trained with (--tokenizer), or resize its embeddings first."
         )
     return config
+
+
+def read_config(path: Path) -> Any:
+    """Reads the config of a pretrained folder or of a config.json.
+
+    Raises:
+        LigerDistError: there is none.
+    """
+    if not path.exists():
+        raise LigerDistError(
+            f"--model is {str(path)!r}, which is neither a preset ({', '.join(PRESETS)}) nor a folder or config.json "
+            "that exists."
+        )
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise LigerDistError(f"no model config can be read from {path}: {error}") from error
 
 
 def shell(arguments: TrainArguments, config: Any) -> nn.Module:

@@ -44,12 +44,12 @@ def load_tokenizer(folder: Path) -> Any:
     """A tokenizer from a folder, never from the network.
 
     Raises:
-        LigerDistError: no such folder, no tokenizer in it, or one without an end-of-sequence token.
+        LigerDistError: no such folder, no tokenizer in it, or one without a vocabulary or an end-of-sequence token.
     """
     if not folder.is_dir():
         raise LigerDistError(
             f"the tokenizer folder {folder} does not exist; give a folder that holds tokenizer.json, or leave "
-            "--tokenizer out to train one on the data."
+            "--tokenizer out for the one in the folder of --model, or one trained on the data."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -60,6 +60,9 @@ def load_tokenizer(folder: Path) -> Any:
             f"the tokenizer in {folder} is a {type(tokenizer).__name__} without tokenizer.json; convert it to a "
             "fast one."
         )
+    # Transformers makes an empty tokenizer for some kinds of models where a folder has only their config.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise LigerDistError(f"{folder} has no vocabulary of a tokenizer; give a folder that holds tokenizer.json.")
     if tokenizer.eos_token_id is None:
         raise LigerDistError(
             f"the tokenizer in {folder} has no end-of-sequence token; set eos_token and save it again."
