@@ -31,12 +31,12 @@ class WrapConfig:
     layer_kernels: bool = True
     """Compute norms, gated MLPs, rotary embedding and residual additions by kernels, where a probe of the model's own
     code agrees. Layers that are compiled, or that compute in fp64, keep their own code."""
-    head: Head = "auto"
+    head: Head = "gather"
     """How the loss reaches a head that "fsdp2" shards: "gather" collects its weight; with "vocab_parallel" every
     process keeps its rows and the tokens travel to them, so that neither the whole weight nor its whole gradient
     exists anywhere; all processes then have to scale their losses alike, and to ask for the same at the same time
-    ("gather" lets each weigh its own). "auto" takes the second where it can, the shard axis is one node, and less is
-    sent and held for micro-batches of ``expected_tokens``; ``explain`` says why."""
+    ("gather", the default, lets each weigh its own). "auto" takes the second where it can, the shard axis is one node,
+    and less is sent and held for micro-batches of ``expected_tokens``; ``explain`` says why."""
     head_shard_size: int | None = None
     """"vocab_parallel": how many neighbours on the shard axis share the rows, of which the others then have replicas;
     None for those on one node, because tokens travel for every loss."""

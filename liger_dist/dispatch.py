@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +18,7 @@ from .sharding.fsdp2_vocab_parallel import FSDP2VocabParallel
 from .sharding.head_cost import HeadShapes, head_costs
 from .sharding.replicated import Replicated
 from .sharding.split_head import rows_of
-from .sharding.tensor_parallel import TensorParallel, tensor_parallel_axis
+from .sharding.tensor_parallel import NOT_SPLIT, TensorParallel, tensor_parallel_axis
 from .sharding.zero3 import Zero3, is_quantized, is_stored_by_zero3
 
 ADAPTERS: tuple[ShardingAdapter, ...] = (
@@ -34,15 +36,25 @@ SERVES_TOO = "would serve too; comes later in the order"
 
 
 def collect_facts(
-    model: nn.Module, head: nn.Linear, *, strategy: str, tied: bool, adapted: bool, config: WrapConfig
+    model: nn.Module,
+    head: nn.Linear,
+    *,
+    strategy: str,
+    tied_to: tuple[nn.Module, ...],
+    adapted: bool,
+    config: WrapConfig,
 ) -> Facts:
-    """What every rank knows alike of ``head`` inside ``model``. No collectives; valid at rest and inside a forward."""
+    """What every rank knows alike of ``head`` inside ``model``. No collectives; valid at rest and inside a forward.
+
+    Args:
+        tied_to: the embeddings whose weight is the head's own parameter.
+    """
     fsdp2 = find_param(head, model)
     weight = head.weight
     engine: Engine = "ddp" if strategy == "ddp" else "plain"
     placements = mesh_shape = mesh_axes = None
     data_parallel_axes = 0
-    is_apart = not tied
+    is_apart = not tied_to
     if fsdp2 is not None:
         engine = "fsdp2"
         group, fsdp_param = fsdp2
@@ -59,7 +71,7 @@ def collect_facts(
         engine = "zero3"
     elif is_stored_by_fsdp1(weight):
         engine = "fsdp1"
-        is_apart = has_own_unit(head, model)
+        is_apart = has_own_unit(head, model, tied_to)
     if isinstance(weight, DTensor):
         placements = tuple(str(placement) for placement in weight.placements)
         mesh_shape = tuple(weight.device_mesh.shape)
@@ -77,7 +89,7 @@ def collect_facts(
         tensor_parallel=tensor_parallel,
         tensor_parallel_size=tensor_parallel_size,
         has_bias=head.bias is not None,
-        tied=tied,
+        tied=bool(tied_to),
         apart_from_embedding=is_apart,
         adapted=adapted,
         trains=weight.requires_grad,
@@ -114,12 +126,23 @@ def choose(facts: Facts) -> ShardingAdapter:
     """The first adapter of :data:`ADAPTERS` that has no reason against these facts.
 
     Raises:
-        NoAdapterError: none does; the message lists the facts and every reason.
+        NoAdapterError: none does; the message begins with the reasons of the adapter for this storage, and lists all
+            reasons and facts.
     """
     reasons = reasons_against(facts)
     for adapter in ADAPTERS:
         if not reasons[adapter.name]:
             return adapter
+    is_of_another = partial(_is_of_another_storage, facts)
+    nearest = next((name for name, why in reasons.items() if not any(map(is_of_another, why))), ADAPTERS[-1].name)
     table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
     known = ", ".join(f"{name}={value}" for name, value in facts.lines())
-    raise NoAdapterError(f"no adapter can compute the loss of this output embedding ({known}):\n{table}")
+    raise NoAdapterError(
+        f"no adapter can compute the loss of this output embedding: {'; '.join(reasons[nearest])}.\nAll adapters and "
+        f"their reasons:\n{table}\nThe facts: {known}."
+    )
+
+
+def _is_of_another_storage(facts: Facts, reason: str) -> bool:
+    """True if the reason only says that the adapter is for another storage."""
+    return reason.startswith(facts.storage) or reason == NOT_SPLIT

@@ -128,6 +128,8 @@ def _option_objection(strategy: str, mesh: Mesh | None, config: WrapConfig) -> s
 
 
 def _model_objection(model: nn.Module, structure: Structure) -> str | None:
+    if structure.unfusable is not None:
+        return structure.unfusable
     if is_adapted(active_head(model.get_submodule(structure.head_name))):
         return (
             "an adapter (LoRA) is on the output embedding; leave the head out of its target_modules, or use "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .errors import LigerDistError
 from .patching.call import LOGITS
 from .patching.seam import Seam
+from .sharding.agreement import sentences_of_all_ranks
 from .sharding.devices import collective_device
 from .sharding.gradients import backward, clear_gradients, local_gradients, unfinished_step
 from .sharding.replicas import divergent_parameters
@@ -126,7 +127,7 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     problems = [*_problems(verification), *_disagreements(chosen, inner)]
     if not errors.reach(list(fused.gradients)):
         problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
-    return replace(verification, problems=tuple(_union(problems)))
+    return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
 
 
 def _run(model: nn.Module, batch: dict[str, Any], *, factor: float = 1.0) -> _Pass:
@@ -237,8 +238,8 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
 def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or not bool((labels[..., 1:] != -100).any()):
-        return "the batch has no label that counts; give every rank one with a target"
+    if not isinstance(labels, Tensor):
+        return "the batch has no labels; give every rank some with a target"
     try:
         call = seam.signature.read((), batch | {"labels": labels.cpu()})
         if call.loss:
@@ -246,6 +247,8 @@ def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | Non
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         seam.check_at_entry(call)
+        if not seam.has_target(call):
+            return "the batch has no label that counts; give every rank one with a target"
     except LigerDistError as error:
         return str(error).rstrip(".")
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -262,15 +265,6 @@ def _parameters_of_the_head(model: nn.Module, place: nn.Module) -> list[str]:
 
 def _agree(objection: str | None) -> None:
     """Raises on every rank what one rank objects to."""
-    sentences = _union([] if objection is None else [objection])
+    sentences = sentences_of_all_ranks([] if objection is None else [objection])
     if sentences:
         raise LigerDistError(f"verify cannot run: {'; '.join(sentences)}.")
-
-
-def _union(sentences: list[str]) -> list[str]:
-    """Those of all ranks, once each, on every rank."""
-    if not dist.is_initialized():
-        return sentences
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sentences)
-    return list(dict.fromkeys(sentence for theirs in everyone for sentence in theirs))

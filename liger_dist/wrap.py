@@ -6,7 +6,7 @@ import functools
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .config import SHARDING_STRATEGIES, STRATEGIES, Strategy, WrapConfig, check_sharding_options
+from .checks import check_model, check_strategy
+from .config import Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
-from .head_choice import check_head_of, check_head_options, choose_head
+from .head_choice import choose_head
 from .losses.arguments import as_output_names
 from .patching.call import check_outputs
 from .patching.head import precede_installed_forward
@@ -38,16 +39,20 @@ from .patching.structure import (
     initializer_of,
     input_embedding,
 )
+from .patching.unfused import UnfusedCalls
 from .sharding import fsdp1, fsdp2
+from .sharding.agreement import sentences_of_all_ranks
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
-from .sharding.mesh import Mesh, check_mesh, make_mesh, split_axes
+from .sharding.mesh import Mesh, make_mesh, split_axes
 from .sharding.replicated import replicate
-from .sharding.split_head import rows_mesh, split_heads
+from .sharding.split_head import release_communicators, rows_mesh, split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
+_FAILED = "_liger_dist_failed"
+"""on a model that a failed :func:`wrap` has left sharded: the sentence that says so"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,8 @@ class _Wrapped:
     seam: Seam | None
     plan: LossPlan | None
     unfused_reason: str | None
+    unfused: UnfusedCalls | None
+    """refuses options of the loss where it is not fused"""
     head_reason: str | None
     """which way to the head was chosen under "fsdp2", and why"""
     layers: LayerReport
@@ -130,7 +137,7 @@ def wrap(
             that the strategy does not have. Nothing has been changed and no collective has started then.
     """
     config = config or WrapConfig()
-    _check_strategy(strategy, mesh, config)
+    check_strategy(strategy, mesh, config)
     outer, model = model, _without_adapters(model)
     if is_wrapped(outer):
         raise LigerDistError(
@@ -141,47 +148,120 @@ def wrap(
             f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
             "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
         )
+    if _FAILED in vars(model):
+        raise LigerDistError(vars(model)[_FAILED])
     check_outputs(as_output_names(config.outputs))
-    structure = find_structure(model)
-    without_storage = is_meta(model)
-    _check_model(model, structure, strategy, config, without_storage=without_storage)
-    initialize = initializer_of(model) if without_storage else None
-    plan, reason = _probe(model, structure, config)
+    found = _agreed(strategy, functools.partial(_inspect, model, strategy, config))
     device_mesh, head_reason = None, None
     if strategy in ("fsdp1", "fsdp2", "tp"):
         device_mesh = make_mesh(mesh, dist.get_world_size(), device_type=compute_device().type, strategy=strategy)
     if strategy == "fsdp2" and device_mesh is not None:
-        config, head_reason = choose_head(model, structure, plan, mesh=device_mesh, config=config)
-    seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
-    layers, owner = LayerReport(), uuid.uuid4().hex
-    try:
+        config, head_reason = choose_head(model, found.structure, found.plan, mesh=device_mesh, config=config)
+    seam = None if found.plan is None else Seam(model, found.structure, found.plan, strategy=strategy, config=config)
+    owner = uuid.uuid4().hex
+    with ExitStack() as undo:
+        layers = LayerReport()
+        undo.callback(restore_layers, model, owner=owner)
         if config.layer_kernels:
-            layers = replace_layers(model, structure.layers, backend=config.kernels, owner=owner)
+            layers = replace_layers(model, found.structure.layers, backend=config.kernels, owner=owner)
         record = _Wrapped(
-            structure=structure,
+            structure=found.structure,
             strategy=strategy,
             config=config,
             seam=seam,
-            plan=plan,
-            unfused_reason=reason,
+            plan=found.plan,
+            unfused_reason=found.unfused_reason,
+            unfused=None if found.unfused_reason is None else UnfusedCalls(model, found.unfused_reason),
             head_reason=head_reason,
             layers=layers,
             owner=owner,
         )
         setattr(model, _RECORD, record)
+        undo.callback(_take_off, model, record)
         if seam is not None:
             seam.fuse()
-        wrapped = _shard(outer, model, record, device_mesh, initialize)
-        if seam is not None and seam.redirect is not None and isinstance(wrapped, Wrapper):
-            seam.redirect.attach(wrapped)
-    except BaseException:
-        if seam is not None:
-            seam.remove()
-        restore_layers(model, owner=owner)
-        vars(model).pop(_RECORD, None)
-        raise
+        undo.push(functools.partial(_refuse_if_sharded, model))
+        wrapped = _shard(outer, model, record, device_mesh, found.initialize, undo)
+        if seam is not None and isinstance(wrapped, Wrapper):
+            seam.redirect_through(wrapped)
+        undo.pop_all()
     _call_with_hooks(outer, model)
     return wrapped
+
+
+@dataclass(frozen=True)
+class _Inspected:
+    """What :func:`wrap` reads off a model before it changes anything."""
+
+    structure: Structure
+    initialize: Initializer | None
+    """None for a model with storage"""
+    plan: LossPlan | None
+    unfused_reason: str | None
+
+
+def _inspect(model: nn.Module, strategy: Strategy, config: WrapConfig) -> _Inspected:
+    structure = find_structure(model)
+    without_storage = is_meta(model)
+    check_model(model, structure, strategy, config, without_storage=without_storage)
+    initialize = initializer_of(model) if without_storage else None
+    plan, reason = _probe(model, structure, config)
+    if plan is None and config.token_mean == "global":
+        raise LigerDistError(
+            f"token_mean is 'global' but the loss of {type(model).__name__} is not fused ({reason}) and keeps its own "
+            "mean; leave it out, and pass num_items_in_batch to the model."
+        )
+    return _Inspected(structure, initialize, plan, reason)
+
+
+def _agreed(strategy: Strategy, inspect: Callable[[], _Inspected]) -> _Inspected:
+    """What ``inspect`` returns. Where all ranks are about to call collectives, one rank's refusal is every rank's; one
+    exchange of sentences.
+
+    Raises:
+        LigerDistError: of this rank, or that of another one.
+    """
+    if strategy not in ("ddp", "fsdp1", "fsdp2", "tp"):
+        return inspect()
+    try:
+        found, refusal = inspect(), None
+    except LigerDistError as error:
+        found, refusal = None, error
+    sentences = sentences_of_all_ranks([] if refusal is None else [str(refusal)])
+    if refusal is not None:
+        raise refusal
+    if sentences:
+        raise LigerDistError(f"another rank refused to wrap its model: {' '.join(sentences)}")
+    assert found is not None
+    return found
+
+
+def _take_off(model: nn.Module, record: _Wrapped) -> None:
+    """Removes hooks, the fused head and the record."""
+    if record.seam is not None:
+        record.seam.remove()
+    if record.unfused is not None:
+        record.unfused.remove()
+    delattr(model, _RECORD)
+
+
+def _refuse_if_sharded(model: nn.Module, kind: object, error: BaseException | None, trace: object) -> None:
+    """After a failure in the middle of sharding: the units that are sharded cannot be restored without their full
+    parameters, so the model refuses to be wrapped or called."""
+    was_changed = any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules())
+    was_changed |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if not was_changed:
+        return
+    sentence = (
+        f"liger_dist.wrap failed while it sharded this {type(model).__name__} ({type(error).__name__}: {error}), and "
+        "some of its parameters are sharded already; build the model anew."
+    )
+
+    def refuse(*_: Any) -> None:
+        raise LigerDistError(sentence)
+
+    vars(model)[_FAILED] = sentence
+    model.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:
@@ -201,13 +281,19 @@ def _call_with_hooks(outer: nn.Module, model: nn.Module) -> None:
 
 
 def _shard(
-    outer: nn.Module, model: nn.Module, record: _Wrapped, mesh: DeviceMesh | None, initialize: Initializer | None
+    outer: nn.Module,
+    model: nn.Module,
+    record: _Wrapped,
+    mesh: DeviceMesh | None,
+    initialize: Initializer | None,
+    undo: ExitStack,
 ) -> nn.Module:
     """Everything that :func:`wrap` does after the head has its new class; ``outer`` is ``model``, or PEFT's around
     it."""
     structure, config, device = record.structure, record.config, compute_device()
     place = model.get_submodule(structure.head_name)
-    if config.activation_checkpointing:
+    if config.activation_checkpointing and not _has_checkpointing(model):
+        undo.callback(model.gradient_checkpointing_disable)  # type: ignore[arg-type]
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     data_parallel: DeviceMesh | None = None
     if mesh is not None:
@@ -218,32 +304,7 @@ def _shard(
             heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
             parallelize_heads(model, heads, structure.tied_to, mesh=tensor_parallel)
     if record.strategy == "fsdp2" and data_parallel is not None:
-        tail = [module for module in (structure.final_norm, place) if module is not None]
-        left_alone: frozenset[nn.Parameter] = frozenset()
-        undo: Callable[[], None] = _nothing
-        if config.head == "vocab_parallel":
-            heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
-            mesh_of_rows = rows_mesh(data_parallel, config.head_shard_size)
-            left_alone, undo = split_heads(
-                model,
-                heads,
-                mesh=mesh_of_rows,
-                device=device,
-                compute_dtype=config.param_dtype,
-                reduce_dtype=config.reduce_dtype,
-                peer_copies=config.peer_copies,
-            )
-            for head in heads if record.seam is not None else ():
-                precede_installed_forward(head)
-        in_root = structure.tied or bool(left_alone)
-        units = fsdp2.ShardingUnits(
-            layers=structure.layers, embedding=input_embedding(model), tail=() if in_root else tail
-        )
-        try:
-            fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
-        except BaseException:
-            undo()
-            raise
+        _shard_by_fsdp2(model, record, data_parallel, undo)
     if record.seam is not None:
         # After FSDP2's own hooks were set, so that these come first and a wrong label is refused before any collective.
         record.seam.listen()
@@ -256,8 +317,32 @@ def _shard(
     return replicate(outer.to(device)) if record.strategy == "ddp" else outer
 
 
-def _nothing() -> None:
-    """Undoes what was not done."""
+def _shard_by_fsdp2(model: nn.Module, record: _Wrapped, mesh: DeviceMesh, undo: ExitStack) -> None:
+    structure, config = record.structure, record.config
+    place = model.get_submodule(structure.head_name)
+    tail = [module for module in (structure.final_norm, place) if module is not None]
+    left_alone: frozenset[nn.Parameter] = frozenset()
+    if config.head == "vocab_parallel":
+        heads = [head for head in heads_at(place) if isinstance(head, nn.Linear)]
+        left_alone, restore = split_heads(
+            model,
+            heads,
+            mesh=rows_mesh(mesh, config.head_shard_size),
+            device=compute_device(),
+            compute_dtype=config.param_dtype,
+            reduce_dtype=config.reduce_dtype,
+            peer_copies=config.peer_copies,
+        )
+        undo.callback(restore)
+        for head in heads if record.seam is not None else ():
+            precede_installed_forward(head)
+    in_root = structure.tied or bool(left_alone)
+    units = fsdp2.ShardingUnits(layers=structure.layers, embedding=input_embedding(model), tail=() if in_root else tail)
+    fsdp2.shard(model, units, mesh=mesh, config=config, left_alone=left_alone)
+
+
+def _has_checkpointing(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -269,14 +354,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     inner = inner_model(model)
     record = record_of(inner)
-    if record.seam is not None:
-        record.seam.remove()
+    _take_off(inner, record)
     restore_layers(inner, owner=record.owner)
+    release_communicators(inner)
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, functools.partial) and forward.func is inner:
             del module.forward
-    delattr(inner, _RECORD)
     if isinstance(model, FullyShardedDataParallel):
         return model
     outer = model.module if isinstance(model, Wrapper) else model
@@ -299,7 +383,7 @@ def explain(model: nn.Module) -> Explanation:
         inner,
         head,
         strategy=record.strategy,
-        tied=structure.tied and head is structure.head,
+        tied_to=structure.tied_to if head is structure.head else (),
         adapted=in_use is not base,
         config=record.config,
     )
@@ -361,6 +445,8 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
+        if structure.unfusable is not None:
+            raise NotFusableError(structure.unfusable)
         return probe_plan(model, structure), None
     except NotFusableError as error:
         warnings.warn(
@@ -369,72 +455,3 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
             stacklevel=3,
         )
         return None, str(error)
-
-
-def _check_model(
-    model: nn.Module, structure: Structure, strategy: str, config: WrapConfig, *, without_storage: bool
-) -> None:
-    if config.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-        raise LigerDistError(
-            f"activation_checkpointing is True but {type(model).__name__} does not support it "
-            "(supports_gradient_checkpointing); leave it out, or checkpoint the layers yourself before wrapping."
-        )
-    check_head_of(model, structure, config)
-    if without_storage and strategy == "auto":
-        raise LigerDistError(
-            "the model is on the meta device and strategy='auto' does not give it storage; name a strategy that does, "
-            "or materialise it first."
-        )
-    is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    if strategy in ("fsdp1", "fsdp2", "tp") and is_sharded:
-        raise LigerDistError(
-            f"this {type(model).__name__} is sharded by FSDP already; wrap it with strategy='auto', or wrap a model "
-            "that is not sharded yet."
-        )
-    if strategy in SHARDING_STRATEGIES and not structure.layers:
-        raise LigerDistError(
-            f"{type(model).__name__} keeps no list of decoder layers that could be sharded one by one; shard it "
-            "yourself and wrap with strategy='auto'."
-        )
-    if strategy == "fsdp1" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise LigerDistError(
-            f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
-            "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
-        )
-    if strategy == "ddp" and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise LigerDistError(
-            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing for DDP to "
-            "average; use strategy='auto' for evaluation."
-        )
-
-
-def _check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:
-    if strategy not in STRATEGIES:
-        raise LigerDistError(f"strategy is {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}.")
-    if strategy in ("ddp", "fsdp1", "fsdp2", "tp") and not dist.is_initialized():
-        raise LigerDistError(
-            f"strategy={strategy!r} needs a process group and none is initialised; start the program with torchrun "
-            "and call torch.distributed.init_process_group(), or use strategy='none'."
-        )
-    if strategy == "none" and dist.is_initialized() and dist.get_world_size() > 1:
-        raise LigerDistError(
-            f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients nobody "
-            "would average; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
-        )
-    if strategy in (*SHARDING_STRATEGIES, "tp"):
-        check_mesh(mesh, dist.get_world_size(), strategy=strategy)
-    elif mesh is not None:
-        raise LigerDistError(
-            f"a mesh was given but strategy={strategy!r} takes none; use strategy='fsdp1', 'fsdp2' or 'tp'."
-        )
-    check_sharding_options(strategy, config)
-    check_head_options(strategy, mesh, config)
-    if strategy == "fsdp1" and config.cpu_offload and compute_device().type == "cpu":
-        raise LigerDistError(
-            "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
-        )
-    if strategy == "deepspeed" and config.token_mean == "global":
-        raise LigerDistError(
-            "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
-            "model."
-        )

@@ -1,10 +1,12 @@
-"""Losses asked of the model inside DDP or FSDP1, whoever made the wrapper and whatever happened before."""
+"""Losses asked of the model inside DDP or FSDP1: sent through the wrapper that wrap made, warned of or refused under
+others."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -53,57 +55,25 @@ def of_wrap_after_a_freeze() -> Any:
     return model, root
 
 
-def of_somebody() -> Any:
-    model = liger_dist.wrap(make_model("llama"))
-    return model, DDP(model)
-
-
-def of_somebody_after_an_early_loss() -> Any:
-    model = liger_dist.wrap(make_model("llama"))
-    model(**make_batch(0)).loss.backward()
-    model.zero_grad()
-    root = DDP(model)
-    # Its first forward makes it known.
-    root(**make_batch(0)).loss.backward()
-    model.zero_grad()
-    return model, root
-
-
 def of_a_copy() -> Any:
     root = copy.deepcopy(liger_dist.wrap(make_model("llama"), "ddp"))
     return root.module, root
 
 
-def of_a_second_wrapper() -> Any:
-    model = liger_dist.wrap(make_model("llama"))
-    first = DDP(model)
-    first(**make_batch(0)).loss.backward()
-    model.zero_grad()
-    del first
-    gc.collect()
-    root = DDP(model)
-    root(**make_batch(0)).loss.backward()
-    model.zero_grad()
-    return model, root
-
-
 def of_peft() -> Any:
     peft = pytest.importorskip("peft")
-    model = liger_dist.wrap(make_model("llama"))
+    model = make_model("llama")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    return model, DDP(adapted)
+    return model, liger_dist.wrap(adapted, "ddp")
 
 
 MAKERS = {
     maker.__name__: maker
     for maker in (
         of_wrap_after_a_freeze,
-        of_somebody,
-        of_somebody_after_an_early_loss,
         of_a_copy,
-        of_a_second_wrapper,
         of_peft,
     )
 }
@@ -126,15 +96,46 @@ def asked_inside(name: str) -> tuple[float, float]:
     return actual, expected()
 
 
-def test_no_sync_of_a_second_wrapper_is_its_own(workers_2: Workers) -> None:
-    assert workers_2.run(without_sync)[0] != workers_2.run(without_sync)[1]
+def early(root_is_made: str) -> Any:
+    """A wrapped model that has had a loss before ``DDP`` was made around it, or around a module that holds it."""
+    model = liger_dist.wrap(make_model("llama"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(**make_batch(0)).loss.backward()
+    model.zero_grad()
+    return model, DDP(Policy(model) if root_is_made == "around a policy" else model)
 
 
-def without_sync() -> float:
-    model, root = of_a_second_wrapper()
-    with root.no_sync():
-        root(**make_batch(dist.get_rank())).loss.backward()
-    return gradient_of_the_head(model)
+@pytest.mark.parametrize("root_is_made", ["around the model", "around a policy"])
+def test_a_loss_outside_ddp_that_nothing_averages_is_warned_of(root_is_made: str, workers_2: Workers) -> None:
+    for sentences in workers_2.run(asked_outside, root_is_made):
+        assert sentences == [1, 0]
+
+
+def asked_outside(root_is_made: str) -> list[int]:
+    """Warnings of a loss outside the wrapper, and of one inside it."""
+    counts = []
+    for is_inside in (False, True):
+        model = liger_dist.wrap(make_model("llama"))
+        root = DDP(Policy(model) if root_is_made == "around a policy" else model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            (root if is_inside else model)(**make_batch(dist.get_rank()))
+            with torch.no_grad():
+                model(**make_batch(dist.get_rank()))
+        counts.append(sum("nothing averages its gradients" in str(warning.message) for warning in seen))
+    return counts
+
+
+def test_a_wrapper_made_after_a_first_loss_averages(workers_2: Workers) -> None:
+    for averaged, wanted in workers_2.run(asked_of_the_wrapper_after_an_early_loss):
+        assert abs(averaged - wanted) < 1e-6 * wanted
+
+
+def asked_of_the_wrapper_after_an_early_loss() -> tuple[float, float]:
+    model, root = early("around the model")
+    root(**make_batch(dist.get_rank())).loss.backward()
+    return gradient_of_the_head(model), expected()
 
 
 def test_a_larger_module_inside_fsdp1_may_ask_twice(workers_2: Workers) -> None:
@@ -153,25 +154,24 @@ def asked_twice() -> dict[str, float]:
             loss = root(**batch)
             loss.backward()
             errors[f"loss {use_orig_params}"] = abs(float(loss) - 3.0 * float(reference(**batch).loss))
-        with pytest.raises(liger_dist.LigerDistError, match="inside Policy inside FullyShardedDataParallel"):
+        with pytest.raises(liger_dist.LigerDistError, match="inside FullyShardedDataParallel, outside the wrapper's forward"):
             model(**batch)
     return errors
 
 
-def test_a_larger_module_inside_ddp_is_refused_outside_its_forward(workers_2: Workers) -> None:
-    for sentence in workers_2.run(asked_past_a_policy):
-        assert "inside Policy inside DistributedDataParallel" in sentence
+def test_keywords_go_through_the_wrapper(workers_2: Workers) -> None:
+    for shapes in workers_2.run(asked_inside_with_keywords):
+        assert shapes == [(3, 12, 101), True]
 
 
-def asked_past_a_policy() -> str:
-    model = liger_dist.wrap(make_model("llama"))
-    root = DDP(Policy(model))
-    root(**make_batch(dist.get_rank())).backward()
-    with pytest.raises(liger_dist.LigerDistError) as caught:
-        model(**make_batch(dist.get_rank()))
-    with torch.no_grad():
-        assert torch.isfinite(model(**make_batch(0)).loss)
-    return str(caught.value)
+def asked_inside_with_keywords() -> list[Any]:
+    model = make_model("llama")
+    root = liger_dist.wrap(model, "ddp")
+    batch = make_batch(dist.get_rank())
+    logits = model(**batch, outputs=("logits",)).logits
+    smoothed, plain = (model(**batch, label_smoothing=amount).loss for amount in (0.5, 0.0))
+    assert root is not None
+    return [tuple(logits.shape), float(smoothed.detach()) != float(plain.detach())]
 
 
 def test_fsdp1_serves_the_inner_model_before_and_after_training(workers_2: Workers) -> None:

@@ -7,6 +7,7 @@ import io
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Workers
@@ -239,9 +240,13 @@ def test_a_given_count_of_zero_is_not_a_count_of_one() -> None:
     model = make_model("llama")
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    for items in (0, torch.tensor(0)):
-        assert torch.isinf(reference(**make_batch(0), num_items_in_batch=items).loss)
-        assert not torch.isfinite(model(**make_batch(0), num_items_in_batch=items).loss)
+    items = torch.tensor(0)
+    assert torch.isinf(reference(**make_batch(0), num_items_in_batch=items).loss)
+    assert not torch.isfinite(model(**make_batch(0), num_items_in_batch=items).loss)
+    with pytest.raises(liger_dist.LigerDistError, match="num_items_in_batch is 0; expected a count above 0"):
+        model(**make_batch(0), num_items_in_batch=0)
+    numbers = (16, 16.0, np.int64(16), np.float32(16), torch.tensor(16))
+    assert len({float(model(**make_batch(0), num_items_in_batch=number).loss) for number in numbers}) == 1
 
 
 def test_meta_models_without_complete_rules_are_refused() -> None:

@@ -270,8 +270,9 @@ def tile_arguments(logits_TV: Tensor) -> dict[str, Any]:
         "LANES": max(columns // vector, 1),
         "FP64": logits_TV.dtype == torch.float64,
         "num_warps": 8 if columns * logits_TV.element_size() >= 2**13 else 4,
-        # Four programs of eight warps on a multiprocessor, which hide each other's reductions.
-        "maxnreg": 64,
+        # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
+        # for NVIDIA's GPUs alone.
+        **({"maxnreg": 64} if logits_TV.device.type != "xpu" and torch.version.hip is None else {}),
     }
 
 

@@ -109,18 +109,22 @@ def exchanged_embedding(
         padding_idx: an id whose row gets no gradient.
 
     Raises:
-        LigerDistError: an id beside the weight, on the CPU; on a GPU an assertion on the device ends the program.
+        LigerDistError: an id beside the weight, on the CPU, on every process; on a GPU an assertion on the device ends
+            the program.
     """
     ids_T = ids.reshape(-1).long()
     in_range = ((ids_T >= 0) & (ids_T < shard.vocab_size)).all()
+    problem = None
     if ids_T.is_cuda:
         torch._assert_async(in_range, f"an id lies outside [0, {shard.vocab_size})")
     elif not bool(in_range):
-        raise LigerDistError(
+        problem = (
             f"ids go from {ids_T.min()} to {ids_T.max()} but the embedding has {shard.vocab_size} rows: expected ids "
             f"in [0, {shard.vocab_size}). Use the tokenizer that belongs to the model, or resize its embeddings first."
         )
-    most = max(shard.agree(ids_T.numel(), f"an embedding in {dtype}"))
+    most = max(shard.agree(ids_T.numel(), f"an embedding in {dtype}" if problem is None else f"nothing: {problem}"))
+    if problem is not None:
+        raise LigerDistError(problem)
     bytes_of_token = shard.group.size() * max(weight_local.shape[1], 1) * dtype.itemsize
     lookup = _Lookup(
         shard=shard,

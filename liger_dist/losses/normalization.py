@@ -6,6 +6,7 @@ Legend: T tokens. All of it stays on the device: no number is read by the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -34,8 +35,11 @@ def check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) -
                 f"num_items_in_batch has shape {tuple(num_items_in_batch.shape)}; expected one number. Sum it over "
                 "processes or micro-batches first."
             )
-    elif not isinstance(num_items_in_batch, int | float) or num_items_in_batch < 0:
-        raise LigerDistError(f"num_items_in_batch is {num_items_in_batch!r}; expected a count, 0 or more.")
+    elif not isinstance(num_items_in_batch, Real) or num_items_in_batch <= 0:
+        raise LigerDistError(
+            f"num_items_in_batch is {num_items_in_batch!r}; expected a count above 0. A batch without any token that "
+            "counts has no mean: leave it out, or divide by 1."
+        )
 
 
 def denominator(

@@ -29,6 +29,7 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, SoftmaxStatistics, TokenGradients
 
+from .collectives import device_for
 from .linear_cross_entropy import Problem
 from .peer_memory import PeerMemory
 from .transport import Collectives, OwnTokens, PeerCopies, Transport
@@ -273,7 +274,8 @@ class ExchangingShard(VocabularyShard):
                 "compare their numbers of tokens on the hosts. Use WrapConfig(head='gather')."
             )
         digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
-        everyone = gather(torch.tensor([count, digest], device="cpu"), self.counting_group).tolist()
+        own = torch.tensor([count, digest], device=device_for(self.counting_group))
+        everyone = gather(own, self.counting_group).tolist()
         if any(numbers[1] != digest for numbers in everyone):
             answers: list[Any] = [None] * len(everyone)
             dist.all_gather_object(answers, asked, group=self.counting_group)

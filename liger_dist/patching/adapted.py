@@ -21,6 +21,21 @@ def is_adapted(head: nn.Module) -> bool:
     return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")
 
 
+TRAINED_ROWS = (
+    "PEFT trains some rows of its output embedding (trainable_token_indices on a tied model); train the whole of it "
+    "with modules_to_save to have it fused"
+)
+
+
+def under_trained_rows(head: nn.Module) -> nn.Module | None:
+    """The output embedding inside of a module of PEFT that trains some of its rows; None for any other module."""
+    inside = getattr(head, "token_adapter", None)
+    if not isinstance(inside, nn.Module) or not hasattr(inside, "get_merged_weights"):
+        return None
+    base = getattr(inside, "base_layer", None)
+    return base if isinstance(base, nn.Module) else None
+
+
 def adapter_objection(head: nn.Module) -> str | None:
     """Why the adapter on ``head`` is not linear in the hidden states, as a clause with its way out; None if it is, or
     if there is none."""
@@ -49,10 +64,26 @@ class EffectiveHead:
 
 
 def effective_head(head: nn.Linear, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
-    """The weight of ``forward``, the adapter's own, around ``head``."""
+    """The weight of ``forward``, the LoRA layer's own, around ``head``: its outputs for the rows of the identity.
+
+    A bias comes with every row and would round the weight to its own size. So the rows are scaled by a power of two,
+    beside which the bias is small, and their outputs are scaled back, both exactly.
+    """
     D = head.in_features
     inputs = torch.eye(D, dtype=hidden_states.dtype, device=hidden_states.device)
     if head.bias is None:
         return EffectiveHead(forward(inputs).T, None)
-    outputs = forward(torch.cat([inputs, inputs.new_zeros(1, D)]))
-    return EffectiveHead((outputs[:D] - outputs[D]).T, outputs[D])
+    scale = _LARGE[_compute_dtype(hidden_states)]
+    outputs = forward(torch.cat([inputs * scale, inputs.new_zeros(1, D)]))
+    return EffectiveHead(((outputs[:D] - outputs[D]) / scale).T, outputs[D])
+
+
+_LARGE = {torch.float64: 2.0**40, torch.float32: 2.0**40, torch.bfloat16: 2.0**40, torch.float16: 2.0**8}
+"""of a weight's entries; fp16 ends at 2 ** 16"""
+
+
+def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
+    device_type = hidden_states.device.type
+    if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return hidden_states.dtype

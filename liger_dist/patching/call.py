@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, get_args
@@ -26,6 +26,7 @@ TAKEN_BY_DECORATORS = ("return_dict", "output_")
 DIFFERENTIABLE = "differentiable"
 LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs", DIFFERENTIABLE)
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may bring along"""
+NEUTRAL = {"label_smoothing": 0.0, "z_loss": 0.0, "temperature": 1.0}
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """what the models of transformers hand to their losses themselves"""
 TOKEN_ACCURACY = "token_accuracy"
@@ -46,6 +47,18 @@ class Call:
     """what only the loss is told"""
     outputs: tuple[str, ...]
     """what is asked for beside the loss, among :data:`CALL_OUTPUTS`"""
+    model_name: str
+
+    @property
+    def asks_of_the_loss(self) -> tuple[str, ...]:
+        """Names of what the model's own loss does not have: options of the loss, and outputs other than logits."""
+        return self.loss_options + tuple(name for name in self.outputs if name != LOGITS)
+
+    @property
+    def loss_options(self) -> tuple[str, ...]:
+        """Names of the options that make this loss another one than the model's own."""
+        given = {name: value for name, value in self.loss.items() if name not in ("outputs", DIFFERENTIABLE)}
+        return tuple(name for name, value in given.items() if value is not None and not _is_neutral(name, value))
 
     @property
     def ignore_index(self) -> int:
@@ -114,14 +127,8 @@ class Signature:
                 f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
                 f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
             )
-        options = [name for name in loss if name != "outputs"]
-        if LOGITS in outputs and options:
-            raise LigerDistError(
-                f"{options[0]} was given together with outputs={outputs}: {self._owner} computes its own loss beside "
-                f"its logits, which has no {options[0]}; leave one of them out."
-            )
         kept = {name: value for name, value in kwargs.items() if name not in loss}
-        return Call(named=named, args=args, kwargs=kept, loss=loss, outputs=outputs)
+        return Call(named=named, args=args, kwargs=kept, loss=loss, outputs=outputs, model_name=self._owner)
 
     def _usual_outputs(self) -> tuple[str, ...]:
         """Of a call that does not say. Training stays fused where evaluation wants logits."""
@@ -141,6 +148,27 @@ class Signature:
                 f"expected an argument of theirs or an option of the loss ({', '.join(LOSS_KEYWORDS)}, "
                 "num_items_in_batch, ignore_index, shift_labels). It would have been dropped without a word."
             )
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and value == NEUTRAL.get(name)
+
+
+def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -> dict[str, Any]:
+    """What a call asks of a loss that is not fused, as keywords for ``loss_function``, which has to name them.
+
+    Raises:
+        LigerDistError: it does not name one, so that it would be dropped.
+    """
+    named = signature(loss_function).parameters
+    for name in call.asks_of_the_loss:
+        if name not in named:
+            raise LigerDistError(
+                f"{name} was given to {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
+                f"would compute it: {getattr(loss_function, '__qualname__', loss_function)} has no {name}. Leave it "
+                "out, or use a loss function that names it."
+            )
+    return {name: call.loss[name] for name in call.loss_options}
 
 
 def check_outputs(outputs: tuple[str, ...]) -> None:

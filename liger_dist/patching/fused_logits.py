@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 HOW_TO_GET_LOGITS = (
     "the logits of this call were never computed, only its loss. For logits call the model without labels, or with "
     "outputs=('logits',) beside them; token accuracy, entropy and log-probabilities need none: pass "
-    "outputs=('token_accuracy', 'entropy', 'log_prob') along with the labels."
+    "outputs=('token_accuracy', 'entropy', 'log_prob') along with the labels. For metrics and predict of a Trainer of "
+    "transformers: trainer = liger_dist.integrations.trainer.fuse(trainer), or WrapConfig(outputs=('logits',))."
 )
 
 _SHAPES_AND_DTYPES = """
@@ -61,6 +62,12 @@ class FusedLogits(Tensor):
         return carrier
 
     @property
+    def request(self) -> LossRequest:
+        """The call whose loss this tensor carries."""
+        request: LossRequest = vars(self)["_request"]
+        return request
+
+    @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
         """Name and numbers of each operation; a tensor counts as one, whatever its values."""
         changes: list[tuple[Any, ...]] = vars(self)["_changes"]
@@ -76,7 +83,7 @@ class FusedLogits(Tensor):
         if carrier is None:
             raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
         if func is F.cross_entropy:
-            request = vars(carrier)["_request"]
+            request = carrier.request
             given = dict(_CROSS_ENTROPY.bind(*args, **kwargs).arguments)
             targets = given.pop("target")
             del given["input"]

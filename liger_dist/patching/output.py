@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from liger_dist.errors import LigerDistError, LogitsNotComputedError
 
-from .fused_logits import HOW_TO_GET_LOGITS
+from .fused_logits import HOW_TO_GET_LOGITS, FusedLogits
 
 if TYPE_CHECKING:
     from .request import LossRequest
 
 
-class WithoutLogits:
-    """Mixed into the class of a model's output. The name ``logits`` is no field any more: containers are walked by
-    wrappers, and must not meet numbers that do not exist."""
+class WithReports:
+    """Mixed into the class of a model's output that has further fields."""
+
+    items: Callable[[], Iterable[tuple[str, Any]]]
+
+    def __reduce__(self) -> Any:
+        cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
+        values = {name: value for name, value in self.items() if not isinstance(value, FusedLogits)}
+        return _rebuilt, (cls, reports, isinstance(self, WithoutLogits), values)
+
+
+class WithoutLogits(WithReports):
+    """Mixed into the class of an output of a fused call. The name ``logits`` is no field any more: containers are
+    walked by wrappers, and must not meet numbers that do not exist. In evaluation the key stays, with logits that
+    refuse to be read: a trainer's metrics must not be computed from the fields that are left."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "logits":
@@ -28,14 +44,14 @@ class WithoutLogits:
             raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
         return super().__getitem__(key)  # type: ignore[misc]
 
-    def __reduce__(self) -> Any:
-        cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
-        return _rebuilt, (cls, reports, dict(self))
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that exist, in their order."""
+        return tuple(value for name, value in self.items() if name != "logits")
 
 
 def fused_output(output: Any, request: LossRequest) -> Any:
-    """A model's ``output`` of a fused call as one of :class:`WithoutLogits`, with the request's reports as fields. Any
-    other container stays as it is; the logits in it refuse to be read.
+    """A model's ``output`` with the request's reports as fields, and after a fused call without logits. Any other
+    container stays as it is; the logits in it refuse to be read.
 
     Raises:
         LigerDistError: reports were asked for, and the model returns a tuple.
@@ -44,9 +60,16 @@ def fused_output(output: Any, request: LossRequest) -> Any:
 
     reports = request.reports()
     if isinstance(output, ModelOutput):
+        if request.on_logits and not reports:
+            return output
         cls: Any = type(output)
-        fused = _class_without_logits(cls, tuple(reports))
-        return fused(**{name: value for name, value in output.items() if name != "logits"}, **reports)
+        fused = _class_of(cls, tuple(reports), without_logits=not request.on_logits)
+        values = {name: value for name, value in output.items() if request.on_logits or name != "logits"}
+        made = fused(**values, **reports)
+        logits = output.get("logits")
+        if isinstance(logits, FusedLogits) and not torch.is_grad_enabled():
+            OrderedDict.__setitem__(made, "logits", logits.detach())
+        return made
     if reports:
         raise LigerDistError(
             f"outputs={tuple(reports)} were asked for, but {type(request.seam.model).__name__} returns a "
@@ -56,16 +79,18 @@ def fused_output(output: Any, request: LossRequest) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _class_without_logits(cls: Any, reports: tuple[str, ...]) -> Any:
-    fields = [(field.name, Any, None) for field in dataclasses.fields(cls) if field.name != "logits"]
-    extra = [(name, Any, None) for name in reports if name not in {name for name, *_ in fields}]
-    fused: Any = dataclasses.make_dataclass(cls.__name__, [*fields, *extra], bases=(WithoutLogits, cls))
-    fused.__dataclass_fields__.pop("logits", None)
-    fused.__module__ = cls.__module__
-    fused._liger_dist_made_of = cls, reports
-    return fused
+def _class_of(cls: Any, reports: tuple[str, ...], *, without_logits: bool) -> Any:
+    kept = [field.name for field in dataclasses.fields(cls) if not (without_logits and field.name == "logits")]
+    names = [*kept, *(name for name in reports if name not in kept)]
+    mixin = WithoutLogits if without_logits else WithReports
+    made: Any = dataclasses.make_dataclass(cls.__name__, [(name, Any, None) for name in names], bases=(mixin, cls))
+    if without_logits:
+        made.__dataclass_fields__.pop("logits", None)
+    made.__module__ = cls.__module__
+    made._liger_dist_made_of = cls, reports
+    return made
 
 
-def _rebuilt(cls: Any, reports: tuple[str, ...], values: dict[str, Any]) -> Any:
+def _rebuilt(cls: Any, reports: tuple[str, ...], without_logits: bool, values: dict[str, Any]) -> Any:
     """From a pickle, which cannot name a class that was made at run time."""
-    return _class_without_logits(cls, reports)(**values)
+    return _class_of(cls, reports, without_logits=without_logits)(**values)

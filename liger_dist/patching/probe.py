@@ -276,7 +276,8 @@ class _Probe:
         parameters = signature(self.model.forward).parameters
         takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         ids = torch.arange(PROBE_TOKENS)[None].flip(-1)
-        inputs: dict[str, Any] = {"labels": self.labels}
+        # A copy, for some forwards change their labels in place.
+        inputs: dict[str, Any] = {"labels": self.labels.clone()}
         if takes_more or "num_items_in_batch" in parameters:
             inputs["num_items_in_batch"] = PROBE_ITEMS
         offered = {

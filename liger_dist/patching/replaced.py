@@ -74,6 +74,9 @@ def replace_forward(module: nn.Module, kind: str, plan: Any, *, owner: str) -> N
     if "forward" in vars(module):
         raise LeftAloneError("its forward has been replaced on the instance")
     base = below_wrappers(type(module))
+    if type(module) is not base and "forward" in vars(type(module)):
+        # FSDP2's class of a layer with activation checkpointing has a forward of its own, which calls the base's.
+        raise LeftAloneError(f"{type(module).__name__}, which FSDP2 made of its class, has a forward of its own")
     replaced = _class_for(kind, base, base.forward)
     setattr(module, _PLAN, plan)
     setattr(module, _OWNER, owner)

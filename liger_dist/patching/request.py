@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import LossArguments, LossOutput
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.labels import LabelSummary, check_labels
 from liger_dist.sharding.tensor_parallel import placed_like
 
@@ -34,6 +35,12 @@ class LossRequest:
     loss: LossArguments
     outputs: tuple[str, ...]
     summary: LabelSummary | None
+    given: tuple[GivenLabels, ...]
+    """the labels that the model was called with, which its forward must not change"""
+    on_logits: bool = False
+    """True if the loss function computes this from full logits, and lm_head only these"""
+    alters_loss: bool = False
+    """with ``on_logits``: True if the loss is another one than the model's own"""
     output: LossOutput | None = None
     """the finished loss, outside the graph"""
     others: dict[str, Tensor] = field(default_factory=dict)
@@ -47,6 +54,7 @@ class LossRequest:
         """Computes the loss; the logits without width that carry it are returned. ``forward`` is what ``head`` would
         have run."""
         self.started = True
+        self._check_unchanged()
         check_labels(
             self.labels,
             tokens_of="hidden states",
@@ -106,6 +114,7 @@ class LossRequest:
     def _check_targets(self, targets: Any, name: str) -> None:
         """Whether the labels that arrived are those that the loss was computed with. What was only given another shape
         shares their storage; copies are compared, on a GPU by an assertion there."""
+        self._check_unchanged()
         if not isinstance(targets, Tensor) or _storage(targets) == _storage(self.labels):
             return
         aligned = self.aligned_labels()
@@ -113,15 +122,37 @@ class LossRequest:
         given = targets.reshape(-1)
         if expected:
             same = torch.stack([(x.reshape(-1).to(given.device) == given).all() for x in expected]).any()
-            problem = (
-                f"{name} changed its labels before its loss, in a way that it did not show when it was wrapped; the "
-                "loss was computed with those of the call. Change them before the call, or use "
-                "WrapConfig(fused_loss=False)."
+            _refuse_unless(same, name)
+
+    def _check_unchanged(self) -> None:
+        for labels in self.given:
+            labels.check_unchanged(type(self.seam.model).__name__)
+
+    def score(self, logits: Tensor, aligned: Tensor, *, execution: Execution) -> Tensor:
+        """The loss of full logits ``[..., V]`` that the model's own code has transformed.
+
+        Args:
+            aligned: each row's target, as many as there are rows of logits.
+
+        Raises:
+            LigerDistError: the model scores other tokens than it was given labels for.
+        """
+        if aligned.numel() != self.labels.numel():
+            raise LigerDistError(
+                f"{type(self.seam.model).__name__} scores {aligned.numel()} tokens of {self.labels.numel()} labels, so "
+                f"that {', '.join(self.loss.outputs) or 'options of the loss'} cannot be told apart by token; leave "
+                "them out of calls whose loss is not fused."
             )
-            if given.is_cuda:
-                torch._assert_async(same, problem)
-            elif not bool(same):
-                raise LigerDistError(problem)
+        options = replace(self.loss.options, softcap=None, logit_scale=1.0)
+        output = fused_cross_entropy(
+            logits.reshape(*self.labels.shape, logits.shape[-1]),
+            aligned.reshape(self.labels.shape),
+            loss=replace(self.loss, options=options, logit_bias=None),
+            execution=execution,
+        )
+        self.output, self.delivered = _detached(output), True
+        self.others = {name: getattr(output, name) for name in self._differentiable}
+        return output.loss
 
     def differences(self, given: dict[str, Any], *, takes_num_items: bool) -> tuple[tuple[str, bool], ...]:
         """Whether the model hands its loss function other arguments than this loss was computed with. Tensors may have
@@ -146,6 +177,46 @@ class LossRequest:
             else:
                 found[name] = others.get(name, getattr(self.output, name))
         return found
+
+
+@dataclass(frozen=True)
+class GivenLabels:
+    """Labels as they were at the model's entry."""
+
+    labels: Tensor
+    version: int | None
+    """torch's count of changes in place; None for inference tensors, which have none"""
+    copy: Tensor | None
+
+    @staticmethod
+    def of(labels: Tensor) -> GivenLabels:
+        if labels.is_inference():
+            return GivenLabels(labels, None, labels.clone())
+        return GivenLabels(labels, labels._version, None)
+
+    def check_unchanged(self, name: str) -> None:
+        """Raises:
+        LigerDistError: the forward of the model ``name`` has changed them; on a GPU inference tensors are held to
+            that by an assertion on the device.
+        """
+        if self.copy is not None:
+            _refuse_unless((self.labels == self.copy).all(), name)
+        elif self.labels._version != self.version:
+            raise LigerDistError(_CHANGED_LABELS.format(name))
+
+
+_CHANGED_LABELS = (
+    "{} changed its labels before its loss, in a way that it did not show when it was wrapped; the loss was computed "
+    "with those of the call. Change them before the call, or use WrapConfig(fused_loss=False)."
+)
+
+
+def _refuse_unless(same: Tensor, name: str) -> None:
+    problem = _CHANGED_LABELS.format(name)
+    if same.is_cuda:
+        torch._assert_async(same, problem)
+    elif not bool(same):
+        raise LigerDistError(problem)
 
 
 def _detached(output: LossOutput) -> LossOutput:

@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_dist.errors import LigerDistError
 
-from .adapted import adapter_objection, is_adapted
+from .adapted import TRAINED_ROWS, adapter_objection, is_adapted, under_trained_rows
 from .head import is_sharding_forward
 
 
@@ -25,6 +25,8 @@ class Structure:
     """the modules whose weight is the head's own parameter: input embeddings, one or several"""
     layers: tuple[nn.Module, ...]
     """the decoder layers, in order; empty when the model keeps no list of them"""
+    unfusable: str | None
+    """why no loss can be fused into this head, although the model works with it; None for a usual one"""
     final_norm: nn.Module | None
     """the norm between the last layer and the head, when it could be told by its place and name"""
 
@@ -48,10 +50,11 @@ def find_structure(model: nn.Module) -> Structure:
             "fuse."
         )
     in_use = active_head(place)
+    with_trained_rows = under_trained_rows(in_use)
     objection = adapter_objection(in_use)
     if objection is not None:
         raise LigerDistError(f"the output embedding of {type(model).__name__} has {objection}")
-    head = base_head(in_use)
+    head = base_head(in_use) if with_trained_rows is None else with_trained_rows
     if hasattr(head, "_hf_hook"):
         raise LigerDistError(
             f"the output embedding of {type(model).__name__} has a hook of accelerate, which a device_map puts on each "
@@ -73,6 +76,7 @@ def find_structure(model: nn.Module) -> Structure:
         head=head,
         tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
         layers=layers,
+        unfusable=None if with_trained_rows is None else TRAINED_ROWS,
         final_norm=_find_final_norm(parent, layers),
     )
 
@@ -89,14 +93,20 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
 
 def input_embedding(model: nn.Module) -> nn.Embedding | None:
     """The model's input embedding, when its weight is used by nobody else."""
-    try:
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None  # What transformers says of a model that has none, or several.
+    embedding = embedding_of(model)
     if not isinstance(embedding, nn.Embedding):
         return None
     users = [module for module in model.modules() if embedding.weight in set(module._parameters.values())]
     return embedding if users == [embedding] else None
+
+
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """What the model calls its input embedding; None when it has none, or several."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None
 
 
 def active_head(place: nn.Module) -> nn.Module:

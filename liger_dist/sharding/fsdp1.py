@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from liger_dist.config import WrapConfig
@@ -100,9 +99,19 @@ def shard(
     )
 
 
-def is_running(root: FullyShardedDataParallel) -> bool:
-    """Whether the wrapper's own forward is running, or its parameters are summoned."""
-    return root.training_state is not TrainingState.IDLE
+def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:
+    """True if the root unit around ``model`` holds the weight of ``embedding`` and has not gathered it: the model was
+    called without its wrapper."""
+    weight = getattr(embedding, "weight", None)
+    if embedding is None or not isinstance(weight, Tensor) or not is_stored_by_fsdp1(weight):
+        return False
+    if any(embedding in unit.modules() for unit in _units(model)):
+        return False  # Its own unit gathers it later.
+    return weight.dim() != 2 or weight.untyped_storage().size() == 0
+
+
+def _units(model: nn.Module) -> list[FullyShardedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
 def is_stored_by_fsdp1(weight: object) -> bool:
@@ -112,11 +121,19 @@ def is_stored_by_fsdp1(weight: object) -> bool:
 
 def is_inside_fsdp1(model: nn.Module) -> bool:
     """Whether FSDP1 keeps the parameters of ``model``."""
-    has_units = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return has_units or any(getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters())
+    return bool(_units(model)) or any(getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters())
 
 
-def has_own_unit(head: nn.Module, model: nn.Module) -> bool:
-    """Whether an FSDP1 unit inside ``model`` holds ``head`` and nothing of the embedding."""
-    units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
-    return any(head in unit.modules() for unit in units)
+def has_own_unit(head: nn.Module, model: nn.Module, tied_to: Sequence[nn.Module]) -> bool:
+    """True if the FSDP1 unit inside ``model`` that shards ``head`` shards none of ``tied_to`` (an untied head: if there
+    is one)."""
+    unit = _innermost(head, model)
+    if not tied_to:
+        return unit is not None
+    return any(_innermost(module, model) is not unit for module in tied_to)
+
+
+def _innermost(module: nn.Module, model: nn.Module) -> FullyShardedDataParallel | None:
+    """The smallest unit inside ``model`` that holds ``module``; None for one that only the root holds."""
+    holding = [unit for unit in _units(model) if module in unit.modules()]
+    return min(holding, key=lambda unit: sum(1 for _ in unit.modules()), default=None)

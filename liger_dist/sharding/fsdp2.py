@@ -117,6 +117,13 @@ def _divide_factor(group: Any) -> float:
     return float(group.gradient_divide_factor or group.mesh_info.mesh.size())
 
 
+def reduces_over_replicas(model: nn.Module) -> bool:
+    """True if a backward that runs now reduces gradients over all ranks: neither ``set_requires_gradient_sync(False)``
+    nor ``set_requires_all_reduce(False)`` is on."""
+    group = next(_param_groups(model))
+    return bool(group.reduce_grads and group.all_reduce_grads)
+
+
 def unfinished_reduction(model: nn.Module) -> str | None:
     """What FSDP2 has put off, as a clause: gradients that it has not reduced yet, or would not reduce."""
     for group in _param_groups(model):

@@ -72,6 +72,42 @@ def materialize(
         _initialize(model, initialize, frozenset(layers), set())
     for name, buffer in model.named_buffers():
         _check_written(name, buffer)
+    _check_flags(model, initialize)
+
+
+def _check_flags(model: nn.Module, initialize: Initializer) -> None:
+    """Both values of a bool are usual ones, so the rule runs once more over the opposite of what it has given: what it
+    writes comes out the same."""
+    for owner_name, owner in model.named_modules():
+        before = {name: b.clone() for name, b in owner._buffers.items() if b is not None and b.dtype == torch.bool}
+        if not before:
+            continue
+        with _throwaway(owner), torch.random.fork_rng(devices=[]):
+            initialize(owner)
+            after = dict(owner._buffers)
+        for name, value in before.items():
+            written = after[name]
+            assert written is not None
+            if not torch.equal(written, value):
+                raise _unwritten(f"{owner_name}.{name}".lstrip("."))
+
+
+@contextmanager
+def _throwaway(owner: nn.Module) -> Iterator[None]:
+    """Within, the owner's parameters and buffers are others of the same shapes, and bools the opposite."""
+    kept = dict(owner._parameters), dict(owner._buffers)
+    for name, parameter in owner._parameters.items():
+        if parameter is not None:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            owner._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    for name, buffer in owner._buffers.items():
+        if buffer is not None:
+            owner._buffers[name] = buffer.logical_not() if buffer.dtype == torch.bool else buffer.clone()
+    try:
+        yield
+    finally:
+        owner._parameters.update(kept[0])
+        owner._buffers.update(kept[1])
 
 
 def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module], done: set[int]) -> None:
@@ -121,7 +157,9 @@ def _poison(tensor: torch.Tensor) -> None:
     """Fills fresh storage with values that no rule would choose, so that what nobody writes can be told."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
-    elif tensor.dtype != torch.bool:
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(False)
+    else:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
@@ -131,7 +169,11 @@ def _check_written(name: str, tensor: torch.Tensor) -> None:
     else:
         is_untouched = tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())
     if is_untouched and tensor.numel() > 0:
-        raise LigerDistError(
-            f"the model's rule to initialise itself leaves {name} without values; build the model on a real device "
-            "instead of the meta device, or define the rule (_init_weights)."
-        )
+        raise _unwritten(name)
+
+
+def _unwritten(name: str) -> LigerDistError:
+    return LigerDistError(
+        f"the model's rule to initialise itself leaves {name} without values; build the model on a real device instead "
+        "of the meta device, or define the rule (_init_weights)."
+    )

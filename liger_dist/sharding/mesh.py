@@ -43,6 +43,11 @@ def check_mesh(mesh: Mesh | None, world_size: int, *, strategy: str) -> None:
                 f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0"
                 + (f", and an axis named {TENSOR_PARALLEL!r} behind them." if strategy == "fsdp2" else ".")
             )
+    if isinstance(mesh, DeviceMesh) and len(shape) == 2 and not names:
+        raise LigerDistError(
+            f"the mesh of shape {tuple(shape)} has no names for its axes, which torch's sharding asks for; make it "
+            f"with mesh_dim_names=('replicate', 'shard'), or give its shape."
+        )
     if strategy == "fsdp1" and len(shape) == 2 and shape[0] > 1 and shape[1] == 1:
         raise LigerDistError(
             f"the mesh has shape {tuple(shape)}: FSDP1 averages no gradients over replicas of one process each; use "

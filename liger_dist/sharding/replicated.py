@@ -43,9 +43,10 @@ class Replicated:
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
 
 
-def is_running(root: DistributedDataParallel) -> bool:
-    """Whether DDP's own forward is running, or cannot be told to (under its reducer in Python)."""
-    return root._use_python_reducer or DistributedDataParallel._get_active_ddp_module() is root
+def is_averaged() -> bool:
+    """True if one rank runs alone, or the forward of a DDP is running, which will average the gradients."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return alone or DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def replicate(model: nn.Module) -> DistributedDataParallel:

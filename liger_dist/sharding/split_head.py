@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,15 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from liger_dist.layers.exchanged_embedding import exchanged_embedding
 from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangingShard
-from liger_dist.losses.vocab_parallel import SumGradient
 
 from .base import DataParallel
-from .fsdp2 import divide_factor
+from .fsdp2 import divide_factor, reduces_over_replicas
 from .nodes import gathered_digests, neighbours_on_a_node, peer_memory
 from .tensor_parallel import first_row
 
 _ROWS = "_liger_dist_rows"
-_MASTER = "_liger_dist_master"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,8 @@ class SplitRows:
     """what parameters are rounded to for computing; None for their own dtype"""
     reduce_dtype: torch.dtype
     """in which the gradients of replicas are added up"""
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+    """by the id of a parameter: gradients of micro-batches without synchronisation, not yet added up over replicas"""
 
     def shard(self, weight: Tensor) -> ExchangingShard:
         """Of ``weight``, for the losses."""
@@ -61,20 +62,46 @@ class SplitRows:
         assert isinstance(parameter, DTensor)
         rows = parameter.to_local()
         if self.mesh.ndim == 2:
-            rows = SumGradient.apply(rows, self.mesh.get_group(0), self.reduce_dtype)  # type: ignore[no-untyped-call]
+            rows = _SumOverReplicas.apply(rows, self, id(parameter))  # type: ignore[no-untyped-call]
         return rows
 
-    def whole(self, parameter: Tensor) -> Tensor:
-        """All rows, gathered; the gradient goes back as FSDP2 would reduce it."""
+    def whole(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """All rows in ``dtype``, gathered; the gradient goes back as FSDP2 would reduce it. Rows that are gathered for
+        no gradient are converted first, so that they are sent and held in ``dtype``."""
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            parameter = parameter.detach().to(dtype)
         assert isinstance(parameter, DTensor)
         gathered = parameter.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
         whole = gathered.to_local(grad_placements=[Partial()] * self.mesh.ndim)
         scaled: Tensor = _DivideGradient.apply(whole, divide_factor(self.model))  # type: ignore[no-untyped-call]
-        return scaled
+        return scaled.to(dtype)
 
     def data_parallel(self) -> DataParallel:
         groups = tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
         return DataParallel(groups=groups, divide_factor=divide_factor(self.model))
+
+
+class _SumOverReplicas(torch.autograd.Function):
+    """The rows themselves; in the backward the sum of their gradients over the replicas, which waits, as FSDP2's own
+    reduction does, for a backward with gradient synchronisation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shared: SplitRows, parameter: int) -> Tensor:
+        ctx.shared, ctx.parameter = shared, parameter
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        shared: SplitRows = ctx.shared
+        waiting = shared.waiting.pop(ctx.parameter, None)
+        total = gradient.to(shared.reduce_dtype, copy=True, memory_format=torch.contiguous_format)
+        if waiting is not None:
+            total += waiting
+        if not reduces_over_replicas(shared.model):
+            shared.waiting[ctx.parameter] = total
+            return None, None, None
+        dist.all_reduce(total, group=shared.mesh.get_group(0))
+        return total.to(gradient.dtype), None, None
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -92,14 +119,16 @@ class PlainLogits:
     """The forward of a split head for whole logits: the weight is gathered for it, and gone afterwards. All processes
     have to ask for logits together."""
 
-    def __init__(self, head: nn.Linear, rows: SplitRows) -> None:
-        self.head, self.rows = head, rows
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        self.rows.shard(self.head.weight).agree(0, "whole logits")
+        rows = rows_of(self.head)
+        assert rows is not None
+        rows.shard(self.head.weight).agree(0, "whole logits")
         dtype = hidden_states.dtype
-        bias = None if self.head.bias is None else self.rows.whole(self.head.bias).to(dtype)
-        return nn.functional.linear(hidden_states, self.rows.whole(self.head.weight).to(dtype), bias)
+        bias = None if self.head.bias is None else rows.whole(self.head.bias, dtype)
+        return nn.functional.linear(hidden_states, rows.whole(self.head.weight, dtype), bias)
 
 
 class SplitEmbedding(nn.Embedding):
@@ -108,7 +137,8 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """``[...]`` ids to ``[..., D]``."""
         rows: SplitRows = vars(self)[_ROWS]
-        weight: Tensor = vars(self).get(_MASTER, self.weight)
+        weight = self._parameters["weight"]
+        assert weight is not None
         return exchanged_embedding(
             input,
             rows.local(weight),
@@ -118,23 +148,29 @@ class SplitEmbedding(nn.Embedding):
         )
 
 
+_LOOKING_UP: ContextVar[nn.Module | None] = ContextVar("liger_dist_looking_up", default=None)
+"""the embedding whose forward runs in this context"""
+
+
 class _ShowsComputeDtype(nn.Module):
     """In front of what a model's own class adds, such as Gemma's scale, which has the dtype of the weight: under FSDP2
-    that is the one it computes in."""
+    that is the one it computes in. The parameter itself stays, for a state dict taken by another thread."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rows: SplitRows = vars(self)[_ROWS]
-        master = self._parameters["weight"]
-        assert master is not None
-        if rows.compute_dtype is None:
-            return super().forward(*args, **kwargs)
-        vars(self)[_MASTER] = master
-        self._parameters["weight"] = torch.empty(0, dtype=rows.compute_dtype, device=master.device)  # type: ignore[assignment]
+        token = _LOOKING_UP.set(self)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self._parameters["weight"] = master
-            del vars(self)[_MASTER]
+            _LOOKING_UP.reset(token)
+
+    @property
+    def weight(self) -> Tensor:
+        rows: SplitRows = vars(self)[_ROWS]
+        master = self._parameters["weight"]
+        assert master is not None
+        if _LOOKING_UP.get() is self and rows.compute_dtype is not None:
+            return torch.empty(0, dtype=rows.compute_dtype, device=master.device)
+        return master
 
 
 def rows_mesh(mesh: DeviceMesh, size: int | None) -> DeviceMesh:
@@ -197,7 +233,7 @@ def split_heads(
     for module, cls in classes.items():
         if module in heads:
             assert isinstance(module, nn.Linear)
-            module.forward = PlainLogits(module, rows)  # type: ignore[assignment]
+            module.forward = PlainLogits(module)  # type: ignore[assignment]
         else:
             usual: Any = cls is nn.Embedding
             module.__class__ = (
@@ -211,8 +247,27 @@ def split_heads(
             vars(module).pop(_ROWS, None)
             if module in heads:
                 vars(module).pop("forward", None)
+        _destroy(rows)
 
     return frozenset(split.values()), undo
+
+
+def release_communicators(model: nn.Module) -> None:
+    """Destroys the process groups that :func:`split_heads` has made; the rows go on with that of FSDP2's mesh."""
+    for module in model.modules():
+        rows = rows_of(module)
+        if rows is not None:
+            group = rows.mesh.get_group(rows.mesh.ndim - 1)
+            vars(module)[_ROWS] = replace(rows, tokens_group=group, counting_group=group, peer_memory=None)
+            _destroy(rows)
+
+
+def _destroy(rows: SplitRows) -> None:
+    """Destroys the groups that are not the mesh's own, once."""
+    own = rows.mesh.get_group(rows.mesh.ndim - 1)
+    for group in (rows.tokens_group, rows.counting_group):
+        if group is not own and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def rows_of(head: object) -> SplitRows | None:

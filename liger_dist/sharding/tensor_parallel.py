@@ -27,6 +27,8 @@ from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_lin
 from .base import DataParallel, Facts, Head
 from .fsdp2 import TIED_APART, FSDP2Gathered, find_param
 
+NOT_SPLIT = "the weight is not split over a tensor-parallel axis"
+
 
 class TensorParallel:
     """Every process of the axis scores all tokens against its own rows of the head."""
@@ -38,7 +40,7 @@ class TensorParallel:
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.tensor_parallel is None:
-            return ["the weight is not split over a tensor-parallel axis"]
+            return [NOT_SPLIT]
         reasons = []
         if facts.engine not in ("dtensor", "fsdp2"):
             reasons.append(f"tensor parallelism is not combined with this storage: {facts.storage}")

@@ -1,0 +1,43 @@
+"""Calls of a wrapped model whose loss stays its own: options of the loss are refused instead of dropped."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from liger_dist.losses.arguments import as_output_names
+
+from .call import LOSS_KEYWORDS, Call, options_for
+
+
+class UnfusedCalls:
+    """A forward pre-hook of one model."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self._reason = reason
+        self._names = frozenset(signature(model.forward).parameters)
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self._names}
+        # A forward of the user's own may read any of them.
+        if not given or not model.forward.__module__.startswith(("transformers.", "liger_dist.")):
+            return None
+        call = Call(
+            named={},
+            args=args,
+            kwargs={name: value for name, value in kwargs.items() if name not in given},
+            loss=given,
+            outputs=as_output_names(given.get("outputs") or ()),
+            model_name=type(model).__name__,
+        )
+        loss_function: Any = getattr(model, "loss_function", F.cross_entropy)
+        return call.args, call.kwargs | options_for(loss_function, call, reason=self._reason)
