@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -86,6 +89,24 @@ def _check_dtypes_of_units(model: nn.Module, structure: Structure) -> None:
                 f"FSDP1 flattens the parameters of a layer into one, of one dtype, but {given}; convert the model to "
                 "one dtype, or use strategy='fsdp2'."
             )
+
+
+@dataclass(frozen=True)
+class RefusesPrepare:
+    """What Accelerate's ``prepare`` meets on a model that wrap has sharded, where it asks for its own mark: under other
+    settings than FSDP it would put DistributedDataParallel around the shards."""
+
+    strategy: str
+
+    def __bool__(self) -> bool:
+        state = sys.modules.get("accelerate.state")
+        if state is None or state.AcceleratorState._shared_state.get("distributed_type") == state.DistributedType.FSDP:
+            return False
+        raise LigerDistError(
+            f"accelerator.prepare was given a model that liger_dist.wrap has sharded by {self.strategy!r}; prepare the "
+            "optimizer and the data loader alone, or wrap and prepare at once with "
+            "liger_dist.integrations.accelerate.prepare(accelerator, model, ...) under Accelerate's own FSDP settings."
+        )
 
 
 def check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .checks import check_model, check_strategy
+from .checks import RefusesPrepare, check_model, check_strategy
 from .config import Strategy, WrapConfig
 from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
@@ -51,6 +51,7 @@ from .sharding.split_head import release_communicators, rows_mesh, split_heads
 from .sharding.tensor_parallel import parallelize_heads
 
 _RECORD = "_liger_dist"
+_PREPARED = "_is_accelerate_prepared"
 _FAILED = "_liger_dist_failed"
 """on a model that a failed :func:`wrap` has left sharded: the sentence that says so"""
 
@@ -185,6 +186,8 @@ def wrap(
         if seam is not None and isinstance(wrapped, Wrapper):
             seam.redirect_through(wrapped)
         undo.pop_all()
+    if strategy in ("fsdp1", "fsdp2", "tp"):
+        vars(wrapped)[_PREPARED] = RefusesPrepare(strategy)
     _call_with_hooks(outer, model)
     return wrapped
 
@@ -354,6 +357,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     inner = inner_model(model)
     record = record_of(inner)
+    if isinstance(vars(model).get(_PREPARED), RefusesPrepare):
+        del vars(model)[_PREPARED]
     _take_off(inner, record)
     restore_layers(inner, owner=record.owner)
     release_communicators(inner)

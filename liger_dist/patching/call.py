@@ -29,6 +29,7 @@ LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "to
 NEUTRAL = {"label_smoothing": 0.0, "z_loss": 0.0, "temperature": 1.0}
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """what the models of transformers hand to their losses themselves"""
+FLAG_OF_TRL = "fused_lm_head"
 TOKEN_ACCURACY = "token_accuracy"
 LOGITS = "logits"
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
@@ -142,6 +143,12 @@ class Signature:
         # A forward of the user's own may read any of them.
         is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist."))
         unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
+        if FLAG_OF_TRL in unknown:
+            raise LigerDistError(
+                f"{self._owner} was called with {FLAG_OF_TRL}=True: a trainer of TRL asks the wrapped model for TRL's "
+                "own head. Make the trainer within `with liger_dist.integrations.trl.fused_heads():`, and leave the "
+                "wrapping to it."
+            )
         if unknown:
             raise LigerDistError(
                 f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "

@@ -1,0 +1,262 @@
+"""Models that do something unusual with their labels, their head, their buffers or their norms, on one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCAB_SIZE, gradient_errors, make_batch, make_config, make_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+from liger_dist_kernels.cross_entropy import tile_arguments
+
+SEEN, UNSEEN = 5, 7
+"""ids of images: the probe's labels have the first"""
+
+
+class MasksImages(LlamaForCausalLM):
+    """Changes its labels in place, as some vision-language models do with the places of images."""
+
+    image = SEEN
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if labels is not None and (labels == self.image).any():
+            labels[labels == self.image] = -100
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+class MasksImagesLate(MasksImages):
+    """The same after its head."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = LlamaForCausalLM.forward(self, input_ids=input_ids, **kwargs)
+        if labels is None:
+            return output
+        if (labels == self.image).any():
+            labels[labels == self.image] = -100
+        output.loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=VOCAB_SIZE, **kwargs)
+        return output
+
+
+def with_images(cls: Any, image: int) -> tuple[Any, Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = cls(make_config("llama")).to(torch.float64).to(compute_device())
+    model.image = image
+    batch = make_batch(0, num_ignored=0)
+    batch["labels"][:, 3:5] = image
+    return model, copy.deepcopy(model), batch
+
+
+@pytest.mark.parametrize("cls", [MasksImages, MasksImagesLate])
+def test_a_forward_that_changes_its_labels_in_place(cls: Any) -> None:
+    """What it always does is seen by the probe, and leaves the loss its own."""
+    model, reference, batch = with_images(cls, SEEN)
+    expected = reference(**copy.deepcopy(batch)).loss
+    with pytest.warns(UserWarning, match="changes the labels before the loss"):
+        liger_dist.wrap(model)
+    loss = model(**copy.deepcopy(batch)).loss
+    assert relative_error(loss, expected) < 1e-6
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("cls", [MasksImages, MasksImagesLate])
+def test_labels_changed_in_place_by_what_they_are_refuse_the_loss(cls: Any, inference: bool) -> None:
+    if inference and compute_device().type == "cuda":
+        pytest.skip("inference tensors are compared by an assertion on the device, which ends the process")
+    model, _, _ = with_images(cls, UNSEEN)
+    liger_dist.wrap(model)
+    with torch.inference_mode(inference):
+        _, _, batch = with_images(cls, UNSEEN)
+        without = {name: tensor.clone().clamp_min(UNSEEN + 1) for name, tensor in batch.items()}
+        assert model(**without).loss.isfinite()
+        with pytest.raises(liger_dist.LigerDistError, match="changed its labels before its loss"):
+            model(**batch)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_lora_on_a_head_with_a_large_bias_keeps_its_weight_in_bf16(dora: bool) -> None:
+    """Rounded together with a bias of 2, a weight of 0.02 would lose a third of itself."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model: Any = make_model("llama", bias=True)
+    model.lm_head.weight.data.normal_(std=0.02)
+    model.lm_head.bias.data.normal_(std=2.0)
+    settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, use_dora=dora, init_lora_weights=False)
+    peft.get_peft_model(model, settings)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.to(torch.bfloat16)
+    reference = copy.deepcopy(model).double()
+    own = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    batch = make_batch(0)
+    for one in (model, own, reference):
+        one(**batch).loss.backward()
+    for name, truth in reference.named_parameters():
+        if "lm_head" not in name:
+            continue
+        mine, theirs = (dict(one.named_parameters())[name].grad for one in (model, own))
+        norm = truth.grad.norm()
+        error, usual = ((g.double() - truth.grad).norm() / norm for g in (mine, theirs))
+        assert error <= 1.5 * usual + 4e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_lora_on_a_head_with_a_large_bias(dtype: torch.dtype) -> None:
+    peft = pytest.importorskip("peft")
+    model: Any = make_model("llama", bias=True)
+    model.lm_head.weight.data.normal_(std=0.02)
+    model.lm_head.bias.data.normal_(std=2.0)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False))
+    model.to(dtype)
+    exact = copy.deepcopy(model).double()
+    hidden = torch.randn(4, 16, dtype=dtype, device=compute_device())
+    from liger_dist.patching.adapted import effective_head
+
+    head = model.lm_head
+    used = effective_head(head.get_base_layer(), head.forward, hidden)
+    lora = exact.lm_head
+    weight = lora.get_base_layer().weight + lora.scaling["default"] * (
+        lora.lora_B["default"].weight @ lora.lora_A["default"].weight
+    )
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    assert (used.weight.double() - weight).norm() / weight.norm() < rounding
+
+
+class WithFlags(LlamaForCausalLM):
+    """Has a mask that its own rule may leave out."""
+
+    writes = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("flags", torch.arange(4) % 2 == 0)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.writes:
+            self.flags.copy_(torch.arange(4) % 2 == 0)
+
+
+def on_meta(writes: bool) -> Any:
+    with torch.device("meta"):
+        model = WithFlags(make_config("llama"))
+    model.writes = writes
+    return model
+
+
+def test_bool_buffers_of_a_meta_model_get_their_values_or_refuse() -> None:
+    model = on_meta(True)
+    liger_dist.wrap(model, "none")
+    assert model.flags.tolist() == [True, False, True, False]
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+    with pytest.raises(liger_dist.LigerDistError, match=r"leaves flags without values"):
+        liger_dist.wrap(on_meta(False), "none")
+
+
+class FailsInBf16(nn.Module):
+    """A norm that raises in bf16 for a reason of its own."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("this norm is for fp32")
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class NormThatFails(FailsInBf16):
+    """Has "norm" in its name."""
+
+
+def test_a_norm_that_raises_is_not_taken_for_one_that_agrees() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    model.model.norm = NormThatFails(16, 1e-6).to(compute_device())
+    liger_dist.wrap(model)
+    report = liger_dist.explain(model).layers
+    assert not any("NormThatFails" in what for what, _ in report.replaced)
+    assert any("NormThatFails" in what and "rounds in a way" in why for what, why in report.left)
+
+
+def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    batch: dict[str, Any] = make_batch(0)
+    batch["labels"] = torch.full_like(batch["labels"], 3)
+    with pytest.raises(liger_dist.LigerDistError, match="no label that counts"):
+        liger_dist.verify(model, batch | {"ignore_index": 3})
+    assert liger_dist.verify(model, batch | {"ignore_index": 4}).ok
+    shifted = make_batch(0)
+    shifted["shift_labels"] = torch.full_like(shifted["labels"], -100)
+    with pytest.raises(liger_dist.LigerDistError, match="no label that counts"):
+        liger_dist.verify(model, shifted)
+
+
+def test_trained_rows_of_a_tied_head_stay_unfused() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], r=2, trainable_token_indices=[1, 2, 3])
+    model = peft.get_peft_model(make_model("llama", tied=True), settings)
+    model.to(torch.float64)
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"unfused: PEFT trains some rows .*modules_to_save"):
+        liger_dist.wrap(model)
+    loss, expected = model(**make_batch(0)).loss, reference(**make_batch(0)).loss
+    assert relative_error(loss, expected) < 1e-6
+    loss.backward()
+    expected.backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-6
+    assert "PEFT trains some rows" in str(liger_dist.explain(model.get_base_model()))
+
+
+def test_a_call_of_trls_head_names_the_way_out() -> None:
+    trl = pytest.importorskip("trl.trainer.utils")
+    model = liger_dist.wrap(make_model("llama"))
+    trl.add_fused_lm_head(model)
+    with pytest.raises(liger_dist.LigerDistError, match=r"fused_heads\(\)"):
+        model(**make_batch(0), fused_lm_head=True)
+
+
+def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(2, 8)
+    assert tile_arguments(logits)["maxnreg"] == 64
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "maxnreg" not in tile_arguments(logits)
+
+
+def test_the_reason_comes_first_when_no_adapter_serves() -> None:
+    from matrix import SITUATIONS
+
+    from liger_dist.dispatch import choose
+    from liger_dist.errors import NoAdapterError
+
+    for situation, words in (
+        ("FSDP2, tied, apart from the embedding", "the head is tied to the embedding but FSDP2 stores them apart"),
+        ("ZeRO-3, quantised", "DeepSpeed quantises weights"),
+        ("a DTensor split by columns", "the weight is placed S(1)"),
+        ("the same, global mean, averaged by nobody known", "token_mean='global' needs to know"),
+    ):
+        with pytest.raises(NoAdapterError) as caught:
+            choose(SITUATIONS[situation])
+        first = str(caught.value).splitlines()[0]
+        assert first.startswith(f"no adapter can compute the loss of this output embedding: {words}")
+        assert "engine=" not in first
+
+
+def test_a_compiled_whole_graph_is_refused_by_torch_with_a_page_that_says_so() -> None:
+    page = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+    assert "fullgraph=True" in page.read_text()
+    model = AutoModelForCausalLM.from_config(make_config("llama"))
+    liger_dist.wrap(model)
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable|fullgraph"):
+        torch.compile(model, backend="eager", fullgraph=True)(**{n: t.cpu() for n, t in make_batch(0).items()})

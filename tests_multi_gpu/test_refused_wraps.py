@@ -1,0 +1,217 @@
+"""What ``wrap`` refuses, on every rank and before anything is changed; and what a wrap that fails leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import make_batch, make_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+CHECKPOINTING = liger_dist.WrapConfig(activation_checkpointing=True)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything that a wrap may change on a model."""
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [
+            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+            for module in model.modules()
+        ],
+        "parameters": [id(parameter) for parameter in model.parameters()],
+        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
+    }
+
+
+def scalar(model: Any) -> None:
+    model.model.norm.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def strided(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(weight.detach().T.contiguous().T)
+
+
+def two_dtypes(model: Any) -> None:
+    model.model.layers[0].mlp.to(torch.float32)
+
+
+BAD = {
+    ("fsdp2", "scalar"): (scalar, "scale has no dimension"),
+    ("fsdp1", "scalar"): (scalar, "scale has no dimension"),
+    ("fsdp2", "strides"): (strided, "up_proj.weight has the strides"),
+    ("fsdp1", "dtypes"): (two_dtypes, "of one dtype"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "what"), BAD, ids=str)
+def test_what_the_framework_would_refuse_in_the_middle_is_refused_before(
+    strategy: str, what: str, workers_2: Workers
+) -> None:
+    for sentence, unchanged in workers_2.run(refused, strategy, what):
+        assert BAD[strategy, what][1] in sentence
+        assert unchanged
+
+
+def refused(strategy: Any, what: str) -> tuple[str, bool]:
+    model = make_model("llama")
+    BAD[strategy, what][0](model)
+    before = state_of(model)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, strategy, config=CHECKPOINTING)
+    return str(caught.value), state_of(model) == before
+
+
+def test_a_mesh_without_names_is_refused(workers_4: Workers) -> None:
+    for sentence in workers_4.run(with_a_mesh_without_names):
+        assert "has no names for its axes" in sentence
+
+
+def with_a_mesh_without_names() -> str:
+    mesh = DeviceMesh(compute_device().type, torch.arange(4).reshape(2, 2))
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "fsdp2", mesh=mesh)
+    return str(caught.value)
+
+
+def test_one_rank_that_refuses_is_heard_by_all(workers_2: Workers) -> None:
+    """The other would wait in its first collective."""
+    for sentence in workers_2.run(refused_by_one, time_limit=60):
+        assert "scale has no dimension" in sentence
+
+
+def refused_by_one() -> str:
+    model = make_model("llama")
+    if dist.get_rank() == 1:
+        scalar(model)
+    before = state_of(model)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, "fsdp2")
+    assert state_of(model) == before
+    return str(caught.value)
+
+
+class Unshardable(nn.Parameter):
+    """Fails when FSDP2 or FSDP1 takes it, after the units before it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.chunk, torch.chunk, torch.Tensor.detach, torch.flatten):
+            raise torch.OutOfMemoryError("no memory for this one")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_failure_in_the_middle_of_sharding_refuses_the_model_from_then_on(strategy: str, workers_2: Workers) -> None:
+    for sentences, checkpointing, wrapped in workers_2.run(failed, strategy):
+        assert len(sentences) == 2
+        assert all("build the model anew" in sentence for sentence in sentences)
+        assert not checkpointing
+        assert not wrapped
+
+
+def failed(strategy: Any) -> tuple[list[str], bool, bool]:
+    model: Any = make_model("llama")
+    norm = model.model.layers[1].input_layernorm
+    norm.weight = norm.weight.detach().as_subclass(Unshardable)
+    with pytest.raises(Exception, match="no memory for this one"):
+        liger_dist.wrap(model, strategy, config=CHECKPOINTING)
+    assert any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    sentences = []
+    for ask in (lambda: liger_dist.wrap(model, strategy), lambda: model(**make_batch(0))):
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            ask()
+        sentences.append(str(caught.value))
+    return sentences, model.model.gradient_checkpointing, liger_dist.wrap.__globals__["is_wrapped"](model)
+
+
+def test_a_tied_unit_of_fsdp1_that_holds_embedding_and_head_is_exact(workers_2: Workers) -> None:
+    for error in workers_2.run(in_one_unit):
+        assert error < 1e-6
+
+
+class Holder(nn.Module):
+    """A model of the user's own around a causal language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside = model
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        return self.inside(input_ids=input_ids, labels=labels)
+
+
+def in_one_unit() -> float:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    model: Any = make_model("llama", tied=True)
+    reference: Any = copy.deepcopy(model)
+    root = FullyShardedDataParallel(
+        liger_dist.wrap(Holder(model)),
+        auto_wrap_policy=CustomPolicy(lambda module: module is model),
+        use_orig_params=True,
+        device_id=compute_device(),
+    )
+    losses = []
+    for rank in range(dist.get_world_size()):
+        loss = reference(**make_batch(rank)).loss
+        losses.append(float(loss))
+        (loss / dist.get_world_size()).backward()
+    output = root(**make_batch(dist.get_rank()))
+    assert not hasattr(output, "logits")
+    output.loss.backward()
+    with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+        gradient = model.lm_head.weight.grad
+    difference = (gradient - reference.lm_head.weight.grad).abs().max() / reference.lm_head.weight.grad.abs().max()
+    return max(float(difference), abs(float(output.loss) - losses[dist.get_rank()]))
+
+
+def test_explain_lists_only_what_runs(workers_2: Workers) -> None:
+    for replaced, calls in workers_2.run(sharded_first):
+        assert calls == replaced
+
+
+def sharded_first() -> tuple[int, int]:
+    """Additions that ``explain`` calls replaced, after FSDP2 came first, and those that a step computes so."""
+    from unittest import mock
+
+    from torch.distributed.fsdp import fully_shard
+
+    from liger_dist.layers import norm
+    from liger_dist.patching import norms
+
+    model: Any = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    liger_dist.wrap(model)
+    told = liger_dist.explain(model).layers.replaced
+    replaced = sum(count for what, count in told if "addition" in what)
+    with mock.patch.object(norms, "norm", wraps=norm) as spy:
+        model(**make_batch(0)).loss.backward()
+    return replaced, sum(call.kwargs.get("residual") is not None for call in spy.call_args_list)
+
+
+def test_nothing_is_a_dtensor_after_a_refusal(workers_2: Workers) -> None:
+    assert workers_2.run(refused_vocab_parallel) == [True, True]
+
+
+def refused_vocab_parallel() -> bool:
+    """A vocab-parallel head, and a parameter that FSDP2 refuses."""
+    model = make_model("llama", tied=True)
+    scalar(model)
+    with pytest.raises(liger_dist.LigerDistError):
+        liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+    return not any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -1,0 +1,311 @@
+"""Calls whose loss is not fused: options of the loss count in them, or are refused; nothing is dropped."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB_SIZE, gradient_errors, make_batch, make_model
+from torch import Tensor, nn
+from truth import cross_entropy_truth
+
+import liger_dist
+from liger_dist.sharding.devices import compute_device
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing": 0.3},
+    "temperature": {"temperature": 2.0},
+    "z-loss": {"z_loss": 0.1},
+    "token weight": {"token_weight": torch.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12)},
+    "class weight": {"class_weight": torch.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64)},
+    "all": {
+        "label_smoothing": 0.3,
+        "temperature": 2.0,
+        "z_loss": 0.1,
+        "token_weight": torch.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12),
+        "class_weight": torch.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64),
+    },
+}
+
+
+def on_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: v.to(compute_device()) if isinstance(v, Tensor) else v for name, v in options.items()}
+
+
+def truth_of(logits: Tensor, batch: dict[str, Tensor], **options: Any) -> Any:
+    """Of logits for every token: those of the last one have no target."""
+    options = on_device(options)
+    weight = options.pop("token_weight", None)
+    return cross_entropy_truth(
+        logits[:, :-1].reshape(-1, VOCAB_SIZE).double(),
+        batch["labels"][:, 1:].reshape(-1),
+        token_weight=None if weight is None else weight[:, 1:].reshape(-1),
+        **options,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*unfused.*")
+        yield
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("asks", ["nothing", "the call", "the config", "the config, globally"])
+def test_options_count_beside_full_logits(name: str, asks: str) -> None:
+    """Fused, with ``outputs=("logits",)`` of the call, and in evaluation with that of the config."""
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    mean = "global" if "globally" in asks else "local"
+    outputs = ("logits",) if "config" in asks else ()
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(outputs=outputs, token_mean=mean))
+    batch, options = make_batch(0), on_device(OPTIONS[name])
+    extra = {"outputs": ("logits",)} if asks == "the call" else {}
+    model.train("config" not in asks)
+    output = model(**batch, **options, **extra)
+    assert asks == "nothing" or output.logits.shape == (3, 12, VOCAB_SIZE)
+    logits = reference(input_ids=batch["input_ids"]).logits
+    expected = truth_of(logits, batch, **options).loss
+    assert abs(float(output.loss) - float(expected)) < 1e-6
+    output.loss.backward()
+    expected.backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-6
+
+
+def test_outputs_count_where_dropout_of_lora_keeps_the_head_unfused() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, lora_dropout=0.3, init_lora_weights=False)
+    model = peft.get_peft_model(make_model("llama"), settings)
+    model.to(torch.float64)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    batch, options = make_batch(0), on_device(OPTIONS["all"])
+    torch.manual_seed(1)
+    output = model(**batch, **options, outputs=("entropy", "log_prob", "token_accuracy"))
+    torch.manual_seed(1)
+    logits = reference(input_ids=batch["input_ids"]).logits
+    truth = truth_of(logits, batch, **options)
+    assert abs(float(output.loss) - float(truth.loss)) < 1e-6
+    counted = batch["labels"][:, 1:].reshape(-1) != -100
+    for field in ("entropy", "log_prob"):
+        mine = getattr(output, field)[:, :-1].reshape(-1)
+        assert (mine - getattr(truth, field))[counted].abs().max() < 1e-6
+    assert abs(float(output.token_accuracy) - float(truth.is_top1[counted].double().mean())) < 1e-6
+    assert output.logits.shape == (3, 12, VOCAB_SIZE)
+    output.loss.backward()
+    truth.loss.backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-6
+
+
+def mine(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def mine_smoothed(logits: Tensor, labels: Tensor, vocab_size: int, label_smoothing: float = 0.0, **_: Any) -> Tensor:
+    flat = logits[:, :-1].reshape(-1, vocab_size)
+    return F.cross_entropy(flat, labels[:, 1:].reshape(-1), label_smoothing=label_smoothing)
+
+
+def test_a_loss_function_of_the_users_own_gets_the_options_it_names() -> None:
+    batch = make_batch(0)
+    for config in (liger_dist.WrapConfig(), liger_dist.WrapConfig(fused_loss=False)):
+        model: Any = make_model("llama")
+        logits = model(input_ids=batch["input_ids"]).logits
+        liger_dist.wrap(model, config=config)
+        model.loss_function = mine
+        with pytest.raises(liger_dist.LigerDistError, match=r"label_smoothing was given.*mine has no label_smoothing"):
+            model(**batch, label_smoothing=0.3)
+        assert abs(float(model(**batch).loss) - float(mine(logits, batch["labels"], VOCAB_SIZE))) < 1e-6
+        model.loss_function = mine_smoothed
+        expected = truth_of(logits, batch, label_smoothing=0.3).loss
+        assert abs(float(model(**batch, label_smoothing=0.3).loss) - float(expected)) < 1e-6
+        with pytest.raises(liger_dist.LigerDistError, match="entropy was given"):
+            model(**batch, outputs=("entropy",))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("label_smoothing", {"label_smoothing": 0.1}),
+        ("temperature", {"temperature": 2.0}),
+        ("token_weight", {"token_weight": torch.ones(3, 12)}),
+        ("entropy", {"outputs": ("entropy",)}),
+    ],
+    ids=["label smoothing", "temperature", "token weight", "output"],
+)
+def test_a_loss_that_is_not_fused_at_all_refuses_options(name: str, options: dict[str, Any]) -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
+    with pytest.raises(liger_dist.LigerDistError, match=f"{name} was given"):
+        model(**make_batch(0), **options)
+    assert model(**make_batch(0), outputs=("logits",), temperature=1.0).logits.shape == (3, 12, VOCAB_SIZE)
+    liger_dist.unwrap(model)
+    model(**make_batch(0), **options)  # The model's own business again.
+
+
+def test_torch_func_refuses_options() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given: Any) -> Tensor:
+        out = torch.func.functional_call(model, given, (), {**make_batch(0), "label_smoothing": 0.1})
+        return out.loss  # type: ignore[no-any-return]
+
+    with pytest.raises(liger_dist.LigerDistError, match=r"label_smoothing was asked.*torch\.func"):
+        torch.func.grad(loss)(parameters)
+
+
+def test_a_configuration_that_an_unfused_loss_does_not_have_is_refused() -> None:
+    for options in ({"token_mean": "global"}, {"outputs": ("entropy",)}):
+        with pytest.raises(liger_dist.LigerDistError, match="fused_loss is False"):
+            liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(fused_loss=False, **options))  # type: ignore[arg-type]
+    model: Any = make_model("llama")
+    model.loss_function = mine
+    with pytest.raises(liger_dist.LigerDistError, match=r"token_mean is 'global' but the loss .* is not fused"):
+        liger_dist.wrap(model, config=liger_dist.WrapConfig(token_mean="global"))
+
+
+def test_forward_called_without_its_hooks_is_warned_of() -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    expected = float(model(**batch).loss)
+    liger_dist.wrap(model)
+    with pytest.warns(UserWarning, match=r"model\.forward\(\.\.\.\) runs without the model's hooks"):
+        assert abs(float(model.forward(**batch).loss) - expected) < 1e-6
+    with pytest.raises(liger_dist.LigerDistError, match=r"label_smoothing was given .*Call model\(\.\.\.\) itself"):
+        model.forward(**batch, label_smoothing=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
+
+
+def test_pausing_one_thread_does_not_change_another() -> None:
+    import threading
+
+    from liger_dist.integrations.trainer import whole_logits
+
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    seen: list[bool] = []
+
+    def train() -> None:
+        seen.append(hasattr(model(**make_batch(0)), "logits"))
+
+    with whole_logits(model):
+        assert hasattr(model(**make_batch(0)), "logits")
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert not hasattr(model(**make_batch(0)), "logits")
+
+
+def test_a_nested_call_that_fails_early_leaves_the_outer_one_alone() -> None:
+    """A hook of the user's that raises before this package's own has its turn."""
+    model: Any = make_model("llama")
+    expected = float(model(**make_batch(0)).loss)
+    liger_dist.wrap(model)
+    failures: list[str] = []
+
+    def refuse(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if "labels" not in kwargs:
+            raise RuntimeError("not without labels")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True, prepend=True)
+
+    def ask_again(module: nn.Module, args: Any, output: Any) -> None:
+        if not failures:
+            try:
+                model(input_ids=make_batch(0)["input_ids"])
+            except RuntimeError as error:
+                failures.append(str(error))
+
+    model.lm_head.register_forward_hook(ask_again)
+    assert abs(float(model(**make_batch(0)).loss) - expected) < 1e-6
+    assert failures == ["not without labels"]
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """What nn.DataParallel makes of a model for another device, with parameters three times as large."""
+    made = [module._replicate_for_data_parallel() for module in model.modules()]  # type: ignore[operator]
+    index = {id(module): i for i, module in enumerate(model.modules())}
+    for module, twin in zip(model.modules(), made, strict=True):
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else made[index[id(child)]]
+        for name, parameter in module._parameters.items():
+            setattr(twin, name, None if parameter is None else parameter.detach().clone() * 3.0)
+        for name, buffer in module._buffers.items():
+            twin._buffers[name] = buffer
+    return made[0]
+
+
+def test_a_replica_of_data_parallel_runs_on_its_own_weights() -> None:
+    model = make_model("llama")
+    batch = make_batch(0)
+    expected = [one(**batch).loss for one in (model, replica(model))]
+    liger_dist.wrap(model)
+    losses = [one(**batch).loss for one in (model, replica(model))]
+    assert abs(float(expected[0]) - float(expected[1])) > 0.1
+    for mine, truth in zip(losses, expected, strict=True):
+        assert abs(float(mine) - float(truth)) < 1e-6 * float(truth)
+
+
+def metrics(seen: Any) -> dict[str, float]:
+    return {"mean": float(np.mean(seen.predictions))}
+
+
+@pytest.mark.parametrize("ask", ["compute_metrics", "predict", "outputs in the config", "fuse"])
+def test_wrapped_first_then_a_trainer_with_metrics(ask: str, tmp_path: Any) -> None:
+    """Metrics are those of the logits, or an error says how to have them."""
+    from transformers import Trainer, TrainingArguments
+
+    from liger_dist.integrations.trainer import fuse
+
+    batch = make_batch(0)
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(batch["input_ids"], batch["labels"])]
+    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=not torch.cuda.is_available())
+
+    def trainer_of(model: Any) -> Any:
+        return Trainer(model, arguments, eval_dataset=rows, compute_metrics=metrics)  # type: ignore[arg-type]
+
+    plain = trainer_of(make_model("llama", dtype=torch.float32))
+    expected = plain.evaluate()["eval_mean"]
+    model = make_model("llama", dtype=torch.float32)
+    if ask == "fuse":
+        trainer = fuse(trainer_of(model))
+    else:
+        outputs = ("logits",) if "config" in ask else ()
+        trainer = trainer_of(liger_dist.wrap(model, config=liger_dist.WrapConfig(outputs=outputs)))
+    if ask in ("compute_metrics", "predict"):
+        with pytest.raises(liger_dist.LigerDistError, match=r"trainer\.fuse\(trainer\).*outputs=\('logits',\)"):
+            trainer.predict(rows) if ask == "predict" else trainer.evaluate()
+    else:
+        assert abs(trainer.evaluate()["eval_mean"] - expected) < 1e-5
+        assert trainer.predict(rows).predictions.shape == (3, 12, VOCAB_SIZE)
+
+
+def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+    from transformers.data.data_collator import default_data_collator
+
+    from liger_dist.integrations.trainer import fuse
+
+    batch = make_batch(0)
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(batch["input_ids"], batch["labels"])]
+    model = make_model("llama", dtype=torch.float32)
+    expected = truth_of(model(input_ids=batch["input_ids"]).logits, batch, label_smoothing=0.3).loss
+    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=not torch.cuda.is_available())
+    trainer = Trainer(
+        model, arguments, data_collator=lambda rows: default_data_collator(rows) | {"label_smoothing": 0.3}
+    )
+    result = fuse(trainer).predict(rows)  # type: ignore[arg-type]
+    assert result.predictions.shape == (3, 12, VOCAB_SIZE)  # type: ignore[union-attr]
+    assert abs(result.metrics["test_loss"] - float(expected)) < 1e-5  # type: ignore[index]
