@@ -153,6 +153,8 @@ def wrap(
     if strategy == "fsdp2" and device_mesh is not None:
         config, head_reason = choose_head(model, structure, plan, mesh=device_mesh, config=config)
     seam = None if plan is None else Seam(model, structure, plan, strategy=strategy, config=config)
+    if seam is not None and strategy == "auto":
+        seam.check_storage()
     layers, owner = LayerReport(), uuid.uuid4().hex
     try:
         if config.layer_kernels:
