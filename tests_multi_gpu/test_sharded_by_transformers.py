@@ -135,7 +135,8 @@ def load(layout: Layout, folder: str, *, dtype: torch.dtype, sharded: bool = Tru
     options: dict[str, Any] = {"experts_implementation": "eager"} if layout.family == "moe" else {}
     if sharded:
         options["distributed_config"] = DistributedConfig(**dict(layout.sizes))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
+    return model if sharded else model.to(compute_device())
 
 
 def skip_without(layout: Layout) -> None:
@@ -145,6 +146,8 @@ def skip_without(layout: Layout) -> None:
     missing = [name for name, _ in layout.sizes if name not in known]
     if missing:
         pytest.skip(f"DistributedConfig of this transformers has no {', '.join(missing)}")
+    if layout.name == FSDP_TP.name and "dp_replicate_size" not in known:
+        pytest.skip("this transformers makes a mesh of one axis, for fsdp_size or tp_size")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
