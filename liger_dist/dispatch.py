@@ -13,7 +13,7 @@ from .config import WrapConfig
 from .errors import NoAdapterError
 from .sharding.base import Engine, Facts, ShardingAdapter
 from .sharding.fsdp1 import FSDP1, has_own_unit, is_stored_by_fsdp1
-from .sharding.fsdp2 import FSDP2Gathered, find_param
+from .sharding.fsdp2 import FSDP2Gathered, stored_weight
 from .sharding.fsdp2_vocab_parallel import FSDP2VocabParallel
 from .sharding.head_cost import HeadShapes, head_costs
 from .sharding.replicated import Replicated
@@ -49,7 +49,7 @@ def collect_facts(
     Args:
         tied_to: the embeddings whose weight is the head's own parameter.
     """
-    fsdp2 = find_param(head, model)
+    fsdp2 = stored_weight(head, model)
     weight = head.weight
     engine: Engine = "ddp" if strategy == "ddp" else "plain"
     placements = mesh_shape = mesh_axes = None
@@ -57,10 +57,7 @@ def collect_facts(
     is_apart = not tied_to
     if fsdp2 is not None:
         engine = "fsdp2"
-        group, fsdp_param = fsdp2
-        is_apart = not fsdp_param._module_info.shared_modules
-        weight = fsdp_param.sharded_param
-        data_parallel_axes = group.mesh_info.mesh.ndim
+        weight, is_apart, data_parallel_axes = fsdp2.weight, fsdp2.is_apart, fsdp2.data_parallel_axes
     elif (rows := rows_of(head)) is not None:
         engine = "fsdp2-rows"
         data_parallel_axes = rows.mesh.ndim
@@ -91,6 +88,7 @@ def collect_facts(
         has_bias=head.bias is not None,
         tied=bool(tied_to),
         apart_from_embedding=is_apart,
+        padded_in_two_groups=fsdp2 is not None and fsdp2.padded_in_two_groups,
         adapted=adapted,
         trains=weight.requires_grad,
         zero_quantized=engine == "zero3" and is_quantized(weight),

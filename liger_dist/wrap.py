@@ -159,6 +159,8 @@ def wrap(
     if strategy == "fsdp2" and device_mesh is not None:
         config, head_reason = choose_head(model, found.structure, found.plan, mesh=device_mesh, config=config)
     seam = None if found.plan is None else Seam(model, found.structure, found.plan, strategy=strategy, config=config)
+    if seam is not None and strategy == "auto":
+        seam.check_storage()
     owner = uuid.uuid4().hex
     with ExitStack() as undo:
         layers = LayerReport()

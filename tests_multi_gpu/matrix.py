@@ -121,10 +121,11 @@ WHOLE = Facts(
     has_bias=False,
     tied=False,
     apart_from_embedding=False,
+    padded_in_two_groups=False,
     adapted=False,
     trains=True,
     zero_quantized=False,
-    head_choice="auto",
+    head_choice="gather",
     token_mean="local",
 )
 SITUATIONS = {
@@ -134,6 +135,9 @@ SITUATIONS = {
     "FSDP1, tied, in a unit of its own": replace(WHOLE, engine="fsdp1", tied=True, apart_from_embedding=True),
     "FSDP2": replace(WHOLE, engine="fsdp2"),
     "FSDP2, tied, apart from the embedding": replace(WHOLE, engine="fsdp2", tied=True, apart_from_embedding=True),
+    "FSDP2, tied, in two groups, with rows that the ranks do not divide": replace(
+        WHOLE, engine="fsdp2", tied=True, padded_in_two_groups=True
+    ),
     "FSDP2 x TP": replace(WHOLE, engine="fsdp2", tensor_parallel="S(0)", tensor_parallel_size=2),
     "TP": replace(WHOLE, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4),
     "a DTensor split by columns": replace(WHOLE, engine="dtensor", tensor_parallel="S(1)", tensor_parallel_size=4),

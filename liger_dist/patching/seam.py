@@ -29,7 +29,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossOutput
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.losses.normalization import denominator
-from liger_dist.sharding.base import DataParallel, Head, ShardingAdapter
+from liger_dist.sharding.base import DataParallel, Facts, Head, ShardingAdapter
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.replicated import is_averaged
 from liger_dist.sharding.split_head import rows_of
@@ -192,18 +192,35 @@ class Seam:
             type(weight),
             hasattr(weight, "ds_id"),
             hasattr(weight, "_fsdp_flattened"),
+            weight.requires_grad,
         )
         if self._chosen is None or self._stored != stored:
-            facts = collect_facts(
-                self.model,
-                base,
-                strategy=self.strategy,
-                tied_to=self.tied_to if base is self.head else (),
-                adapted=base is not head,
-                config=self.config,
-            )
-            self._chosen, self._stored = choose(facts), stored
+            self._chosen, self._stored = choose(self._facts(head)), stored
         return self._chosen
+
+    def _facts(self, head: nn.Module) -> Facts:
+        base = cast(nn.Linear, base_head(head))
+        return collect_facts(
+            self.model,
+            base,
+            strategy=self.strategy,
+            tied_to=self.tied_to if base is self.head else (),
+            adapted=base is not head,
+            config=self.config,
+        )
+
+    def check_storage(self) -> None:
+        """Refuses a head that is sharded already in a layout that no adapter serves; changes nothing. No collectives.
+
+        Raises:
+            NoAdapterError: no adapter serves it, whatever comes around the model later.
+        """
+        facts = self._facts(active_head(self._place))
+        if facts.engine == "dtensor":
+            # DDP or FSDP2 may come around a tensor-parallel model and average over the replicas.
+            facts = replace(facts, token_mean="local")
+        if facts.engine != "plain":
+            choose(facts)
 
     def take(self) -> LossRequest | None:
         """The request of the running forward, once; None where lm_head has to compute logits."""

@@ -46,6 +46,8 @@ class Facts:
     """whether the input embedding is the same parameter"""
     apart_from_embedding: bool
     """whether the engine stores the weight apart from the input embedding's; must not be where they are one"""
+    padded_in_two_groups: bool
+    """True where two FSDP2 groups hold the weight, for head and embedding, and the ranks do not divide its rows"""
     adapted: bool
     """whether an adapter (LoRA) makes the weight that is used out of this one and its own"""
     trains: bool

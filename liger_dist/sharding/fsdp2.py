@@ -7,6 +7,7 @@ resharded after its forward. The loss adds none, or one all-reduce of one number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,6 +28,12 @@ TIED_APART = (
     "the head is tied to the embedding but FSDP2 stores them apart, so each gets one of the two gradients; put both "
     "into one group with fully_shard([embedding, norm, head]), or leave both to the root"
 )
+TIED_AND_PADDED = (
+    "the head is tied to the embedding, the two are in different FSDP2 groups, and the ranks do not divide the rows: "
+    "each group keeps a padded copy of the shard, and the optimizer updates only one of the copies; pad the vocabulary "
+    "to a multiple of the ranks that shard it (model.resize_token_embeddings(pad_to_multiple_of=…) before saving the "
+    "checkpoint), or put both into one group with fully_shard([embedding, norm, head])"
+)
 
 
 class FSDP2Gathered:
@@ -39,9 +46,7 @@ class FSDP2Gathered:
             return [facts.storage]
         if facts.tensor_parallel is not None:
             return ["the weight stays split over the tensor-parallel axis when FSDP2 has gathered it"]
-        if facts.tied and facts.apart_from_embedding:
-            return [TIED_APART]
-        return []
+        return tied_weight_reasons(facts)
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         found = find_param(head, model)
@@ -65,6 +70,13 @@ class FSDP2Gathered:
                 "FSDP2's hooks have not run. Call the wrapped model itself rather than its parts."
             )
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+
+
+def tied_weight_reasons(facts: Facts) -> list[str]:
+    """Why FSDP2 does not keep the head and the embedding that it is tied to one parameter."""
+    if facts.tied and facts.apart_from_embedding:
+        return [TIED_APART]
+    return [TIED_AND_PADDED] if facts.padded_in_two_groups and facts.trains else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +157,58 @@ def find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """How FSDP2 stores ``head.weight``."""
+
+    weight: Tensor
+    """the sharded parameter"""
+    data_parallel_axes: int
+    """number of mesh axes of its group"""
+    is_apart: bool
+    """True where no other module holds the same sharded parameter"""
+    padded_in_two_groups: bool
+    """True where another group holds the same parameter and the ranks do not divide its rows"""
+
+
+def stored_weight(head: nn.Module, model: nn.Module) -> StoredWeight | None:
+    """Reads FSDP2's records of ``head.weight``; None when FSDP2 does not store it. No collectives.
+
+    [Note: one parameter in two FSDP2 groups] transformers shards before it ties, so the embedding and the head end in
+    different groups, and tying gives both modules one sharded parameter. Each group then gathers it for its own module
+    and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor that it
+    saw in its first forward, and a shard with fewer rows than the others is replaced there by a padded copy, once in
+    each group: the parameter is a view of the last copy, and the first is never updated.
+    """
+    found = find_param(head, model)
+    if found is None:
+        return None
+    group, fsdp_param = found
+    weight = _sharded_parameter(group, fsdp_param)
+    records = [p for g in _param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
+    return StoredWeight(
+        weight=weight,
+        data_parallel_axes=group.mesh_info.mesh.ndim,
+        is_apart=len(records) == 1 and not fsdp_param._module_info.shared_modules,
+        padded_in_two_groups=len(records) > 1 and weight.shape[0] % _shards(weight) != 0,
+    )
+
+
+def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
+    """FSDP2 reads the parameter from the module in its first forward, and keeps it from then on."""
+    info = fsdp_param._module_info
+    return fsdp_param.sharded_param if group._reset_sharded_params else getattr(info.module, info.param_name)
+
+
+def _shards(weight: DTensor) -> int:
+    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # torch 2.13 keeps a list, earlier releases one group.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+    """Each group once, also where ``fully_shard`` was given a list of modules, which share its state."""
+    states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    for state in states:
+        # torch 2.13 keeps a list, earlier releases one group.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        yield from groups if groups is not None else filter(None, [state._fsdp_param_group])

@@ -25,7 +25,7 @@ from liger_dist.losses.same_tokens import check_same_tokens
 from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
 
 from .base import DataParallel, Facts, Head
-from .fsdp2 import TIED_APART, FSDP2Gathered, find_param
+from .fsdp2 import FSDP2Gathered, find_param, tied_weight_reasons
 
 NOT_SPLIT = "the weight is not split over a tensor-parallel axis"
 
@@ -59,8 +59,8 @@ class TensorParallel:
                 "token_mean='global' needs to know who averages the gradients of the replicas; pass "
                 "num_items_in_batch to the model"
             )
-        if facts.engine == "fsdp2" and facts.tied and facts.apart_from_embedding:
-            reasons.append(TIED_APART)
+        if facts.engine == "fsdp2":
+            reasons += tied_weight_reasons(facts)
         return reasons
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
