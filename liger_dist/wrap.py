@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -237,7 +238,10 @@ def _shard(
                 precede_installed_forward(head)
         in_root = structure.tied or bool(left_alone)
         units = fsdp2.ShardingUnits(
-            layers=structure.layers, embedding=input_embedding(model), tail=() if in_root else tail
+            layers=structure.layers,
+            other_stacks=structure.other_stacks,
+            embedding=input_embedding(model),
+            tail=() if in_root else tail,
         )
         try:
             fsdp2.shard(model, units, mesh=data_parallel, config=config, left_alone=left_alone)
@@ -249,10 +253,11 @@ def _shard(
         record.seam.listen()
     if initialize is not None:
         at = torch.device("cpu") if config.cpu_offload else device
-        materialize(model, initialize, layers=structure.layers, device=at)
+        materialize(model, initialize, layers=(*structure.layers, *chain(*structure.other_stacks)), device=at)
     if record.strategy == "fsdp1" and data_parallel is not None:
         own_unit = None if structure.tied else active_head(place)
-        return fsdp1.shard(outer, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
+        layers = (*structure.layers, *chain(*structure.other_stacks))
+        return fsdp1.shard(outer, layers, own_unit, mesh=data_parallel, device=device, config=config)
     return replicate(outer.to(device)) if record.strategy == "ddp" else outer
 
 
