@@ -39,7 +39,7 @@ from .patching.structure import (
     initializer_of,
     input_embedding,
 )
-from .sharding import fsdp1, fsdp2
+from .sharding import fsdp1, fsdp2, optional_encoders
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
@@ -257,7 +257,16 @@ def _shard(
     if record.strategy == "fsdp1" and data_parallel is not None:
         own_unit = None if structure.tied else active_head(place)
         layers = (*structure.layers, *chain(*structure.other_stacks))
-        return fsdp1.shard(outer, layers, own_unit, mesh=data_parallel, device=device, config=config)
+        outer = fsdp1.shard(outer, layers, own_unit, mesh=data_parallel, device=device, config=config)
+    if record.strategy in ("fsdp1", "fsdp2") and data_parallel is not None:
+        optional_encoders.install(
+            model,
+            structure.other_stacks,
+            decoder=structure.decoder,
+            embedding=input_embedding(model),
+            mesh=data_parallel,
+            root=outer if record.strategy == "fsdp1" else model,
+        )
     return replicate(outer.to(device)) if record.strategy == "ddp" else outer
 
 
@@ -277,6 +286,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     if record.seam is not None:
         record.seam.remove()
     restore_layers(inner, owner=record.owner)
+    optional_encoders.uninstall(inner)
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, functools.partial) and forward.func is inner:

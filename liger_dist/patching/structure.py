@@ -144,8 +144,9 @@ def _decoder_of(model: nn.Module) -> nn.Module | None:
     """
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) and not _is_encoder_decoder(model) else None
-    is_inside = isinstance(decoder, nn.Module) and decoder is not model
-    return decoder if is_inside and next(_stacks(decoder, _declared(model)), None) is not None else None
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return None
+    return decoder if any(_stacks(decoder, _declared(model))) else None
 
 
 def _find_layers(model: nn.Module, decoder: nn.Module | None) -> tuple[tuple[nn.Module, ...], nn.Module]:
