@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 from torch import nn
@@ -78,8 +79,9 @@ def _check_parameters(model: nn.Module, structure: Structure, strategy: str) -> 
 
 def _check_dtypes_of_units(model: nn.Module, structure: Structure) -> None:
     """FSDP1 flattens the parameters of a unit into one."""
-    in_layers = {id(parameter) for layer in structure.layers for parameter in layer.parameters()}
-    units = [list(layer.named_parameters()) for layer in structure.layers]
+    layers = (*structure.layers, *chain(*structure.other_stacks))
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    units = [list(layer.named_parameters()) for layer in layers]
     units.append([(name, p) for name, p in model.named_parameters() if id(p) not in in_layers])
     for unit in units:
         by_dtype = {parameter.dtype: name for name, parameter in unit}

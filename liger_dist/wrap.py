@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from .patching.structure import (
     input_embedding,
 )
 from .patching.unfused import UnfusedCalls
-from .sharding import fsdp1, fsdp2
+from .sharding import fsdp1, fsdp2, optional_encoders
 from .sharding.agreement import sentences_of_all_ranks
 from .sharding.base import Facts
 from .sharding.devices import compute_device
@@ -183,7 +184,7 @@ def wrap(
         undo.callback(_take_off, model, record)
         if seam is not None:
             seam.fuse()
-        undo.push(functools.partial(_refuse_if_sharded, model))
+        undo.push(functools.partial(_refuse_if_sharded, model, _sharded_parts(model)))
         wrapped = _shard(outer, model, record, device_mesh, found.initialize, undo)
         if seam is not None and isinstance(wrapped, Wrapper):
             seam.redirect_through(wrapped)
@@ -250,12 +251,18 @@ def _take_off(model: nn.Module, record: _Wrapped) -> None:
     delattr(model, _RECORD)
 
 
-def _refuse_if_sharded(model: nn.Module, kind: object, error: BaseException | None, trace: object) -> None:
+def _sharded_parts(model: nn.Module) -> tuple[int, int]:
+    """How many FSDP units and DTensors a model has."""
+    units = sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    return units, sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _refuse_if_sharded(
+    model: nn.Module, before: tuple[int, int], kind: object, error: BaseException | None, trace: object
+) -> None:
     """After a failure in the middle of sharding: the units that are sharded cannot be restored without their full
     parameters, so the model refuses to be wrapped or called."""
-    was_changed = any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules())
-    was_changed |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if not was_changed:
+    if _sharded_parts(model) == before:
         return
     sentence = (
         f"liger_dist.wrap failed while it sharded this {type(model).__name__} ({type(error).__name__}: {error}), and "
@@ -315,10 +322,21 @@ def _shard(
         record.seam.listen()
     if initialize is not None:
         at = torch.device("cpu") if config.cpu_offload else device
-        materialize(model, initialize, layers=structure.layers, device=at)
+        materialize(model, initialize, layers=(*structure.layers, *chain(*structure.other_stacks)), device=at)
     if record.strategy == "fsdp1" and data_parallel is not None:
         own_unit = None if structure.tied else active_head(place)
-        return fsdp1.shard(outer, structure.layers, own_unit, mesh=data_parallel, device=device, config=config)
+        layers = (*structure.layers, *chain(*structure.other_stacks))
+        outer = fsdp1.shard(outer, layers, own_unit, mesh=data_parallel, device=device, config=config)
+    if record.strategy in ("fsdp1", "fsdp2") and data_parallel is not None:
+        undo.callback(optional_encoders.uninstall, model)
+        optional_encoders.install(
+            model,
+            structure.other_stacks,
+            decoder=structure.decoder,
+            embedding=input_embedding(model),
+            mesh=data_parallel,
+            root=outer if record.strategy == "fsdp1" else model,
+        )
     return replicate(outer.to(device)) if record.strategy == "ddp" else outer
 
 
@@ -342,7 +360,12 @@ def _shard_by_fsdp2(model: nn.Module, record: _Wrapped, mesh: DeviceMesh, undo: 
         for head in heads if record.seam is not None else ():
             precede_installed_forward(head)
     in_root = structure.tied or bool(left_alone)
-    units = fsdp2.ShardingUnits(layers=structure.layers, embedding=input_embedding(model), tail=() if in_root else tail)
+    units = fsdp2.ShardingUnits(
+        layers=structure.layers,
+        other_stacks=structure.other_stacks,
+        embedding=input_embedding(model),
+        tail=() if in_root else tail,
+    )
     fsdp2.shard(model, units, mesh=mesh, config=config, left_alone=left_alone)
 
 
@@ -364,6 +387,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     _take_off(inner, record)
     restore_layers(inner, owner=record.owner)
     release_communicators(inner)
+    optional_encoders.uninstall(inner)
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, functools.partial) and forward.func is inner:

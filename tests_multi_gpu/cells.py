@@ -206,7 +206,7 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, data=data) for data in ("empty rank", "num_items_in_batch")]
         if cell.engine != "zero":
             cells.append(replace(cell, accumulation=2))
-    cells += [replace(DDP, use="unused parameters"), replace(DDP, layout={"by_others": True}, use="outside the root")]
+    cells += [replace(DDP, use="unused parameters")]
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
@@ -220,6 +220,8 @@ def _refusal(cell: Cell) -> str:
         return "leave the head out of the wrapping policy"
     if cell.tied and cell.layout.get("head") in ("own", "tail"):
         return "fully_shard"
+    if cell.use == "outside the root" and cell.engine == "fsdp1" and cell.by_others:
+        return "outside the wrapper's forward"
     if cell.data == "global mean" and cell.engine == "zero":
         return "pass num_items_in_batch to the model"
     if cell.layout.get("quantized_gradients"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,6 +27,10 @@ class Structure:
     """the decoder layers, in order; empty when the model keeps no list of them"""
     unfusable: str | None
     """why no loss can be fused into this head, although the model works with it; None for a usual one"""
+    decoder: nn.Module
+    """the text decoder around ``layers``: the module that takes ``inputs_embeds``"""
+    other_stacks: tuple[tuple[nn.Module, ...], ...]
+    """the layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
     final_norm: nn.Module | None
     """the norm between the last layer and the head, when it could be told by its place and name"""
 
@@ -70,13 +74,17 @@ def find_structure(model: nn.Module) -> Structure:
             "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
         )
     head_name = next(name for name, module in model.named_modules() if module is place)
-    layers, parent = _find_layers(model)
+    decoder = _decoder_of(model)
+    layers, parent = _find_layers(model, decoder)
+    decoder = decoder or parent
     return Structure(
         head_name=head_name,
         head=head,
         tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
         layers=layers,
         unfusable=None if with_trained_rows is None else TRAINED_ROWS,
+        decoder=decoder,
+        other_stacks=_find_other_stacks(model, decoder),
         final_norm=_find_final_norm(parent, layers),
     )
 
@@ -138,24 +146,64 @@ def heads_at(place: nn.Module) -> tuple[nn.Module, ...]:
     return (place, *heads_at(base_head(place))) if is_adapted(place) else (place,)
 
 
-def _find_layers(model: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
-    """The longest list of modules of a class that the model declares unsplittable, or of one class, with its owner; of
-    an encoder-decoder, all such lists, with the owner of the last."""
-    declared = frozenset(getattr(model, "_no_split_modules", None) or ())
-    both_stacks = bool(declared) and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+def _decoder_of(model: nn.Module) -> nn.Module | None:
+    """The text decoder that the model names itself, when it holds a list of decoder layers.
+
+    A vision-language model declares the classes of its vision blocks as well, and often has more of those than of text
+    layers, so length alone does not tell the decoder.
+    """
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) and not _is_encoder_decoder(model) else None
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return None
+    return decoder if any(_stacks(decoder, _declared(model))) else None
+
+
+def _find_layers(model: nn.Module, decoder: nn.Module | None) -> tuple[tuple[nn.Module, ...], nn.Module]:
+    """The longest stack of ``decoder`` (of the model without one), with its owner; of an encoder-decoder, all stacks of
+    declared classes, with the owner of the last."""
+    declared = _declared(model)
     best: tuple[tuple[nn.Module, ...], nn.Module] = ((), model)
-    for owner in model.modules():
+    for stack, owner in _stacks(decoder or model, declared):
+        if declared and _is_encoder_decoder(model):
+            best = (*best[0], *stack), owner
+        elif len(stack) > len(best[0]):
+            best = stack, owner
+    return best
+
+
+def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.Module, ...], ...]:
+    """Stacks of declared classes outside the decoder. Of a stack inside another one's layers, the outer counts."""
+    declared = _declared(model)
+    if not declared or _is_encoder_decoder(model):
+        return ()
+    taken = set(decoder.modules())
+    others: list[tuple[nn.Module, ...]] = []
+    for stack, owner in _stacks(model, declared):
+        if owner not in taken and stack[0] not in taken:
+            others.append(stack)
+            taken.update(inner for layer in stack for inner in layer.modules())
+    return tuple(others)
+
+
+def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module]]:
+    """Every list of modules of declared classes (of one class when none is declared) inside ``root``, with its
+    owner."""
+    for owner in root.modules():
         for child in owner.children():
             if not isinstance(child, nn.ModuleList) or len(child) == 0:
                 continue
-            is_stack = (
-                all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1
-            )
-            if is_stack and both_stacks:
-                best = (*best[0], *child), owner
-            elif is_stack and len(child) > len(best[0]):
-                best = tuple(child), owner
-    return best
+            if all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1:
+                yield tuple(child), owner
+
+
+def _declared(model: nn.Module) -> frozenset[str]:
+    """Names of the layer classes that the model declares unsplittable; transformers adds those of the models inside."""
+    return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _is_one_of(layer: nn.Module, declared: frozenset[str]) -> bool:

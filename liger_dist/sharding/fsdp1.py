@@ -74,7 +74,8 @@ def shard(
     device: torch.device,
     config: WrapConfig,
 ) -> FullyShardedDataParallel:
-    """Wraps ``model`` in FSDP1: a unit for each layer, one for ``own_unit`` (an untied head) if given, and the root.
+    """Wraps ``model`` in FSDP1: a unit for each of ``layers`` (of the decoder and of encoders), one for ``own_unit``
+    (an untied head) if given, and the root.
 
     A mesh of two axes is (replicate, shard). Masters keep their dtype; with ``config.param_dtype`` the units compute
     in that one.

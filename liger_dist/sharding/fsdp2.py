@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -84,6 +85,8 @@ class ShardingUnits:
     """What becomes a group of its own; everything else falls to the root."""
 
     layers: Sequence[nn.Module]
+    other_stacks: Sequence[Sequence[nn.Module]] = ()
+    """the layers of every encoder outside the decoder (vision, audio)"""
     embedding: nn.Module | None
     """the input embedding, when nobody else uses its weight"""
     tail: Sequence[nn.Module]
@@ -112,7 +115,7 @@ def shard(
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
         ),
     }
-    for layer in (*units.layers, *filter(None, [units.embedding])):
+    for layer in (*chain(*units.other_stacks), *units.layers, *filter(None, [units.embedding])):
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     if units.tail:
         # Its backward follows its forward at once: freeing it in between would only gather it twice.

@@ -1,0 +1,389 @@
+"""Encoders (vision, audio) under FSDP when some ranks have images in their batch and others have none.
+
+FSDP all-gathers a unit's parameters when its forward runs and reduce-scatters their gradients after its backward. A
+rank without images never runs the vision encoder, so its collectives would be missing there. The ranks exchange on the
+host which of them have images; those without call the encoder's units on a scalar that adds zero to the result.
+
+[Note: Order of collectives with and without images]
+A rank that has images leads. Before each unit of an encoder it broadcasts which unit comes next and whether the unit's
+inputs require gradients, before the decoder which units and parameters the decoder's inputs depend on. A rank without
+images repeats that:
+
+- Forward: it calls the same units in the same order through FSDP's own hooks, before its decoder runs. The input
+  embedding, when it is a unit, and the decoder are announced as well, so that the ranks also agree on what comes
+  between encoder and embedding.
+- Backward: autograd runs the ready node that was created last. The scalars are created where the leader's activations
+  are, between embedding and decoder, so the decoder's units come first, then the encoder's in reverse, then the
+  embedding. A unit whose output the leader does not use (Llava skips the last layer) has no backward on either rank.
+- Reduce-scatter: FSDP2 reduces the gradients that there are. A parameter gets zeros on a rank without images if the
+  leader's decoder inputs depend on it, and None otherwise. This includes the root's parameters around the encoder
+  (patch embedding, projector).
+
+No value of a parameter is read, so NaN or Inf do not spread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from liger_dist.errors import LigerDistError
+
+from .devices import compute_device
+
+_INSTALLED = "_liger_dist_optional_encoders"
+_ENCODER_INPUTS = ("pixel_values", "input_features", "input_values", "audio_values")
+_GRAD_ENABLED, _INPUTS_REQUIRE_GRAD = 1, 2
+
+F = TypeVar("F")
+
+
+def _untraced(function: F) -> F:
+    return cast(F, torch.compiler.disable(cast(Any, function)))
+
+
+def install(
+    model: nn.Module,
+    stacks: Sequence[Sequence[nn.Module]],
+    *,
+    decoder: nn.Module,
+    embedding: nn.Module | None,
+    mesh: DeviceMesh,
+    root: nn.Module,
+) -> None:
+    """Hooks a sharded model whose encoders (``stacks``) are FSDP units; does nothing for a model without any.
+
+    Creates one gloo group of the mesh's ranks. To be called last, so that the exchange comes before FSDP's hooks.
+
+    Args:
+        decoder: takes ``inputs_embeds``.
+        embedding: the input embedding when it is an FSDP2 unit.
+        mesh: the data-parallel axes.
+        root: what the caller calls, the model itself or FSDP1's wrapper.
+    """
+    inputs = _encoder_inputs(model)
+    if stacks and inputs and mesh.size() > 1:
+        vars(model)[_INSTALLED] = OptionalEncoders(
+            model, stacks, inputs, decoder=decoder, embedding=embedding, mesh=mesh, root=root
+        )
+
+
+def uninstall(model: nn.Module) -> None:
+    """Removes the hooks of :func:`install`, if any."""
+    installed = vars(model).pop(_INSTALLED, None)
+    if installed is not None:
+        installed.remove()
+
+
+def _encoder_inputs(model: nn.Module) -> dict[str, int]:
+    """The parameters of the model's forward that an encoder takes, with their positions."""
+    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    return {
+        name: position
+        for position, name in enumerate(names)
+        if any(part in name for part in _ENCODER_INPUTS) and "mask" not in name
+    }
+
+
+@dataclass(kw_only=True)
+class _MixedCall:
+    """One forward of the model in which some ranks have encoder inputs and others have none."""
+
+    leader: int
+    """the global rank that announces its units"""
+    has_inputs: bool
+    """True on ranks that run their encoders themselves"""
+    depends_on: list[bool] = field(default_factory=list)
+    """for each parameter, whether the leader's decoder inputs depend on it; filled before the decoder runs"""
+    outputs: list[tuple[int, Tensor]] = field(default_factory=list)
+    """the units' outputs with the units' numbers, in the order of calls"""
+    parameters: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """unsharded parameters of units that this rank ran itself, with the numbers of unit and parameter"""
+    is_repeating: bool = False
+    """True while a unit runs on a scalar"""
+
+
+class OptionalEncoders:
+    """Hooks of one model. See [Note: Order of collectives with and without images]."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[nn.Module]],
+        inputs: dict[str, int],
+        *,
+        decoder: nn.Module,
+        embedding: nn.Module | None,
+        mesh: DeviceMesh,
+        root: nn.Module,
+    ) -> None:
+        self._root = root
+        self._inputs = inputs
+        self._num_stacks = len(stacks)
+        # FSDP1 has put a wrapper around each layer.
+        wrappers = {unit.module: unit for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)}
+        self._units = [wrappers.get(layer, layer) for stack in stacks for layer in stack]
+        self._skips_layers = any(
+            name.startswith("cross_attention") for name in inspect.signature(type(decoder).forward).parameters
+        )
+        self._decoder_name = type(decoder).__name__
+        apart = {*decoder.modules(), *(inside for unit in self._units for inside in unit.modules())}
+        self._in_root = [
+            (owner, name)
+            for owner in model.modules()
+            if owner not in apart
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        counts = [len(self._parameters_of(unit)) for unit in self._units]
+        self._first_parameter = [sum(counts[:number]) for number in range(len(counts) + 1)]
+        self._message_size = 2 + len(counts) + self._first_parameter[-1] + len(self._root_parameters())
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        self._call: _MixedCall | None = None
+        self._hooks = self._install(root, embedding, decoder)
+
+    def _install(self, root: nn.Module, embedding: nn.Module | None, decoder: nn.Module) -> list[RemovableHandle]:
+        hooks = [
+            root.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True),
+            root.register_forward_hook(self._after_model, always_call=True),
+            decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
+        ]
+        places = [*self._units, *([embedding] if isinstance(embedding, FSDPModule) else [])]
+        for place, module in enumerate(places):
+            before = partial(self._before_place, place)
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        for number, unit in enumerate(self._units):
+            # Before FSDP2 reshards, so that the parameters are those of the graph.
+            hooks.append(unit.register_forward_hook(partial(self._after_unit, number), prepend=True))
+        return hooks
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        dist.destroy_process_group(self._group)
+
+    @_untraced
+    def _before_model(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Exchanges which encoder inputs each rank has (one all-gather on the host).
+
+        Raises:
+            LigerDistError: on all ranks, when they differ in a way that FSDP cannot have.
+        """
+        self._call = None
+        given = [kwargs.get(n) is not None or (p < len(args) and args[p] is not None) for n, p in self._inputs.items()]
+        gathered = [torch.empty(len(given), dtype=torch.uint8) for _ in self._ranks]
+        dist.all_gather(gathered, torch.tensor(given, dtype=torch.uint8), group=self._group)
+        names = {
+            rank: tuple(name for name, is_given in zip(self._inputs, row.tolist(), strict=True) if is_given)
+            for rank, row in zip(self._ranks, gathered, strict=True)
+        }
+        self._check(names)
+        leader = next((rank for rank in self._ranks if names[rank]), None)
+        if leader is not None and not all(names.values()):
+            self._call = _MixedCall(leader=leader, has_inputs=any(given))
+
+    def _check(self, names: dict[int, tuple[str, ...]]) -> None:
+        kinds = {own for own in names.values() if own}
+        # One encoder for images and videos runs as often for one as for the other.
+        is_alike = self._num_stacks == 1 and len({len(own) for own in kinds}) == 1
+        what = "; ".join(f"rank {rank}: {', '.join(own) or 'none'}" for rank, own in names.items())
+        if len(kinds) > 1 and not is_alike:
+            raise LigerDistError(
+                f"ranks were called with different encoder inputs ({what}); expected the same on every rank that has "
+                "any, because FSDP's ranks have to run the same layers. Group the data by kind of input."
+            )
+        if self._skips_layers and kinds and not all(names.values()):
+            raise LigerDistError(
+                f"only some ranks were called with encoder inputs ({what}), and {self._decoder_name} skips its "
+                "cross-attention layers without them; expected an image on every rank, because FSDP's ranks have to "
+                "run the same layers. Add one to every batch."
+            )
+
+    @_untraced
+    def _after_model(self, root: nn.Module, args: Any, output: Any) -> None:
+        self._call = None
+
+    @_untraced
+    def _before_place(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self._call
+        if call is None or call.is_repeating:
+            return
+        if call.has_inputs:
+            requires_grad = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+            flags = _GRAD_ENABLED * torch.is_grad_enabled() + _INPUTS_REQUIRE_GRAD * requires_grad
+            self._announce(call, place, flags)
+        else:
+            self._follow(call, until=place)
+
+    @_untraced
+    def _after_unit(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
+        call = self._call
+        if call is None or call.is_repeating or not call.has_inputs:
+            return
+        call.outputs += [(number, tensor) for tensor in _tensors(output)]
+        for index, parameter in enumerate(self._parameters_of(unit), start=self._first_parameter[number]):
+            call.parameters.append((number, index, parameter))
+
+    @_untraced
+    def _before_decoder(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        call = self._call
+        if call is None:
+            return None
+        self._call = None
+        place = len(self._units) + 1
+        if call.has_inputs:
+            self._announce(call, place, 0, self._dependencies(call, (args, kwargs)))
+            return None
+        message = self._follow(call, until=place)
+        num_units = len(self._units)
+        is_used, call.depends_on[:] = message[:num_units], message[num_units:]
+        used = [output for number, output in call.outputs if is_used[number] and output.requires_grad]
+        first = self._first_parameter[-1]
+        used += [p for index, p in enumerate(self._root_parameters(), start=first) if call.depends_on[index]]
+        if not used:
+            return None
+        embeddings = kwargs.get("inputs_embeds")
+        if embeddings is None:
+            raise LigerDistError(
+                f"{self._decoder_name} was called without inputs_embeds, and this rank has no images while others do; "
+                "expected inputs_embeds, to which the encoder's zero is added. Add an image to every batch."
+            )
+        zero = _zero([True] * len(used), 0, torch.zeros((), device=embeddings.device), *used)
+        return args, kwargs | {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
+
+    def _announce(self, call: _MixedCall, place: int, flags: int, dependencies: Sequence[bool] = ()) -> None:
+        """Broadcasts what comes next from the leader; other ranks with encoder inputs check that it is theirs."""
+        sent = self._broadcast(call, [place, flags, *dependencies])
+        if sent[0] != place:
+            raise LigerDistError(
+                f"this rank runs encoder layer {place} next and rank {call.leader} layer {sent[0]} (of "
+                f"{len(self._units)}); expected ranks that have images to run the same layers in the same order. Give "
+                "each of them the same kinds of input."
+            )
+
+    def _follow(self, call: _MixedCall, *, until: int) -> list[bool]:
+        """Runs the leader's units until it comes to ``until``; returns what was sent with that."""
+        while True:
+            place, flags, *dependencies = self._broadcast(call, [])
+            if place == until:
+                return [bool(depends) for depends in dependencies]
+            if place >= len(self._units):
+                raise LigerDistError(
+                    f"rank {call.leader} has images and calls its embedding and decoder in another order than this "
+                    "rank, which has none. Add an image to every batch."
+                )
+            self._repeat(call, place, flags)
+
+    def _broadcast(self, call: _MixedCall, message: list[int]) -> list[int]:
+        tensor = torch.zeros(self._message_size, dtype=torch.int32)
+        tensor[: len(message)] = torch.tensor(message, dtype=torch.int32)
+        dist.broadcast(tensor, src=call.leader, group=self._group)
+        return cast(list[int], tensor.tolist())
+
+    def _repeat(self, call: _MixedCall, number: int, flags: int) -> None:
+        """Runs one unit with FSDP's hooks on a scalar, which requires a gradient where the leader's inputs do."""
+        unit = self._units[number]
+        target = cast(nn.Module, getattr(unit, "_fsdp_wrapped_module", unit))
+        first = self._first_parameter[number]
+
+        def forward(hidden: Tensor) -> Tensor:
+            return _zero(call.depends_on, first, hidden, *self._parameters_of(unit))
+
+        requires_grad = bool(flags & _INPUTS_REQUIRE_GRAD)
+        hidden = torch.zeros((), device=compute_device(), requires_grad=requires_grad)
+        own_forward = vars(target).get("forward")
+        target.forward = forward
+        call.is_repeating = True
+        try:
+            with torch.set_grad_enabled(bool(flags & _GRAD_ENABLED)):
+                # Not __call__, which earlier releases of transformers checkpoint and torch.compile replaces.
+                call.outputs.append((number, unit._call_impl(hidden)))
+        finally:
+            call.is_repeating = False
+            del target.forward
+            if own_forward is not None:
+                target.forward = own_forward
+
+    def _parameters_of(self, unit: nn.Module) -> list[Tensor]:
+        """The leaves of the graph that a unit's forward builds, unsharded inside that forward."""
+        if isinstance(unit, FullyShardedDataParallel):
+            return [] if unit._handle is None else [unit._handle.flat_param]
+        return list(unit.parameters())
+
+    def _root_parameters(self) -> list[Tensor]:
+        """Those of the root's unit outside the decoder, unsharded inside the model's forward."""
+        if isinstance(self._root, FullyShardedDataParallel):
+            return self._parameters_of(self._root)
+        return [cast(Tensor, owner._parameters[name]) for owner, name in self._in_root]
+
+    def _dependencies(self, call: _MixedCall, inputs: Any) -> list[bool]:
+        """Which units' outputs and which parameters the decoder's ``inputs`` depend on."""
+        nodes, leaves = _graph_of(_tensors(inputs))
+        used = {number for number, output in call.outputs if output.grad_fn in nodes}
+        # Reentrant checkpointing hides a layer's parameters from the graph: all that train are taken to be used.
+        is_hidden = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        is_used = [number in used for number in range(len(self._units))]
+        depends = [False] * (self._message_size - 2 - len(self._units))
+        for number, index, parameter in call.parameters:
+            depends[index] = parameter.requires_grad and (id(parameter) in leaves or (is_hidden and number in used))
+        for index, parameter in enumerate(self._root_parameters(), start=self._first_parameter[-1]):
+            depends[index] = id(parameter) in leaves
+        return is_used + depends
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _graph_of(tensors: Iterator[Tensor]) -> tuple[set[Any], set[int]]:
+    """Every node of the autograd graph behind ``tensors``, and the identities of its leaves."""
+    nodes: set[Any] = set()
+    ahead: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return nodes, {id(node.variable) for node in nodes if hasattr(node, "variable")}
+
+
+def _zero(depends_on: list[bool], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    return cast(Tensor, _ZeroGradients.apply(depends_on, first, hidden, *parameters))  # type: ignore[no-untyped-call]
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """The scalar 0, with zeros for the gradients of ``hidden`` and of the parameters that ``depends_on`` names."""
+
+    @staticmethod
+    def forward(ctx: Any, depends_on: list[bool], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.depends_on, ctx.first, ctx.parameters = depends_on, first, parameters
+        return torch.zeros_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[3:]
+        return (
+            None,
+            None,
+            torch.zeros_like(gradients[0]),
+            *(
+                torch.zeros_like(parameter) if is_needed and ctx.depends_on[index] else None
+                for index, (parameter, is_needed) in enumerate(
+                    zip(ctx.parameters, needed, strict=True), start=ctx.first
+                )
+            ),
+        )

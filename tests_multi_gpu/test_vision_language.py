@@ -1,0 +1,466 @@
+"""Vision-language models: which layers are sharded, and gradients with images on all ranks or on some."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cells import LEARNING_RATE, Cell
+from harness import Workers
+from layouts import SESSIONS, Session
+from models import HIDDEN_SIZE, VOCAB_SIZE, full
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+import liger_dist
+from liger_dist.patching.structure import find_structure
+from liger_dist.sharding.devices import compute_device
+
+TEXT_LAYERS, VISION_LAYERS = 2, 4
+IMAGE_TOKEN, VIDEO_TOKEN = 97, 98
+TIME_LIMIT, LONG_LIMIT = 40.0, 150.0
+"""seconds; DeepSpeed compiles an extension in its first call on a machine"""
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": TEXT_LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": VISION_LAYERS,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def make_config(family: str) -> Any:
+    from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig, VideoLlavaConfig
+
+    if family == "video_llava":
+        encoder = {"model_type": "clip_vision_model", "projection_dim": HIDDEN_SIZE, **VISION}
+        return VideoLlavaConfig(
+            text_config={"model_type": "llama", **TEXT},
+            vision_config=encoder,
+            image_token_index=IMAGE_TOKEN,
+            video_token_index=VIDEO_TOKEN,
+        )
+    if family == "llava":
+        return LlavaConfig(
+            text_config={"model_type": "llama", **TEXT},
+            vision_config={"model_type": "clip_vision_model", "projection_dim": HIDDEN_SIZE, **VISION},
+            # The last two layers run, and nothing depends on them.
+            vision_feature_layer=-3,
+            image_token_index=IMAGE_TOKEN,
+        )
+    if family == "gemma3":
+        return Gemma3Config(
+            text_config=TEXT | {"sliding_window": 8, "query_pre_attn_scalar": 8},
+            vision_config={"model_type": "siglip_vision_model", **VISION},
+            image_token_index=IMAGE_TOKEN,
+            boi_token_index=95,
+            eoi_token_index=96,
+            mm_tokens_per_image=4,
+        )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    return Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": rope, "max_position_embeddings": 64},
+        vision_config={
+            "depth": VISION_LAYERS,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": HIDDEN_SIZE,
+            "initializer_range": 0.3,
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=95,
+        vision_end_token_id=96,
+    )
+
+
+FAMILIES = ("qwen2_5_vl", "llava", "gemma3")
+
+
+def make_model(family: str, *, dtype: torch.dtype = torch.float64) -> Any:
+    """The same weights on every rank."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    config = make_config(family)
+    config._attn_implementation = "eager"
+    model = AutoModelForImageTextToText.from_config(config)
+    if family == "llava":
+        # A parameter without a gradient in a layer that has gradients.
+        model.model.vision_tower.encoder.layers[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return model.to(compute_device(), dtype)
+
+
+def make_batch(family: str, rank: int, *, seed: int, has_image: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two sequences of one rank, each with an image (and a video of one frame for Video-LLaVA) or none."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    ids = torch.randint(1, 90, (2, 16), generator=generator)
+    batch: dict[str, Tensor] = {}
+    if has_image:
+        ids[:, 1], ids[:, 2:6], ids[:, 6] = 95, IMAGE_TOKEN, 96
+        if family == "qwen2_5_vl":
+            batch["pixel_values"] = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator, dtype=dtype)
+            batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2)
+        else:
+            batch["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator, dtype=dtype)
+    if family == "video_llava" and has_image:
+        ids[:, 7:12] = VIDEO_TOKEN
+        batch["pixel_values_videos"] = torch.randn(2, 1, 3, 16, 16, generator=generator, dtype=dtype)
+    if family == "gemma3":
+        batch["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    if family == "qwen2_5_vl":
+        batch["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+    labels = ids.clone()
+    labels[:, : 12 + rank] = -100
+    batch |= {"input_ids": ids, "labels": labels}
+    return {name: tensor.to(compute_device()) for name, tensor in batch.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_decoder_is_told_from_the_vision_encoder(family: str) -> None:
+    structure = find_structure(make_model(family))
+    assert len(structure.layers) == TEXT_LAYERS
+    assert all("Decoder" in type(layer).__name__ for layer in structure.layers)
+    assert structure.final_norm is structure.decoder.norm
+    (encoder,) = structure.other_stacks
+    assert len(encoder) == VISION_LAYERS
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_a_unit(family: str, strategy: str, workers_2: Workers) -> None:
+    for units, in_root in workers_2.run(names_of_units, family, strategy, time_limit=TIME_LIMIT):
+        layers = [name for name in units if name.rpartition(".")[2].isdecimal()]
+        assert sum("language_model" in name for name in layers) == TEXT_LAYERS
+        assert sum("vis" in name for name in layers) == VISION_LAYERS
+        assert not [name for name in in_root if any(name.startswith(f"{unit}.") for unit in layers)]
+
+
+def names_of_units(family: str, strategy: Any) -> tuple[list[str], list[str]]:
+    """FSDP's units inside the root, and the parameters that the root keeps for itself."""
+    model = make_model(family)
+    wrapped = liger_dist.wrap(model, strategy)
+    if strategy == "fsdp2":
+        (group,) = model._get_fsdp_state()._fsdp_param_groups
+        kept = {parameter.sharded_param for parameter in group.fsdp_params}
+        in_root = [name for name, parameter in model.named_parameters() if parameter in kept]
+        return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)], in_root
+    prefix = "_fsdp_wrapped_module."
+    units = [n for n, module in wrapped.named_modules() if n and isinstance(module, FullyShardedDataParallel)]
+    in_root = [name.replace(prefix, "") for name in wrapped._handle.flat_param._fqns]
+    return [name.replace(prefix, "") for name in units], in_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    cell: Cell
+    images: tuple[tuple[bool, ...], ...]
+    """for each step, which ranks have images"""
+    trains: str = "all"
+
+    def __str__(self) -> str:
+        where = {(True, True): "images", (True, False): "images on rank 0", (False, True): "images on rank 1"}
+        step = self.images[0]
+        words = [str(self.cell), where.get(step, "images on some of four ranks")]
+        return ", ".join([*words, *([f"trains {self.trains}"] if self.trains != "all" else [])])
+
+
+FSDP1, FSDP2 = (Cell(engine=engine, layout={"by_others": False}) for engine in ("fsdp1", "fsdp2"))
+ZERO3 = Cell(engine="zero", layout={"stage": 3})
+ALL, FIRST, SECOND = (True, True), (True, False), (False, True)
+HSDP, GRID = (
+    Cell(engine="fsdp2", layout={"axes": axes}, world=4) for axes in (("replicate", "shard"), ("shard", "tp"))
+)
+
+
+def _case(cell: Cell, model: str, *steps: tuple[bool, ...], trains: str = "all", **changes: Any) -> Case:
+    return Case(cell=replace(cell, model=model, **changes), images=steps, trains=trains)
+
+
+CASES = [
+    *(_case(cell, family, ALL, ALL) for family in FAMILIES for cell in (FSDP1, FSDP2, ZERO3)),
+    *(_case(cell, family, FIRST, SECOND, use="evaluation") for family in FAMILIES for cell in (FSDP1, FSDP2)),
+    *(_case(cell, "video_llava", FIRST, SECOND) for cell in (FSDP1, FSDP2)),
+    _case(FSDP2, "llava", SECOND, (False, False)),
+    _case(replace(FSDP2, layout={"reshard": False}), "llava", FIRST, SECOND),
+    _case(replace(FSDP1, layout=FSDP1.layout | {"sharding": "SHARD_GRAD_OP"}), "llava", FIRST, SECOND),
+    _case(replace(FSDP2, layout={"rows": True}), "qwen2_5_vl", FIRST, SECOND),
+    _case(HSDP, "llava", (True, False, False, False), (False, True, True, False)),
+    _case(GRID, "llava", FIRST, SECOND),
+    _case(replace(FSDP2, layout={"offload": True}), "llava", FIRST, SECOND),
+    *(
+        _case(cell, "qwen2_5_vl", FIRST, SECOND, **changes)
+        for cell in (FSDP1, FSDP2)
+        for changes in ({"accumulation": 2}, {"use": "checkpointing"})
+    ),
+    *(
+        _case(cell, "llava", FIRST, SECOND, trains=trains)
+        for cell in (FSDP1, FSDP2)
+        for trains in ("decoder", "projector", "encoder layers", "all but the patch embedding", "last encoder layers")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_those_of_all_ranks_data(case: Case, request: pytest.FixtureRequest) -> None:
+    workers: Workers = request.getfixturevalue(f"workers_{case.cell.world}")
+    results = workers.run(train, case, time_limit=LONG_LIMIT if case.cell.engine == "zero" else TIME_LIMIT)
+    # fp32 beside fp64, through twice as many layers as the text models of the other cells have.
+    tolerance = 1e-4 if case.cell.engine == "zero" else case.cell.tolerance
+    for rank, (errors, collectives) in enumerate(results):
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < tolerance, f"rank {rank}: {worst} is off by {errors[worst]:.2e}"
+        # Ranks of a tensor-parallel axis hold different parts of the head.
+        beside = rank % 2 if case.cell.layout == GRID.layout else 0
+        assert collectives == results[beside][1]
+        assert case.cell.engine == "zero" or any("reduce_scatter" in name for name, _ in collectives)
+
+
+def train(case: Case) -> tuple[dict[str, float], list[tuple[str, int]]]:
+    """Trains a few steps beside the unwrapped fp64 model: every error, and the collectives of this rank in order."""
+    cell = case.cell
+    dtype = torch.float32 if cell.engine == "zero" else torch.float64
+    model = make_model(cell.model, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in TRAINED[case.trains]))
+    reference = copy.deepcopy(model).double()
+    session = SESSIONS[cell.engine](cell, model)
+    errors: dict[str, float] = {}
+    with recorded_collectives() as collectives:
+        for step, images in enumerate(case.images):
+            found = train_step(session, reference, step, images)
+            errors |= {f"step {step}: {name}": error for name, error in found.items()}
+        if cell.use == "evaluation":
+            errors |= evaluate(session, reference, case.images[0])
+    session.close()
+    return errors, collectives
+
+
+TRAINED = {
+    "all": ("",),
+    "decoder": ("language_model", "lm_head"),
+    "projector": ("projector",),
+    "encoder layers": ("encoder.layers",),
+    "all but the patch embedding": ("encoder.layers", "projector", "language_model", "lm_head"),
+    "last encoder layers": ("encoder.layers.1", "projector"),
+}
+"""parts of the names of parameters that require gradients"""
+
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_single", "all_gather_into_tensor"),
+    *("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"),
+)
+"""those of FSDP; torch 2.13 renamed some"""
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
+    """The collectives that move parameters and gradients, with the sizes of what they move."""
+    seen: list[tuple[str, int]] = []
+
+    def recording(name: str) -> Any:
+        own = getattr(dist, name)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+            seen.append((name, max(tensor.numel() for tensor in tensors)))
+            return own(*args, **kwargs)
+
+        return mock.patch.object(dist, name, collective)
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                stack.enter_context(recording(name))
+        yield seen
+
+
+def micro_batches(cell: Cell, rank: int, step: int, has_image: bool) -> list[dict[str, Tensor]]:
+    """Of an accumulation, one micro-batch has the image: the first, whose gradients wait for a call without an encoder;
+    under FSDP1, which does not reduce those, the last."""
+    dtype = torch.float32 if cell.engine == "zero" else torch.float64
+    with_image = cell.accumulation - 1 if cell.engine == "fsdp1" else 0
+    return [
+        make_batch(cell.model, rank, seed=10 * step + micro, has_image=has_image and micro == with_image, dtype=dtype)
+        for micro in range(cell.accumulation)
+    ]
+
+
+def train_step(session: Session, reference: nn.Module, step: int, images: tuple[bool, ...]) -> dict[str, float]:
+    cell, errors = session.cell, {}
+    for rank, has_image in enumerate(images):
+        batches = micro_batches(cell, rank, step, has_image)
+        for micro, batch in enumerate(batches):
+            truth = true_loss(reference, batch)
+            if truth.requires_grad:
+                (truth / len(batches) / len(images)).backward()
+            if rank != session.data_rank:
+                continue
+            is_last = micro == len(batches) - 1
+            with contextlib.nullcontext() if is_last else session.without_reduction():
+                loss = session.forward(batch).loss
+                session.backward(loss / len(batches))
+            errors[f"loss {micro}"] = abs(float(loss.detach()) - float(truth.detach())) / float(truth.detach())
+    gradients = session.step()
+    truths = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    largest = max(float(truth.abs().max()) for truth in truths.values())
+    for name, gradient in gradients.items():
+        truth_or_zero = truths.get(name, torch.zeros_like(gradient))
+        scale = max(float(truth_or_zero.abs().max()), (1e-2 if cell.tolerance > 1e-6 else 1e-4) * largest)
+        errors[f"gradient of {name}"] = float((gradient - truth_or_zero).abs().max()) / scale
+    assert truths.keys() <= gradients.keys()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter -= LEARNING_RATE * truths.get(name, 0.0)
+            parameter.grad = None
+    return errors
+
+
+def true_loss(reference: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over this batch's tokens, from whole logits in fp64."""
+    inputs = {name: t.double() if t.is_floating_point() else t for name, t in batch.items() if name != "labels"}
+    logits = reference(**inputs, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, VOCAB_SIZE), batch["labels"][:, 1:].reshape(-1))
+
+
+@torch.no_grad()
+def evaluate(session: Session, reference: nn.Module, images: tuple[bool, ...]) -> dict[str, float]:
+    session.root.eval()
+    rank = session.data_rank
+    (batch,) = micro_batches(session.cell, rank, 7, images[rank])
+    truth = float(true_loss(reference, batch))
+    return {"evaluated loss": abs(float(session.forward(batch).loss) - truth) / truth}
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_bf16_compute_with_images_on_one_rank(family: str, workers_2: Workers) -> None:
+    results = workers_2.run(bf16_step, family, time_limit=TIME_LIMIT)
+    for error, dtypes, collectives in results:
+        assert error < 0.05
+        assert dtypes == {torch.float32}
+        assert collectives == results[0][2] != []
+
+
+def bf16_step(family: str) -> tuple[float, set[torch.dtype], list[tuple[str, int]]]:
+    """Relative L2 error of all gradients, their dtypes, and the collectives."""
+    model = make_model(family, dtype=torch.float32)
+    reference = copy.deepcopy(model).double()
+    liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    for rank, has_image in enumerate(FIRST):
+        batch = make_batch(family, rank, seed=0, has_image=has_image, dtype=torch.float32)
+        (true_loss(reference, batch) / len(FIRST)).backward()
+        if rank == dist.get_rank():
+            mine = batch
+    with recorded_collectives() as collectives:
+        model(**mine).loss.backward()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert gradients.keys() == truths.keys()
+    wrong = sum(float((gradients[name] - truth).square().sum()) for name, truth in truths.items())
+    right = sum(float(truth.square().sum()) for truth in truths.values())
+    return (wrong / right) ** 0.5, {gradient.dtype for gradient in gradients.values()}, collectives
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_ranks_with_different_kinds_of_input_are_refused_together(strategy: str, workers_2: Workers) -> None:
+    results = workers_2.run(call_with_an_image_or_a_video, strategy, time_limit=TIME_LIMIT)
+    for message, loss in results:
+        assert "rank 0: pixel_values; rank 1: pixel_values_videos" in message
+        assert "Group the data by kind of input" in message
+        assert message == results[0][0]
+        assert loss > 0.0
+
+
+def call_with_an_image_or_a_video(strategy: Any) -> tuple[str, float]:
+    """The refusal, and the loss of a call that follows it."""
+    wrapped = liger_dist.wrap(make_model("video_llava"), strategy)
+    batch = make_batch("video_llava", dist.get_rank(), seed=0, has_image=True, dtype=torch.float64)
+    other = "pixel_values_videos" if dist.get_rank() == 0 else "pixel_values"
+    with pytest.raises(liger_dist.LigerDistError) as refusal:
+        wrapped(**{name: tensor for name, tensor in batch.items() if name != other})
+    return str(refusal.value), float(wrapped(**batch).loss.detach())
+
+
+def test_a_poisoned_encoder_does_not_reach_a_rank_without_images(workers_2: Workers) -> None:
+    with_image, without = workers_2.run(loss_of_a_poisoned_model, time_limit=TIME_LIMIT)
+    assert with_image != with_image
+    assert without == without
+
+
+def loss_of_a_poisoned_model() -> float:
+    model = make_model("llava")
+    nn.init.constant_(model.model.vision_tower.encoder.layers[0].layer_norm1.weight, float("inf"))
+    wrapped = liger_dist.wrap(model, "fsdp2")
+    batch = make_batch("llava", dist.get_rank(), seed=0, has_image=dist.get_rank() == 0, dtype=torch.float64)
+    loss = wrapped(**batch).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def test_unwrap_removes_the_exchange(workers_2: Workers) -> None:
+    assert workers_2.run(exchanges_after_unwrap, time_limit=TIME_LIMIT) == [(1, 0)] * 2
+
+
+def exchanges_after_unwrap() -> tuple[int, int]:
+    model = make_model("llava")
+    liger_dist.wrap(model, "fsdp2")
+    batch = make_batch("llava", dist.get_rank(), seed=0, has_image=True, dtype=torch.float64)
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as exchange:
+        model(**batch)
+        wrapped_calls = exchange.call_count
+        liger_dist.unwrap(model)(**batch)
+        return wrapped_calls, exchange.call_count - wrapped_calls
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_meta_model_gets_its_values_layer_by_layer(strategy: str, workers_2: Workers) -> None:
+    _, expected = materialised("none")
+    for layers, values in workers_2.run(materialised, strategy, time_limit=TIME_LIMIT):
+        assert layers == {"Qwen2_5_VLDecoderLayer": TEXT_LAYERS, "Qwen2_5_VLVisionBlock": VISION_LAYERS}
+        assert values == pytest.approx(expected, rel=1e-5)
+
+
+def materialised(strategy: Any) -> tuple[dict[str, int], float]:
+    """How many layers of each class were made whole one by one, and the loss with the values that they got."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_config("qwen2_5_vl"))
+    torch.manual_seed(7)
+    module = import_module("liger_dist.wrap")
+    with mock.patch.object(module, "materialize", wraps=module.materialize) as materialize:
+        wrapped = liger_dist.wrap(model, strategy)
+    layers = Counter(type(layer).__name__.removeprefix("FSDP") for layer in materialize.call_args.kwargs["layers"])
+    batch = make_batch("qwen2_5_vl", 0, seed=0, has_image=True, dtype=torch.float32)
+    return dict(layers), float(wrapped(**batch).loss.detach())
