@@ -96,7 +96,7 @@ def test_processes_that_would_choose_differently_are_refused(workers_2: Workers)
 
 
 def chosen_differently() -> str:
-    config = liger_dist.WrapConfig(expected_tokens=8 if dist.get_rank() == 0 else 10**6)
+    config = liger_dist.WrapConfig(head="auto", expected_tokens=8 if dist.get_rank() == 0 else 10**6)
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
     return str(caught.value)

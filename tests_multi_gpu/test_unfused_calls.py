@@ -258,6 +258,11 @@ def test_a_replica_of_data_parallel_runs_on_its_own_weights() -> None:
         assert abs(float(mine) - float(truth)) < 1e-6 * float(truth)
 
 
+def rows_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """A dataset, on the CPU."""
+    return [{name: tensor[row].cpu() for name, tensor in batch.items()} for row in range(3)]
+
+
 def metrics(seen: Any) -> dict[str, float]:
     return {"mean": float(np.mean(seen.predictions))}
 
@@ -270,7 +275,7 @@ def test_wrapped_first_then_a_trainer_with_metrics(ask: str, tmp_path: Any) -> N
     from liger_dist.integrations.trainer import fuse
 
     batch = make_batch(0)
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(batch["input_ids"], batch["labels"])]
+    rows = rows_of(batch)
     arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=not torch.cuda.is_available())
 
     def trainer_of(model: Any) -> Any:
@@ -299,7 +304,7 @@ def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
     from liger_dist.integrations.trainer import fuse
 
     batch = make_batch(0)
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(batch["input_ids"], batch["labels"])]
+    rows = rows_of(batch)
     model = make_model("llama", dtype=torch.float32)
     expected = truth_of(model(input_ids=batch["input_ids"]).logits, batch, label_smoothing=0.3).loss
     arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=not torch.cuda.is_available())

@@ -28,7 +28,7 @@ from liger_dist.sharding.devices import compute_device
 
 TEXT_LAYERS, VISION_LAYERS = 2, 4
 IMAGE_TOKEN, VIDEO_TOKEN = 97, 98
-TIME_LIMIT, LONG_LIMIT = 40.0, 150.0
+TIME_LIMIT, LONG_LIMIT = 100.0, 150.0
 """seconds; DeepSpeed compiles an extension in its first call on a machine"""
 
 TEXT: dict[str, Any] = {
@@ -171,7 +171,9 @@ def names_of_units(family: str, strategy: Any) -> tuple[list[str], list[str]]:
     model = make_model(family)
     wrapped = liger_dist.wrap(model, strategy)
     if strategy == "fsdp2":
-        (group,) = model._get_fsdp_state()._fsdp_param_groups
+        state = model._get_fsdp_state()
+        # torch 2.13 keeps a list, earlier releases one group.
+        (group,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         kept = {parameter.sharded_param for parameter in group.fsdp_params}
         in_root = [name for name, parameter in model.named_parameters() if parameter in kept]
         return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)], in_root

@@ -145,7 +145,7 @@ class Signature:
         unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
         if FLAG_OF_TRL in unknown:
             raise LigerDistError(
-                f"{self._owner} was called with {FLAG_OF_TRL}=True: a trainer of TRL asks the wrapped model for TRL's "
+                f"{self._owner} was called with fused_lm_head=True: a trainer of TRL asks the wrapped model for TRL's "
                 "own head. Make the trainer within `with liger_dist.integrations.trl.fused_heads():`, and leave the "
                 "wrapping to it."
             )

@@ -22,6 +22,7 @@ class WithReports:
     """Mixed into the class of a model's output that has further fields."""
 
     items: Callable[[], Iterable[tuple[str, Any]]]
+    keys: Callable[[], Iterable[str]]
 
     def __reduce__(self) -> Any:
         cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ class WithoutLogits(WithReports):
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if key == "logits":
+        if key == "logits" and key not in self.keys():
             raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
         return super().__getitem__(key)  # type: ignore[misc]
 

@@ -345,8 +345,8 @@ class Seam:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return call.args, call.kwargs
         head = self._head_in_use()
-        self._check_wrapper()
         self._adapter(head)
+        self._check_wrapper()
         precede_installed_forward(head)
         reason = "logits are asked for" if wants_logits else self._reason_to_leave(head)
         if reason is not None and not wants_logits:
