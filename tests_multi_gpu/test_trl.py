@@ -31,6 +31,7 @@ UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
 """in the names of what is no result; the kl of equal models is noise"""
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process(kind: str) -> None:
     with InThisProcess() as here:

@@ -269,7 +269,8 @@ def metrics(seen: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("ask", ["compute_metrics", "predict", "outputs in the config", "fuse"])
 def test_wrapped_first_then_a_trainer_with_metrics(ask: str, tmp_path: Any) -> None:
-    """Metrics are those of the logits, or an error says how to have them."""
+    """Metrics are those of the logits, or an error says how to have them; with several GPUs, on which Trainer uses
+    nn.DataParallel, they are those of the logits."""
     from transformers import Trainer, TrainingArguments
 
     from liger_dist.integrations.trainer import fuse
@@ -289,12 +290,39 @@ def test_wrapped_first_then_a_trainer_with_metrics(ask: str, tmp_path: Any) -> N
     else:
         outputs = ("logits",) if "config" in ask else ()
         trainer = trainer_of(liger_dist.wrap(model, config=liger_dist.WrapConfig(outputs=outputs)))
-    if ask in ("compute_metrics", "predict"):
+    if ask in ("compute_metrics", "predict") and torch.cuda.device_count() < 2:
         with pytest.raises(liger_dist.LigerDistError, match=r"trainer\.fuse\(trainer\).*outputs=\('logits',\)"):
             trainer.predict(rows) if ask == "predict" else trainer.evaluate()
     else:
         assert abs(trainer.evaluate()["eval_mean"] - expected) < 1e-5
         assert trainer.predict(rows).predictions.shape == (3, 12, VOCAB_SIZE)
+
+
+@pytest.mark.gpu(n=2)
+def test_a_trainer_on_two_gpus_without_torchrun_trains_as_before(tmp_path: Any) -> None:
+    """transformers uses nn.DataParallel there."""
+    from transformers import Trainer, TrainingArguments
+
+    from liger_dist.integrations.trainer import fuse
+
+    rows = [row for seed in range(8) for row in rows_of(make_batch(0, seed=seed))]
+    histories = []
+    for fused in (False, True):
+        arguments = TrainingArguments(
+            tmp_path,
+            report_to=[],
+            per_device_train_batch_size=3,
+            max_steps=4,
+            logging_steps=1,
+            learning_rate=1e-2,
+            save_strategy="no",
+        )
+        assert arguments.n_gpu == torch.cuda.device_count()
+        trainer = Trainer(make_model("llama", dtype=torch.float32), arguments, train_dataset=rows)  # type: ignore[arg-type]
+        (fuse(trainer) if fused else trainer).train()
+        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 4
+    assert max(abs(a - b) for a, b in zip(*histories, strict=True)) < 1e-3
 
 
 def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:

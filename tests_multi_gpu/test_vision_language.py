@@ -237,8 +237,10 @@ CASES = [
 def test_gradients_are_those_of_all_ranks_data(case: Case, request: pytest.FixtureRequest) -> None:
     workers: Workers = request.getfixturevalue(f"workers_{case.cell.world}")
     results = workers.run(train, case, time_limit=LONG_LIMIT if case.cell.engine == "zero" else TIME_LIMIT)
-    # fp32 beside fp64, through twice as many layers as the text models of the other cells have.
-    tolerance = 1e-4 if case.cell.engine == "zero" else case.cell.tolerance
+    # fp32 beside fp64, through twice as many layers as the text models of the other cells have; the convolution of the
+    # patches is TF32 on GPUs.
+    in_fp32 = 2e-2 if torch.cuda.is_available() else 1e-4
+    tolerance = in_fp32 if case.cell.engine == "zero" else case.cell.tolerance
     for rank, (errors, collectives) in enumerate(results):
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] < tolerance, f"rank {rank}: {worst} is off by {errors[worst]:.2e}"

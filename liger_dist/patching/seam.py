@@ -363,7 +363,9 @@ class Seam:
         return call.args, call.kwargs
 
     def _wants_logits(self, model: nn.Module, call: Call) -> bool:
-        return self._is_paused(model) or LOGITS in call.outputs
+        # nn.DataParallel gathers what its replicas return, and would not meet logits that refuse to be read.
+        is_replica = model is not self.model
+        return self._is_paused(model) or LOGITS in call.outputs or (is_replica and not torch.is_grad_enabled())
 
     def _read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call, checked. A vocab-parallel head's ranks agree before the first collective whether one refuses it.
