@@ -80,9 +80,10 @@ def _check_parameters(model: nn.Module, structure: Structure, strategy: str) -> 
 def _check_dtypes_of_units(model: nn.Module, structure: Structure) -> None:
     """FSDP1 flattens the parameters of a unit into one."""
     layers = (*structure.layers, *chain(*structure.other_stacks))
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    units = [list(layer.named_parameters()) for layer in layers]
-    units.append([(name, p) for name, p in model.named_parameters() if id(p) not in in_layers])
+    own_units = [*layers, *([] if structure.tied else [structure.head])]
+    apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
+    units = [list(unit.named_parameters()) for unit in own_units]
+    units.append([(name, p) for name, p in model.named_parameters() if id(p) not in apart])
     for unit in units:
         by_dtype = {parameter.dtype: name for name, parameter in unit}
         if len(by_dtype) > 1:
@@ -95,14 +96,16 @@ def _check_dtypes_of_units(model: nn.Module, structure: Structure) -> None:
 
 @dataclass(frozen=True)
 class RefusesPrepare:
-    """What Accelerate's ``prepare`` meets on a model that wrap has sharded, where it asks for its own mark: under other
-    settings than FSDP it would put DistributedDataParallel around the shards."""
+    """Mark that Accelerate's ``prepare`` reads on a model that wrap has sharded. Refuses under settings with which
+    Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
 
     strategy: str
 
     def __bool__(self) -> bool:
         state = sys.modules.get("accelerate.state")
-        if state is None or state.AcceleratorState._shared_state.get("distributed_type") == state.DistributedType.FSDP:
+        kinds = None if state is None else state.DistributedType
+        kind = None if state is None else state.AcceleratorState._shared_state.get("distributed_type")
+        if kinds is None or kind in (kinds.FSDP, kinds.NO):
             return False
         raise LigerDistError(
             f"accelerator.prepare was given a model that liger_dist.wrap has sharded by {self.strategy!r}; prepare the "

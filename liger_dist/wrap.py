@@ -24,7 +24,7 @@ from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
 from .errors import LigerDistError
 from .head_choice import choose_head
 from .losses.arguments import as_output_names
-from .patching.call import check_outputs
+from .patching.call import LOGITS, check_outputs
 from .patching.head import precede_installed_forward
 from .patching.layers import LayerReport, replace_layers, restore_layers
 from .patching.plan import LossPlan, NotFusableError
@@ -139,21 +139,8 @@ def wrap(
             that the strategy does not have. Nothing has been changed and no collective has started then.
     """
     config = config or WrapConfig()
-    check_strategy(strategy, mesh, config)
     outer, model = model, _without_adapters(model)
-    if is_wrapped(outer):
-        raise LigerDistError(
-            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
-        )
-    if isinstance(model, Wrapper):
-        raise LigerDistError(
-            f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
-            "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
-        )
-    if _FAILED in vars(model):
-        raise LigerDistError(vars(model)[_FAILED])
-    check_outputs(as_output_names(config.outputs))
-    found = _agreed(strategy, functools.partial(_inspect, model, strategy, config))
+    found = _agreed(strategy, functools.partial(_inspect, outer, strategy, mesh, config))
     device_mesh, head_reason = None, None
     if strategy in ("fsdp1", "fsdp2", "tp"):
         device_mesh = make_mesh(mesh, dist.get_world_size(), device_type=compute_device().type, strategy=strategy)
@@ -206,7 +193,22 @@ class _Inspected:
     unfused_reason: str | None
 
 
-def _inspect(model: nn.Module, strategy: Strategy, config: WrapConfig) -> _Inspected:
+def _inspect(outer: nn.Module, strategy: Strategy, mesh: Mesh | None, config: WrapConfig) -> _Inspected:
+    check_strategy(strategy, mesh, config)
+    model = _without_adapters(outer)
+    if is_wrapped(outer):
+        raise LigerDistError(
+            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
+        )
+    if isinstance(model, Wrapper):
+        raise LigerDistError(
+            f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
+            "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
+        )
+    if _FAILED in vars(model):
+        raise LigerDistError(vars(model)[_FAILED])
+    outputs = as_output_names(config.outputs)
+    check_outputs(outputs)
     structure = find_structure(model)
     without_storage = is_meta(model)
     check_model(model, structure, strategy, config, without_storage=without_storage)
@@ -217,28 +219,39 @@ def _inspect(model: nn.Module, strategy: Strategy, config: WrapConfig) -> _Inspe
             f"token_mean is 'global' but the loss of {type(model).__name__} is not fused ({reason}) and keeps its own "
             "mean; leave it out, and pass num_items_in_batch to the model."
         )
+    if plan is None and outputs not in ((), (LOGITS,)):
+        raise LigerDistError(
+            f"outputs is {outputs} but the loss of {type(model).__name__} is not fused ({reason}), and only a fused "
+            "one has them; leave them out."
+        )
     return _Inspected(structure, initialize, plan, reason)
 
 
 def _agreed(strategy: Strategy, inspect: Callable[[], _Inspected]) -> _Inspected:
-    """What ``inspect`` returns. Where all ranks are about to call collectives, one rank's refusal is every rank's; one
-    exchange of sentences.
+    """What ``inspect`` returns. Where all ranks are about to call collectives, they exchange what they found: one
+    rank's refusal is every rank's.
 
     Raises:
-        LigerDistError: of this rank, or that of another one.
+        LigerDistError: of this rank, or that of another one; or some ranks would fuse the loss and others not.
     """
-    if strategy not in ("ddp", "fsdp1", "fsdp2", "tp"):
+    if strategy not in ("ddp", "fsdp1", "fsdp2", "tp") or not dist.is_initialized():
         return inspect()
+    found, refusal = None, None
     try:
-        found, refusal = inspect(), None
-    except LigerDistError as error:
-        found, refusal = None, error
-    sentences = sentences_of_all_ranks([] if refusal is None else [str(refusal)])
+        found = inspect()
+    except Exception as error:
+        refusal = error
+    refusals = sentences_of_all_ranks([] if refusal is None else [str(refusal)])
     if refusal is not None:
         raise refusal
-    if sentences:
-        raise LigerDistError(f"another rank refused to wrap its model: {' '.join(sentences)}")
+    if refusals:
+        raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
+    reasons = sentences_of_all_ranks([found.unfused_reason or "it can be fused"])
+    if len(reasons) > 1:
+        raise LigerDistError(
+            f"ranks do not agree whether the loss is fused: {'; '.join(reasons)}. Give all of them the same model."
+        )
     return found
 
 

@@ -130,6 +130,25 @@ def test_the_loss_of_lora_on_a_head_with_a_large_bias(dtype: torch.dtype) -> Non
     assert (used.weight.double() - weight).norm() / weight.norm() < rounding
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["head without a bias", "head with a bias"])
+def test_a_bias_of_lora_itself(bias: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model: Any = make_model("llama", bias=bias)
+    settings = peft.LoraConfig(target_modules=["lm_head"], r=2, lora_bias=bias is False, init_lora_weights=False)
+    peft.get_peft_model(model, settings)
+    model.to(torch.float64)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    loss, expected = (one(**make_batch(0)).loss for one in (model, reference))
+    assert relative_error(loss, expected) < 1e-6
+    loss.backward()
+    expected.backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-6
+
+
 class WithFlags(LlamaForCausalLM):
     """Has a mask that its own rule may leave out."""
 
@@ -141,6 +160,9 @@ class WithFlags(LlamaForCausalLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if module is self:
+            # A rule that writes into a child.
+            nn.init.normal_(self.model.layers[0].mlp.down_proj.weight)
         if module is self and self.writes:
             self.flags.copy_(torch.arange(4) % 2 == 0)
 
@@ -153,8 +175,15 @@ def on_meta(writes: bool) -> Any:
 
 
 def test_bool_buffers_of_a_meta_model_get_their_values_or_refuse() -> None:
+    torch.manual_seed(3)
     model = on_meta(True)
     liger_dist.wrap(model, "none")
+    torch.manual_seed(3)
+    again = on_meta(True)
+    again.flags = None
+    again.writes = False
+    liger_dist.wrap(again, "none")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert model.flags.tolist() == [True, False, True, False]
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name

@@ -48,7 +48,10 @@ def weighed_by_tokens() -> dict[str, float]:
     }
 
 
-@pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
+ON_DEVICE = pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
+
+
+@ON_DEVICE
 @pytest.mark.parametrize("what", ["an id of the embedding", "a label", "a keyword"])
 def test_what_one_rank_of_a_vocab_parallel_head_refuses_is_refused_by_all(what: str, workers_2: Workers) -> None:
     """Before a collective that the other one would wait in; afterwards both go on."""
@@ -57,8 +60,14 @@ def test_what_one_rank_of_a_vocab_parallel_head_refuses_is_refused_by_all(what: 
         assert loss > 0
 
 
-def refused_by_one(what: str) -> tuple[str, float]:
-    model = liger_dist.wrap(make_model("llama", tied=True), "fsdp2", config=ROWS)
+@ON_DEVICE
+def test_a_label_that_one_rank_refuses_is_refused_by_all_replicas(workers_4: Workers) -> None:
+    for sentence, _ in workers_4.run(refused_by_one, "a label", (2, 2), time_limit=60):
+        assert "a label is" in sentence
+
+
+def refused_by_one(what: str, mesh: tuple[int, ...] | None = None) -> tuple[str, float]:
+    model = liger_dist.wrap(make_model("llama", tied=True), "fsdp2", mesh=mesh, config=ROWS)
     batch: dict[str, Any] = make_batch(dist.get_rank())
     wrong = copy.deepcopy(batch)
     if dist.get_rank() == 1 and what == "an id of the embedding":

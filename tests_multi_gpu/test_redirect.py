@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from harness import Workers
+from layouts import zero_settings
 from models import make_batch, make_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_dist
@@ -125,6 +127,42 @@ def asked_outside(root_is_made: str) -> list[int]:
                 model(**make_batch(dist.get_rank()))
         counts.append(sum("nothing averages its gradients" in str(warning.message) for warning in seen))
     return counts
+
+
+@pytest.mark.parametrize("by", ["fully_shard", "FSDP1", "DeepSpeed 1", "DeepSpeed 3", "a checkpoint in DDP"])
+def test_what_averages_is_not_warned_of(by: str, workers_2: Workers) -> None:
+    for count in workers_2.run(warnings_under, by):
+        assert count == 0
+
+
+def warnings_under(by: str) -> int:
+    model: Any = liger_dist.wrap(make_model("llama", dtype=torch.float32))
+    root: Any = model
+    if by == "fully_shard":
+        fully_shard(model)
+    elif by == "FSDP1":
+        root = FullyShardedDataParallel(model, device_id=compute_device())
+    elif by == "a checkpoint in DDP":
+        root = DDP(Checkpointed(model))
+    else:
+        deepspeed = pytest.importorskip("deepspeed")
+        settings = zero_settings({"stage": int(by[-1])})
+        root, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
+        )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss = root(**make_batch(dist.get_rank()))
+        (loss if isinstance(loss, Tensor) else loss.loss).backward()
+    return sum("nothing averages its gradients" in str(warning.message) for warning in seen)
+
+
+class Checkpointed(Policy):
+    """Computes its model again in the backward."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        run = torch.utils.checkpoint.checkpoint
+        return run(lambda: self.model(**batch).loss, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def test_a_wrapper_made_after_a_first_loss_averages(workers_2: Workers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -74,6 +75,18 @@ def refused(strategy: Any, what: str) -> tuple[str, bool]:
     return str(caught.value), state_of(model) == before
 
 
+def test_a_head_in_another_dtype_than_the_body_is_a_unit_of_fsdp1(workers_2: Workers) -> None:
+    for loss in workers_2.run(with_an_fp32_head):
+        assert loss > 0
+
+
+def with_an_fp32_head() -> float:
+    model: Any = make_model("llama", dtype=torch.bfloat16)
+    model.lm_head.float()
+    root = liger_dist.wrap(model, "fsdp1", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    return float(root(**make_batch(dist.get_rank())).loss)
+
+
 def test_a_mesh_without_names_is_refused(workers_4: Workers) -> None:
     for sentence in workers_4.run(with_a_mesh_without_names):
         assert "has no names for its axes" in sentence
@@ -86,18 +99,38 @@ def with_a_mesh_without_names() -> str:
     return str(caught.value)
 
 
-def test_one_rank_that_refuses_is_heard_by_all(workers_2: Workers) -> None:
+ALONE = {
+    "a parameter": "scale has no dimension",
+    "wrapped already": "has been wrapped already",
+    "a hook on the head": "do not agree whether the loss is fused",
+    "an error of its own": "nothing here",
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_one_rank_that_refuses_is_heard_by_all(what: str, workers_2: Workers) -> None:
     """The other would wait in its first collective."""
-    for sentence in workers_2.run(refused_by_one, time_limit=60):
-        assert "scale has no dimension" in sentence
+    sentences = workers_2.run(refused_by_one, what, time_limit=60)
+    assert all(ALONE[what] in sentence for sentence in sentences)
 
 
-def refused_by_one() -> str:
-    model = make_model("llama")
-    if dist.get_rank() == 1:
+def refused_by_one(what: str) -> str:
+    model: Any = make_model("llama")
+    if dist.get_rank() == 1 and what == "a parameter":
         scalar(model)
+    if dist.get_rank() == 1 and what == "wrapped already":
+        liger_dist.wrap(model)
+    if dist.get_rank() == 1 and what == "a hook on the head":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    if dist.get_rank() == 1 and what == "an error of its own":
+
+        def fail() -> Any:
+            raise ZeroDivisionError("nothing here")
+
+        model.get_output_embeddings = fail
     before = state_of(model)
-    with pytest.raises(liger_dist.LigerDistError) as caught:
+    with warnings.catch_warnings(), pytest.raises((liger_dist.LigerDistError, ZeroDivisionError)) as caught:
+        warnings.simplefilter("ignore")
         liger_dist.wrap(model, "fsdp2")
     assert state_of(model) == before
     return str(caught.value)

@@ -150,6 +150,85 @@ def test_a_loss_that_is_not_fused_at_all_refuses_options(name: str, options: dic
     model(**make_batch(0), **options)  # The model's own business again.
 
 
+class Outer(type(make_model("llama"))):  # type: ignore[misc]
+    """A subclass of the user's, whose forward names nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("forward", ["a subclass", "accelerate"])
+def test_a_forward_that_is_not_transformers_own_refuses_options(forward: str) -> None:
+    model: Any = make_model("llama")
+    if forward == "a subclass":
+        model.__class__ = Outer
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
+    if forward == "accelerate":
+        accelerate = pytest.importorskip("accelerate")
+        model = accelerate.Accelerator(mixed_precision="bf16", cpu=compute_device().type == "cpu").prepare(model)
+    try:
+        with pytest.raises(liger_dist.LigerDistError, match="label_smoothing was given"):
+            model(**make_batch(0), label_smoothing=0.1)
+    finally:
+        if forward == "accelerate":
+            for state in ("AcceleratorState", "GradientState", "PartialState"):
+                getattr(accelerate.state, state)._shared_state.clear()
+
+
+def test_no_smoothing_is_another_loss_for_a_model_that_smooths() -> None:
+    from transformers import BlipTextConfig
+    from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
+
+    torch.manual_seed(0)
+    config = BlipTextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        encoder_hidden_size=16,
+        is_decoder=True,
+        label_smoothing=0.2,
+    )
+    model: Any = BlipTextLMHeadModel(config).to(compute_device()).eval()
+    batch = make_batch(0)
+    logits = model(input_ids=batch["input_ids"]).logits
+    liger_dist.wrap(model)
+    expected = truth_of(logits, batch).loss
+    assert abs(float(model(**batch, label_smoothing=0.0).loss) - float(expected)) < 1e-4
+    with pytest.raises(liger_dist.LigerDistError, match="label_smoothing was asked"):
+        model(**batch, label_smoothing=0.0, outputs=("logits",))
+
+
+def test_logits_of_a_part_of_the_tokens_refuse_options() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    with pytest.raises(liger_dist.LigerDistError, match="scores 9 tokens of 36 labels"):
+        model(**make_batch(0), label_smoothing=0.1, outputs=("logits",), logits_to_keep=3)
+
+
+def test_an_output_of_evaluation_keeps_the_key_where_it_is_made_anew() -> None:
+    """As DDP and FSDP2 do with outputs; and it can be shown, and holds nothing of the call."""
+    import gc
+    import weakref
+
+    model: Any = make_model("llama")
+    liger_dist.wrap(model)
+    with torch.no_grad():
+        output = model(**make_batch(0))
+    rebuilt = torch.utils._pytree.tree_map(lambda value: value, output)
+    for one in (output, rebuilt):
+        assert list(one) == ["loss", "logits"]
+        assert "loss" in repr(one)
+        with pytest.raises(liger_dist.LigerDistError, match="never computed"):
+            one["logits"].argmax(-1)
+    assert "loss" in repr(model(**make_batch(0)))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
 def test_torch_func_refuses_options() -> None:
     model = make_model("llama")
     liger_dist.wrap(model)
@@ -164,13 +243,16 @@ def test_torch_func_refuses_options() -> None:
 
 
 def test_a_configuration_that_an_unfused_loss_does_not_have_is_refused() -> None:
-    for options in ({"token_mean": "global"}, {"outputs": ("entropy",)}):
+    for options, words in (
+        ({"token_mean": "global"}, "token_mean is 'global'"),
+        ({"outputs": ("entropy",)}, "outputs"),
+    ):
         with pytest.raises(liger_dist.LigerDistError, match="fused_loss is False"):
             liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(fused_loss=False, **options))  # type: ignore[arg-type]
-    model: Any = make_model("llama")
-    model.loss_function = mine
-    with pytest.raises(liger_dist.LigerDistError, match=r"token_mean is 'global' but the loss .* is not fused"):
-        liger_dist.wrap(model, config=liger_dist.WrapConfig(token_mean="global"))
+        model: Any = make_model("llama")
+        model.loss_function = mine
+        with pytest.raises(liger_dist.LigerDistError, match=rf"{words}.* but the loss .* is not fused"):
+            liger_dist.wrap(model, config=liger_dist.WrapConfig(**options))  # type: ignore[arg-type]
 
 
 def test_forward_called_without_its_hooks_is_warned_of() -> None:

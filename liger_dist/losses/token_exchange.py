@@ -262,30 +262,8 @@ class ExchangingShard(VocabularyShard):
         return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
 
     def agree(self, count: int, asked: str) -> list[int]:
-        """Every process's number of tokens, on the hosts. All of them have to be at the same place: ``asked`` says what
-        this one is about to do.
-
-        Raises:
-            LigerDistError: on every process alike, where they are not.
-        """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise LigerDistError(
-                f"{asked} cannot be captured in a CUDA graph: the processes that share the output embedding's rows "
-                "compare their numbers of tokens on the hosts. Use WrapConfig(head='gather')."
-            )
-        digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
-        own = torch.tensor([count, digest], device=device_for(self.counting_group))
-        everyone = gather(own, self.counting_group).tolist()
-        if any(numbers[1] != digest for numbers in everyone):
-            answers: list[Any] = [None] * len(everyone)
-            dist.all_gather_object(answers, asked, group=self.counting_group)
-            raise LigerDistError(
-                "the processes that share the output embedding's rows do not ask for the same: "
-                + "; ".join(f"process {place} for {answer}" for place, answer in enumerate(answers))
-                + ". Call the model on all of them, with the same kind of arguments, loss options, frozen parameters "
-                "and torch.no_grad()."
-            )
-        return [numbers[0] for numbers in everyone]
+        """:func:`agree` among the ranks that share the rows."""
+        return agree(self.counting_group, count, asked)
 
     def common_divisor(self, num_tokens: int) -> float:
         return float(max(1, *self.agree(num_tokens, "the number of tokens")))
@@ -308,6 +286,33 @@ class ExchangingShard(VocabularyShard):
             torch._assert_async(same, sentence)
         elif not bool(same):
             raise LigerDistError(f"{sentence}. The numbers: {everyone_G[:, 0].tolist()}.")
+
+
+def agree(group: dist.ProcessGroup, count: int, asked: str) -> list[int]:
+    """All-gathers the number of tokens of every rank of ``group`` on the hosts. All of them have to be at the same
+    place: ``asked`` says what this one is about to do.
+
+    Raises:
+        LigerDistError: on every rank alike, where they are not.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LigerDistError(
+            f"{asked} cannot be captured in a CUDA graph: the processes that share the output embedding's rows "
+            "compare their numbers of tokens on the hosts. Use WrapConfig(head='gather')."
+        )
+    digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
+    own = torch.tensor([count, digest], device=device_for(group))
+    everyone = gather(own, group).tolist()
+    if any(numbers[1] != digest for numbers in everyone):
+        answers: list[Any] = [None] * len(everyone)
+        dist.all_gather_object(answers, asked, group=group)
+        raise LigerDistError(
+            "the processes that share the output embedding's rows do not ask for the same: "
+            + "; ".join(f"process {place} for {answer}" for place, answer in enumerate(answers))
+            + ". Call the model on all of them, with the same kind of arguments, loss options, frozen parameters "
+            "and torch.no_grad()."
+        )
+    return [numbers[0] for numbers in everyone]
 
 
 def _described(problem: Problem, gradients: TokenGradients | None, dtype: torch.dtype, memory_budget: int) -> str:

@@ -63,15 +63,16 @@ class EffectiveHead:
     bias: Tensor | None
 
 
-def effective_head(head: nn.Linear, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
-    """The weight of ``forward``, the LoRA layer's own, around ``head``: its outputs for the rows of the identity.
+def effective_head(lora: nn.Module, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
+    """The weight of ``forward``, that of the LoRA layer ``lora``: its outputs for the rows of the identity.
 
     A bias comes with every row and would round the weight to its own size. So the rows are scaled by a power of two,
     beside which the bias is small, and their outputs are scaled back, both exactly.
     """
-    D = head.in_features
+    D = hidden_states.shape[-1]
     inputs = torch.eye(D, dtype=hidden_states.dtype, device=hidden_states.device)
-    if head.bias is None:
+    # That of the head, or of lora_B with LoraConfig(lora_bias=True).
+    if all(getattr(module, "bias", None) is None for module in lora.modules()):
         return EffectiveHead(forward(inputs).T, None)
     scale = _LARGE[_compute_dtype(hidden_states)]
     outputs = forward(torch.cat([inputs * scale, inputs.new_zeros(1, D)]))

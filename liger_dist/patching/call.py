@@ -26,7 +26,6 @@ TAKEN_BY_DECORATORS = ("return_dict", "output_")
 DIFFERENTIABLE = "differentiable"
 LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs", DIFFERENTIABLE)
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may bring along"""
-NEUTRAL = {"label_smoothing": 0.0, "z_loss": 0.0, "temperature": 1.0}
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """what the models of transformers hand to their losses themselves"""
 FLAG_OF_TRL = "fused_lm_head"
@@ -49,6 +48,8 @@ class Call:
     outputs: tuple[str, ...]
     """what is asked for beside the loss, among :data:`CALL_OUTPUTS`"""
     model_name: str
+    own_smoothing: float
+    """label smoothing of the model's own loss"""
 
     @property
     def asks_of_the_loss(self) -> tuple[str, ...]:
@@ -59,7 +60,12 @@ class Call:
     def loss_options(self) -> tuple[str, ...]:
         """Names of the options that make this loss another one than the model's own."""
         given = {name: value for name, value in self.loss.items() if name not in ("outputs", DIFFERENTIABLE)}
-        return tuple(name for name, value in given.items() if value is not None and not _is_neutral(name, value))
+        neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
+        return tuple(
+            name
+            for name, value in given.items()
+            if value is not None and not (isinstance(value, int | float) and value == neutral.get(name))
+        )
 
     @property
     def ignore_index(self) -> int:
@@ -94,8 +100,9 @@ class Call:
 class Signature:
     """Of one model's forward, and of everything that its further keyword arguments may be meant for."""
 
-    def __init__(self, model: nn.Module, *, outputs: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float) -> None:
         self._model = model
+        self._own_smoothing = own_smoothing
         parameters = signature(model.forward).parameters
         self.names = tuple(parameters)
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -129,7 +136,15 @@ class Signature:
                 f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
             )
         kept = {name: value for name, value in kwargs.items() if name not in loss}
-        return Call(named=named, args=args, kwargs=kept, loss=loss, outputs=outputs, model_name=self._owner)
+        return Call(
+            named=named,
+            args=args,
+            kwargs=kept,
+            loss=loss,
+            outputs=outputs,
+            model_name=self._owner,
+            own_smoothing=self._own_smoothing,
+        )
 
     def _usual_outputs(self) -> tuple[str, ...]:
         """Of a call that does not say. Training stays fused where evaluation wants logits."""
@@ -141,7 +156,7 @@ class Signature:
         known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
         further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
         # A forward of the user's own may read any of them.
-        is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist."))
+        is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
         unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
         if FLAG_OF_TRL in unknown:
             raise LigerDistError(
@@ -155,10 +170,6 @@ class Signature:
                 f"expected an argument of theirs or an option of the loss ({', '.join(LOSS_KEYWORDS)}, "
                 "num_items_in_batch, ignore_index, shift_labels). It would have been dropped without a word."
             )
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return isinstance(value, int | float) and value == NEUTRAL.get(name)
 
 
 def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -> dict[str, Any]:

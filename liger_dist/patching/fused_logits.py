@@ -51,20 +51,24 @@ _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
 class FusedLogits(Tensor):
     """``[..., 0]``; see the module. Made by :meth:`carrying` only."""
 
-    _request: LossRequest
+    _request: LossRequest | None
     _changes: list[tuple[Any, ...]]
     """the arithmetic that the model's code has done to logits so far, in the probe and in every call"""
 
     @staticmethod
-    def carrying(logits: Tensor, request: LossRequest) -> FusedLogits:
+    def carrying(logits: Tensor, request: LossRequest | None) -> FusedLogits:
         carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
         carrier._request, carrier._changes = request, []
         return carrier
 
+    def refusing(self) -> FusedLogits:
+        """The same shape outside of the graph and of its call, to be refused wherever it is read."""
+        return FusedLogits.carrying(self.as_subclass(Tensor).detach(), None)
+
     @property
-    def request(self) -> LossRequest:
-        """The call whose loss this tensor carries."""
-        request: LossRequest = vars(self)["_request"]
+    def request(self) -> LossRequest | None:
+        """The call whose loss this tensor carries; None outside of one."""
+        request: LossRequest | None = vars(self)["_request"]
         return request
 
     @property
@@ -84,6 +88,8 @@ class FusedLogits(Tensor):
             raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
         if func is F.cross_entropy:
             request = carrier.request
+            if request is None:
+                raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
             given = dict(_CROSS_ENTROPY.bind(*args, **kwargs).arguments)
             targets = given.pop("target")
             del given["input"]

@@ -24,6 +24,9 @@ class WithReports:
     items: Callable[[], Iterable[tuple[str, Any]]]
     keys: Callable[[], Iterable[str]]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
     def __reduce__(self) -> Any:
         cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
         values = {name: value for name, value in self.items() if not isinstance(value, FusedLogits)}
@@ -34,6 +37,13 @@ class WithoutLogits(WithReports):
     """Mixed into the class of an output of a fused call. The name ``logits`` is no field any more: containers are
     walked by wrappers, and must not meet numbers that do not exist. In evaluation the key stays, with logits that
     refuse to be read: a trainer's metrics must not be computed from the fields that are left."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        logits = vars(self).get("logits")
+        if isinstance(logits, FusedLogits):
+            keep: Any = OrderedDict.__setitem__
+            keep(self, "logits", logits)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "logits":
@@ -65,12 +75,13 @@ def fused_output(output: Any, request: LossRequest) -> Any:
             return output
         cls: Any = type(output)
         fused = _class_of(cls, tuple(reports), without_logits=not request.on_logits)
-        values = {name: value for name, value in output.items() if request.on_logits or name != "logits"}
-        made = fused(**values, **reports)
-        logits = output.get("logits")
-        if isinstance(logits, FusedLogits) and not torch.is_grad_enabled():
-            OrderedDict.__setitem__(made, "logits", logits.detach())
-        return made
+        values = dict(output.items())
+        logits = values.get("logits")
+        if isinstance(logits, FusedLogits):
+            del values["logits"]
+            if not torch.is_grad_enabled():
+                values["logits"] = logits.refusing()
+        return fused(**values, **reports)
     if reports:
         raise LigerDistError(
             f"outputs={tuple(reports)} were asked for, but {type(request.seam.model).__name__} returns a "
@@ -84,7 +95,9 @@ def _class_of(cls: Any, reports: tuple[str, ...], *, without_logits: bool) -> An
     kept = [field.name for field in dataclasses.fields(cls) if not (without_logits and field.name == "logits")]
     names = [*kept, *(name for name in reports if name not in kept)]
     mixin = WithoutLogits if without_logits else WithReports
-    made: Any = dataclasses.make_dataclass(cls.__name__, [(name, Any, None) for name in names], bases=(mixin, cls))
+    made: Any = dataclasses.make_dataclass(
+        cls.__name__, [(name, Any, None) for name in names], bases=(mixin, cls), repr=False, eq=False
+    )
     if without_logits:
         made.__dataclass_fields__.pop("logits", None)
     made.__module__ = cls.__module__

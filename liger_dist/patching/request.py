@@ -62,7 +62,7 @@ class LossRequest:
             ignore_index=self.loss.options.ignore_index,
         )
         base = cast(nn.Linear, base_head(head))
-        used = effective_head(base, forward, hidden_states) if is_adapted(head) else base
+        used = effective_head(head, forward, hidden_states) if is_adapted(head) else base
         output = self.seam.compute(self, base, used, hidden_states)
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         carried: Tensor = _LossToLogits.apply(self, shape, dtype, *self._with_gradients(output))  # type: ignore[no-untyped-call]
@@ -137,9 +137,10 @@ class LossRequest:
         Raises:
             LigerDistError: the model scores other tokens than it was given labels for.
         """
-        if aligned.numel() != self.labels.numel():
+        rows = logits.numel() // logits.shape[-1]
+        if not aligned.numel() == rows == self.labels.numel():
             raise LigerDistError(
-                f"{type(self.seam.model).__name__} scores {aligned.numel()} tokens of {self.labels.numel()} labels, so "
+                f"{type(self.seam.model).__name__} scores {rows} tokens of {self.labels.numel()} labels, so "
                 f"that {', '.join(self.loss.outputs) or 'options of the loss'} cannot be told apart by token; leave "
                 "them out of calls whose loss is not fused."
             )

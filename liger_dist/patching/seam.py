@@ -72,7 +72,7 @@ class Seam:
         self.compute_dtype: torch.dtype | None = None
         """of the last loss"""
         self._head_name = structure.head_name
-        self.signature = Signature(model, outputs=config.outputs)
+        self.signature = Signature(model, outputs=config.outputs, own_smoothing=plan.label_smoothing)
         self._owner: nn.Module | None = None if plan.owner is None else model.get_submodule(plan.owner)
         self._own_loss_function: Callable[..., Tensor] | None = getattr(self._owner, "loss_function", None)
         self._had_own_loss_function = self._owner is not None and "_loss_function" in vars(self._owner)
@@ -381,10 +381,10 @@ class Seam:
                 self.check_at_entry(call)
         except LigerDistError as error:
             if rows is not None:
-                rows.shard(self.head.weight).agree(0, f"nothing, and refuse it: {error}")
+                rows.agree_on_call(f"nothing, and refuse it: {error}")
             raise
         if rows is not None:
-            rows.shard(self.head.weight).agree(0, "a loss" if has_labels else "a call without labels")
+            rows.agree_on_call("a loss" if has_labels else "a call without labels")
         return call
 
     def _asked(self, call: Call) -> tuple[str, ...]:
@@ -449,7 +449,9 @@ class Seam:
                 "strategy='fsdp1'."
             )
         is_whole = self._chosen is None or self._chosen.name == "replicated"
-        if torch.is_grad_enabled() and is_whole and not is_averaged():
+        # A checkpoint of the whole model computes it again in the backward, outside of every forward.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and is_whole and not in_backward and not is_averaged():
             self._say_once(
                 f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
                 "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
@@ -528,7 +530,7 @@ class Seam:
         is_carrying = (
             request is not None and request.output is not None and not request.on_logits and type(output) is Tensor
         )
-        return FusedLogits.carrying(output, request) if is_carrying and output.shape[-1] == 0 else None  # type: ignore[arg-type]
+        return FusedLogits.carrying(output, request) if is_carrying and output.shape[-1] == 0 else None
 
     @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

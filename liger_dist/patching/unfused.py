@@ -28,8 +28,7 @@ class UnfusedCalls:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self._names}
-        # A forward of the user's own may read any of them.
-        if not given or not model.forward.__module__.startswith(("transformers.", "liger_dist.")):
+        if not given:
             return None
         call = Call(
             named={},
@@ -38,6 +37,7 @@ class UnfusedCalls:
             loss=given,
             outputs=as_output_names(given.get("outputs") or ()),
             model_name=type(model).__name__,
+            own_smoothing=getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0,
         )
         loss_function: Any = getattr(model, "loss_function", F.cross_entropy)
         return call.args, call.kwargs | options_for(loss_function, call, reason=self._reason)

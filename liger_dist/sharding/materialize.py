@@ -72,17 +72,17 @@ def materialize(
         _initialize(model, initialize, frozenset(layers), set())
     for name, buffer in model.named_buffers():
         _check_written(name, buffer)
-    _check_flags(model, initialize)
+    _check_flags(model, initialize, device)
 
 
-def _check_flags(model: nn.Module, initialize: Initializer) -> None:
+def _check_flags(model: nn.Module, initialize: Initializer, device: torch.device) -> None:
     """Both values of a bool are usual ones, so the rule runs once more over the opposite of what it has given: what it
     writes comes out the same."""
     for owner_name, owner in model.named_modules():
         before = {name: b.clone() for name, b in owner._buffers.items() if b is not None and b.dtype == torch.bool}
         if not before:
             continue
-        with _throwaway(owner), torch.random.fork_rng(devices=[]):
+        with _throwaway(owner), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             initialize(owner)
             after = dict(owner._buffers)
         for name, value in before.items():
@@ -94,20 +94,24 @@ def _check_flags(model: nn.Module, initialize: Initializer) -> None:
 
 @contextmanager
 def _throwaway(owner: nn.Module) -> Iterator[None]:
-    """Within, the owner's parameters and buffers are others of the same shapes, and bools the opposite."""
-    kept = dict(owner._parameters), dict(owner._buffers)
-    for name, parameter in owner._parameters.items():
-        if parameter is not None:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            owner._parameters[name] = nn.Parameter(empty, requires_grad=False)
-    for name, buffer in owner._buffers.items():
-        if buffer is not None:
-            owner._buffers[name] = buffer.logical_not() if buffer.dtype == torch.bool else buffer.clone()
+    """Within, the parameters of ``owner`` and below are on the meta device, for a rule may write into a child; buffers
+    are copies, the owner's bools their opposites."""
+    kept = [(module, dict(module._parameters), dict(module._buffers)) for module in owner.modules()]
+    for module, parameters, buffers in kept:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                is_flag = module is owner and buffer.dtype == torch.bool
+                module._buffers[name] = buffer.logical_not() if is_flag else buffer.clone()
     try:
         yield
     finally:
-        owner._parameters.update(kept[0])
-        owner._buffers.update(kept[1])
+        for module, parameters, buffers in kept:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module], done: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -44,9 +45,15 @@ class Replicated:
 
 
 def is_averaged() -> bool:
-    """True if one rank runs alone, or the forward of a DDP is running, which will average the gradients."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return alone or DistributedDataParallel._get_active_ddp_module() is not None
+    """True if one rank runs alone, or gradients will be averaged as far as can be told: the forward of a DDP is running
+    (its reducer in Python does not say so), or DeepSpeed has started, whose engine averages."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    deepspeed, dynamo = sys.modules.get("deepspeed.comm.comm"), sys.modules.get("torch._dynamo.config")
+    if getattr(deepspeed, "cdb", None) is not None:
+        return True
+    is_in_python = str(getattr(dynamo, "optimize_ddp", "")).startswith("python_reducer")
+    return is_in_python or DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def replicate(model: nn.Module) -> DistributedDataParallel:

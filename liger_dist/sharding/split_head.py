@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_dist.layers.exchanged_embedding import exchanged_embedding
+from liger_dist.losses.collectives import device_for
 from liger_dist.losses.peer_memory import PeerMemory
-from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.losses.token_exchange import ExchangingShard, agree
 
 from .base import DataParallel
 from .fsdp2 import divide_factor, reduces_over_replicas
@@ -36,6 +37,8 @@ class SplitRows:
     """``(shard,)`` or ``(replicate, shard)``"""
     tokens_group: dist.ProcessGroup
     counting_group: dist.ProcessGroup
+    calling_group: dist.ProcessGroup
+    """all ranks of FSDP2's mesh, on their hosts where replicas have rows of their own"""
     peer_memory: PeerMemory | None
     compute_dtype: torch.dtype | None
     """what parameters are rounded to for computing; None for their own dtype"""
@@ -56,6 +59,12 @@ class SplitRows:
             divide_factor=divide_factor(self.model),
             peer_memory=self.peer_memory,
         )
+
+    def agree_on_call(self, asked: str) -> None:
+        """Raises:
+        LigerDistError: on every rank of FSDP2's mesh, where they do not ask the model for the same.
+        """
+        agree(self.calling_group, 0, asked)
 
     def local(self, parameter: Tensor) -> Tensor:
         """This process's rows, whose gradient is summed over the replicas."""
@@ -214,6 +223,7 @@ def split_heads(
         mesh=mesh,
         tokens_group=_same_processes(mesh, None),
         counting_group=counting_group,
+        calling_group=counting_group if mesh.ndim == 1 else _all_ranks(),
         peer_memory=peer_memory(mesh.get_group(mesh.ndim - 1), counting_group, device) if peer_copies else None,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -258,15 +268,17 @@ def release_communicators(model: nn.Module) -> None:
         rows = rows_of(module)
         if rows is not None:
             group = rows.mesh.get_group(rows.mesh.ndim - 1)
-            vars(module)[_ROWS] = replace(rows, tokens_group=group, counting_group=group, peer_memory=None)
+            vars(module)[_ROWS] = replace(
+                rows, tokens_group=group, counting_group=group, calling_group=group, peer_memory=None
+            )
             _destroy(rows)
 
 
 def _destroy(rows: SplitRows) -> None:
     """Destroys the groups that are not the mesh's own, once."""
     own = rows.mesh.get_group(rows.mesh.ndim - 1)
-    for group in (rows.tokens_group, rows.counting_group):
-        if group is not own and group in dist.distributed_c10d._world.pg_map:
+    for group in {rows.tokens_group, rows.counting_group, rows.calling_group} - {own, dist.group.WORLD}:
+        if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
 
@@ -287,6 +299,13 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> n
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    """A group of all ranks that talks on the hosts: the default one where it can."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world if device_for(world).type == "cpu" else dist.new_group(backend="gloo")
 
 
 def _same_processes(mesh: DeviceMesh, backend: str | None) -> dist.ProcessGroup:
