@@ -124,8 +124,8 @@ def check_strategy(strategy: str, mesh: Mesh | None, config: WrapConfig) -> None
         )
     if strategy == "none" and dist.is_initialized() and dist.get_world_size() > 1:
         raise LigerDistError(
-            f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients nobody "
-            "would average; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
+            f"strategy='none' is for one process but {dist.get_world_size()} are running, whose gradients would "
+            "not be averaged; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
         )
     if strategy in (*SHARDING_STRATEGIES, "tp"):
         check_mesh(mesh, dist.get_world_size(), strategy=strategy)

@@ -22,8 +22,8 @@ def is_adapted(head: nn.Module) -> bool:
 
 
 TRAINED_ROWS = (
-    "PEFT trains some rows of its output embedding (trainable_token_indices on a tied model); train the whole of it "
-    "with modules_to_save to have it fused"
+    "PEFT trains some rows of its output embedding (trainable_token_indices on a tied model); train all of "
+    "them with modules_to_save to have the loss fused"
 )
 
 

@@ -1,8 +1,8 @@
 """Calls of a model inside the DDP or FSDP1 wrapper that :func:`liger_dist.wrap` made, sent through the wrapper.
 
-A loss asked of the inner model misses what the wrapper does around its forward: under DDP its gradients are not
-averaged, without a word; under FSDP1 the weights are not there. Wrappers that other code makes are not looked for: a
-loss outside of them is warned of, or refused under FSDP1.
+A loss asked of the inner model bypasses the wrapper's forward: DDP silently skips the averaging of its gradients, FSDP1
+has not unsharded the weights. Wrappers made by other code are not searched for: the seam warns of a loss outside of
+them, and refuses it under FSDP1.
 """
 
 from __future__ import annotations

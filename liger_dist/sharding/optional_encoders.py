@@ -350,7 +350,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _graph_of(tensors: Iterator[Tensor]) -> tuple[set[Any], set[int]]:
-    """Every node of the autograd graph behind ``tensors``, and the identities of its leaves."""
+    """Every node of the autograd graph of ``tensors``, and the identities of its leaves."""
     nodes: set[Any] = set()
     ahead: list[Any] = [tensor.grad_fn for tensor in tensors]
     while ahead:
