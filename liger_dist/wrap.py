@@ -372,7 +372,7 @@ def _shard_by_fsdp2(model: nn.Module, record: _Wrapped, mesh: DeviceMesh, undo: 
         undo.callback(restore)
         for head in heads if record.seam is not None else ():
             precede_installed_forward(head)
-    in_root = structure.tied or bool(left_alone)
+    in_root = structure.tied or bool(left_alone) or _shares_parameters(model, tail)
     units = fsdp2.ShardingUnits(
         layers=structure.layers,
         other_stacks=structure.other_stacks,
@@ -380,6 +380,14 @@ def _shard_by_fsdp2(model: nn.Module, record: _Wrapped, mesh: DeviceMesh, undo: 
         tail=() if in_root else tail,
     )
     fsdp2.shard(model, units, mesh=mesh, config=config, left_alone=left_alone)
+
+
+def _shares_parameters(model: nn.Module, tail: list[nn.Module]) -> bool:
+    """True if a module outside of ``tail`` holds one of its parameters, such as an embedding that is tied to the
+    original of a head which PEFT saves."""
+    inside = {module for top in tail for module in top.modules()}
+    own = {parameter for top in tail for parameter in top.parameters()}
+    return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
 
 
 def _has_checkpointing(model: nn.Module) -> bool:

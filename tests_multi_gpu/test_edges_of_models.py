@@ -248,6 +248,21 @@ def test_trained_rows_of_a_tied_head_stay_unfused() -> None:
     assert "PEFT trains some rows" in str(liger_dist.explain(model.get_base_model()))
 
 
+def test_rows_trained_after_wrapping_stay_unfused_and_unwrap() -> None:
+    peft = pytest.importorskip("peft")
+    model = liger_dist.wrap(make_model("llama", tied=True))
+    settings = peft.LoraConfig(target_modules=["q_proj"], r=2, trainable_token_indices=[1, 2, 3])
+    adapted = peft.get_peft_model(model, settings)
+    adapted.to(torch.float64)
+    with pytest.warns(UserWarning, match="unfused: PEFT trains some rows"):
+        loss = adapted(**make_batch(0)).loss
+    liger_dist.unwrap(adapted)
+    assert type(model.lm_head.token_adapter.base_layer) is nn.Linear
+    assert relative_error(loss, adapted(**make_batch(0)).loss) < 1e-6
+    with pytest.warns(UserWarning, match="unfused: PEFT trains some rows"):
+        liger_dist.wrap(adapted)
+
+
 def test_a_call_of_trls_head_names_the_way_out() -> None:
     trl = pytest.importorskip("trl.trainer.utils")
     model = liger_dist.wrap(make_model("llama"))

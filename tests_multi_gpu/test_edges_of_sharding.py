@@ -89,6 +89,26 @@ def test_replicas_of_rows_reduce_once_in_an_accumulation(tied: bool, workers_4: 
         assert error < 1e-6
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_saved_head_whose_original_is_tied(strategy: str, workers_2: Workers) -> None:
+    pytest.importorskip("peft")
+    for error in workers_2.run(saved_beside_a_tied_original, strategy):
+        assert error < 1e-6
+
+
+def saved_beside_a_tied_original(strategy: Any) -> float:
+    import peft
+
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+    model = peft.get_peft_model(make_model("llama", tied=True), settings)
+    model.to(torch.float64)
+    expected = float(model(**make_batch(dist.get_rank())).loss)
+    root = liger_dist.wrap(model, strategy, config=liger_dist.WrapConfig(reduce_dtype=torch.float64))
+    output = root(**make_batch(dist.get_rank()))
+    output.loss.backward()
+    return abs(float(output.loss) - expected)
+
+
 class Collectives(TorchDispatchMode):
     """Notes the collectives of torch's functional and ordinary interface, with the dtype of what they send."""
 

@@ -407,6 +407,36 @@ def test_a_trainer_on_two_gpus_without_torchrun_trains_as_before(tmp_path: Any) 
     assert max(abs(a - b) for a, b in zip(*histories, strict=True)) < 1e-3
 
 
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_a_batch_without_labels_leaves_the_mean_over_batches_alone(with_metrics: bool, tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from liger_dist.integrations.trainer import fuse
+
+    rows = [*rows_of(make_batch(0)), *rows_of(make_batch(0, num_ignored=12))]
+    arguments = TrainingArguments(
+        tmp_path, report_to=[], use_cpu=not torch.cuda.is_available(), per_device_eval_batch_size=3
+    )
+    found = []
+    for fused in (False, True):
+        model: Any = make_model("llama", dtype=torch.float32)
+        trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=metrics if with_metrics else None)  # type: ignore[arg-type]
+        found.append((fuse(trainer) if fused else trainer).evaluate()["eval_loss"])
+    assert found[0] > 1
+    assert abs(found[0] - found[1]) < 1e-5 * found[0]
+
+
+def test_documents_stay_apart_whether_the_loss_is_fused_or_not() -> None:
+    model = make_model("llama")
+    batch = make_batch(0) | {"position_ids": torch.tensor([*range(5), *range(7)]).expand(3, -1).to(compute_device())}
+    expected = float(model(**batch, use_cache=False).loss)
+    across = float(model(**batch).loss)
+    assert abs(expected - across) > 1e-3
+    liger_dist.wrap(model)
+    for extra in ({}, {"outputs": ("logits",)}, {"outputs": ("logits",), "label_smoothing": 0.0}):
+        assert abs(float(model(**batch, **extra).loss) - expected) < 1e-6
+
+
 def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.data.data_collator import default_data_collator

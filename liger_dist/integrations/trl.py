@@ -48,6 +48,11 @@ def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
         cast_lm_head_to_fp32: bool = False,
         outputs: Sequence[str] = ("log_probs",),
     ) -> None:
+        if is_wrapped(model):
+            raise LigerDistError(
+                f"the {type(model).__name__} given to a trainer within fused_heads() is wrapped already; fused_heads() "
+                "wraps the trainer's models itself: hand it over as it was (liger_dist.unwrap)."
+            )
         _check(model, cast_lm_head_to_fp32, outputs)
         wrap_for(AcceleratorState(), model, config)
         reason = record_of(model).unfused_reason

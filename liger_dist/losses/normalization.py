@@ -35,10 +35,12 @@ def check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) -
                 f"num_items_in_batch has shape {tuple(num_items_in_batch.shape)}; expected one number. Sum it over "
                 "processes or micro-batches first."
             )
-    elif not isinstance(num_items_in_batch, Real) or num_items_in_batch <= 0:
+    elif not (isinstance(num_items_in_batch, Real) or getattr(num_items_in_batch, "shape", None) == ()) or (
+        num_items_in_batch <= 0
+    ):
         raise LigerDistError(
-            f"num_items_in_batch is {num_items_in_batch!r}; expected a count above 0. A batch without any token that "
-            "counts has no mean: leave it out, or divide by 1."
+            f"num_items_in_batch is {num_items_in_batch!r}; expected a count above 0, a number or a tensor of one "
+            "element. A batch without any token that counts has no mean: leave it out, or divide by 1."
         )
 
 

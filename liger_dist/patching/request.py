@@ -37,6 +37,8 @@ class LossRequest:
     summary: LabelSummary | None
     given: tuple[GivenLabels, ...]
     """the labels that the model was called with, which its forward must not change"""
+    mean_is_global: bool = False
+    """True if the mean is over the tokens of all ranks"""
     on_logits: bool = False
     """True if the loss function computes this from full logits, and lm_head only these"""
     alters_loss: bool = False
@@ -63,12 +65,24 @@ class LossRequest:
         )
         base = cast(nn.Linear, base_head(head))
         used = effective_head(head, forward, hidden_states) if is_adapted(head) else base
-        output = self.seam.compute(self, base, used, hidden_states)
+        output = self._without_a_mean(self.seam.compute(self, base, used, hidden_states))
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         carried: Tensor = _LossToLogits.apply(self, shape, dtype, *self._with_gradients(output))  # type: ignore[no-untyped-call]
         self.output = _detached(output)
         carried = placed_like(hidden_states, carried)
         return FusedLogits.carrying(carried, self) if type(carried) is Tensor else carried
+
+    def _without_a_mean(self, output: LossOutput) -> LossOutput:
+        """In evaluation the mean of no token is NaN, as the model's own: a trainer leaves it out of its mean over
+        batches. In training it is 0, so that an empty rank does not spoil the gradients of the others."""
+        items = self.loss.num_items_in_batch
+        if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
+            return output
+        device = output.loss.device
+        is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device)
+        if items is not None:
+            is_empty &= items.reshape(()).to(device) == 0
+        return replace(output, loss=torch.where(is_empty, torch.nan, output.loss))
 
     def _with_gradients(self, output: LossOutput) -> list[Tensor]:
         """What gradients may be asked of: the loss, and further outputs where the call says so."""
@@ -145,11 +159,13 @@ class LossRequest:
                 "them out of calls whose loss is not fused."
             )
         options = replace(self.loss.options, softcap=None, logit_scale=1.0)
-        output = fused_cross_entropy(
-            logits.reshape(*self.labels.shape, logits.shape[-1]),
-            aligned.reshape(self.labels.shape),
-            loss=replace(self.loss, options=options, logit_bias=None),
-            execution=execution,
+        output = self._without_a_mean(
+            fused_cross_entropy(
+                logits.reshape(*self.labels.shape, logits.shape[-1]),
+                aligned.reshape(self.labels.shape),
+                loss=replace(self.loss, options=options, logit_bias=None),
+                execution=execution,
+            )
         )
         self.output, self.delivered = _detached(output), True
         self.others = {name: getattr(output, name) for name in self._differentiable}

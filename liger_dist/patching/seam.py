@@ -34,7 +34,7 @@ from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.replicated import is_averaged
 from liger_dist.sharding.split_head import rows_of
 
-from .adapted import adapter_objection, has_active_dropout
+from .adapted import TRAINED_ROWS, adapter_objection, has_active_dropout, under_trained_rows
 from .call import IGNORE_INDEX, LOGITS, LOSS_KEYWORDS, Call, Signature, options_for
 from .fused_logits import FusedLogits
 from .head import fuse_head, precede_installed_forward, restore_head
@@ -340,10 +340,18 @@ class Seam:
         call = self._read(model, args, kwargs)
         if is_redirected:
             return None  # The wrapper calls this model again, with everything that it was called with.
-        wants_logits, asked = self._wants_logits(model, call), self._asked(call)
-        if call.named.get("labels") is None or (wants_logits and not asked):
+        if call.named.get("labels") is None:
             # Without labels the models of transformers compute no loss, whatever else they are given.
             return call.args, call.kwargs
+        if "use_cache" in self.signature.names[len(args) :] and kwargs.get("use_cache") is None:
+            # A loss never reads a cache, and some attention masks change when one is built: fused or not, one loss.
+            call.kwargs["use_cache"] = False
+        wants_logits, asked = self._wants_logits(model, call), self._asked(call)
+        if wants_logits and not asked:
+            return call.args, call.kwargs
+        if self._has_trained_rows():
+            self._say_once(f"liger_dist leaves the loss of {call.model_name} unfused: {TRAINED_ROWS}.")
+            return call.args, call.kwargs | (self._handed_on(call, asked, TRAINED_ROWS) if asked else {})
         head = self._head_in_use()
         self._adapter(head)
         self._check_wrapper()
@@ -357,9 +365,6 @@ class Seam:
             running[-1] = self._request(call, on_logits=reason is not None)
         elif asked:
             return call.args, call.kwargs | self._handed_on(call, asked, reason)
-        if reason is None and "use_cache" in self.signature.names[len(args) :] and kwargs.get("use_cache") is None:
-            # A training forward never reads a cache, and some attention masks change when one is built.
-            call.kwargs["use_cache"] = False
         return call.args, call.kwargs
 
     def _wants_logits(self, model: nn.Module, call: Call) -> bool:
@@ -377,7 +382,8 @@ class Seam:
         try:
             call = self.signature.read(args, kwargs)
             has_labels = call.named.get("labels") is not None
-            if has_labels and (self._asked(call) or not self._wants_logits(model, call)):
+            is_scored = bool(self._asked(call)) or not self._wants_logits(model, call)
+            if has_labels and is_scored and not self._has_trained_rows():
                 self.check_at_entry(call)
         except LigerDistError as error:
             if rows is not None:
@@ -411,9 +417,14 @@ class Seam:
             outputs=tuple(name for name in call.outputs if name != LOGITS),
             summary=None if on_logits else start_summary(labels, is_aligned, call.ignore_index),
             given=tuple(GivenLabels.of(tensor) for tensor in given),
+            mean_is_global=self.config.token_mean == "global",
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
         )
+
+    def _has_trained_rows(self) -> bool:
+        """True if PEFT has put a module that trains some rows of lm_head on it since."""
+        return under_trained_rows(active_head(self._place)) is not None
 
     def _can_score(self) -> bool:
         """True if this seam's loss function will get the full logits, in a call that autograd follows as usual."""

@@ -143,6 +143,9 @@ def heads_at(place: nn.Module) -> tuple[nn.Module, ...]:
     saved = getattr(place, "modules_to_save", None)
     if isinstance(saved, nn.ModuleDict):
         return tuple(head for one in (place.original_module, *saved.values()) for head in heads_at(one))  # type: ignore[arg-type]
+    with_trained_rows = under_trained_rows(place)
+    if with_trained_rows is not None:
+        return (with_trained_rows,)
     return (place, *heads_at(base_head(place))) if is_adapted(place) else (place,)
 
 
