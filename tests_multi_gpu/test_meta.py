@@ -34,6 +34,7 @@ def test_a_meta_model_gets_the_values_of_one_process(
     assert_same(workers_2.run(built_on_meta, strategy, mesh, tied), expected)
 
 
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="GPUs draw other numbers than the CPUs of four ranks")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_meta_model_on_a_grid(tied: bool, workers_4: Workers) -> None:
     expected = {name: tensor.cpu() for name, tensor in built_on_meta("none", None, tied).items()}

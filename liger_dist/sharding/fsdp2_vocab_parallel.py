@@ -1,10 +1,10 @@
 """A head whose rows stay where they are while the rest of the model is sharded by FSDP2.
 
 Collectives of the loss, on the shard group: two all-gathers of two numbers on the hosts (at the model's entry, under
-HSDP of all ranks, and at the loss), one of labels, one of upstream
-gradients, one of a checksum of class weights if there are any, and for each chunk of tokens an all-gather of hidden
-states, one of softmax statistics, and an all-to-all of the hidden states' gradient. In the backward one all-gather of
-one number; under HSDP an all-reduce of the rows' gradient over the replicas. Nothing has the size of the weight.
+HSDP over all ranks, and at the loss), one of labels, one of upstream gradients, one of a checksum of class weights if
+there are any, and for each chunk of tokens an all-gather of hidden states, one of softmax statistics, and an all-to-all
+of the hidden states' gradient. In the backward one all-gather of one number; under HSDP an all-reduce of the rows'
+gradient over the replicas. Nothing has the size of the weight.
 """
 
 from __future__ import annotations
