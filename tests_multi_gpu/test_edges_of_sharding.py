@@ -4,6 +4,7 @@ another thread computes."""
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from typing import Any
 
@@ -235,6 +236,11 @@ def prepared(strategy: Any) -> str:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    # Earlier tests of these processes have asked for FSDP and DeepSpeed.
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
     accelerator = Accelerator(cpu=compute_device().type == "cpu")
     try:
         model = liger_dist.wrap(make_model("llama", dtype=torch.float32), strategy)

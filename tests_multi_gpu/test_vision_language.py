@@ -447,6 +447,22 @@ def exchanges_after_unwrap() -> tuple[int, int]:
         return wrapped_calls, exchange.call_count - wrapped_calls
 
 
+def test_a_second_wrap_after_unwrapping_exchanges_again(workers_2: Workers) -> None:
+    for losses in workers_2.run(wrapped_twice, time_limit=TIME_LIMIT):
+        assert all(loss > 0 for loss in losses)
+
+
+def wrapped_twice() -> list[float]:
+    """The exchange has a process group of its own, which unwrapping destroys."""
+    losses = []
+    for _ in range(3):
+        wrapped = liger_dist.wrap(make_model("llava"), "fsdp2")
+        batch = make_batch("llava", dist.get_rank(), seed=0, has_image=dist.get_rank() == 0, dtype=torch.float64)
+        losses.append(float(wrapped(**batch).loss.detach()))
+        liger_dist.unwrap(wrapped)
+    return losses
+
+
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_a_meta_model_gets_its_values_layer_by_layer(strategy: str, workers_2: Workers) -> None:
     _, expected = materialised("none")

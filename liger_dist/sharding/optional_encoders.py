@@ -150,7 +150,7 @@ class OptionalEncoders:
         self._first_parameter = [sum(counts[:number]) for number in range(len(counts) + 1)]
         self._message_size = 2 + len(counts) + self._first_parameter[-1] + len(self._root_parameters())
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        self._group = _host_group(self._ranks)
         self._call: _MixedCall | None = None
         self._hooks = self._install(root, embedding, decoder)
 
@@ -343,6 +343,18 @@ class OptionalEncoders:
         for index, parameter in enumerate(self._root_parameters(), start=self._first_parameter[-1]):
             depends[index] = id(parameter) in leaves
         return is_used + depends
+
+
+def _host_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a group made
+    by its members alone has a name that returns once it is destroyed, and finds the old addresses in the store."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tuple(ranks))
+    own: Any = None
+    for members in dict.fromkeys(gathered):
+        group = dist.new_group(list(members), backend="gloo")
+        own = group if dist.get_rank() in members else own
+    return cast(dist.ProcessGroup, own)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
