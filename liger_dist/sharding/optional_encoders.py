@@ -346,8 +346,8 @@ class OptionalEncoders:
 
 
 def _host_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a group made
-    by its members alone has a name that returns once it is destroyed, and finds the old addresses in the store."""
+    """A gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a group
+    made by its members alone has a name that returns once it is destroyed, and meets the old addresses in the store."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tuple(ranks))
     own: Any = None
