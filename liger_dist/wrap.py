@@ -136,7 +136,8 @@ def wrap(
 
     Raises:
         LigerDistError: unknown strategy, wrapped already, no output embedding, a mesh that does not fit, options
-            that the strategy does not have. Nothing has been changed and no collective has started then.
+            that the strategy does not have. Nothing has been changed then, and under the strategies of torch every
+            rank raises: they exchange their refusals before any other collective.
     """
     config = config or WrapConfig()
     outer, model = model, _without_adapters(model)

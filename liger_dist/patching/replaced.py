@@ -75,8 +75,9 @@ def replace_forward(module: nn.Module, kind: str, plan: Any, *, owner: str) -> N
         raise LeftAloneError("its forward has been replaced on the instance")
     base = below_wrappers(type(module))
     if type(module) is not base and "forward" in vars(type(module)):
-        # FSDP2's class of a layer with activation checkpointing has a forward of its own, which calls the base's.
-        raise LeftAloneError(f"{type(module).__name__}, which FSDP2 made of its class, has a forward of its own")
+        # transformers defines a forward on every subclass of its checkpointed layers, FSDP2's included, which calls the
+        # base's: a swap below it would never run.
+        raise LeftAloneError(f"{type(module).__name__}, made by fully_shard, defines its own forward")
     replaced = _class_for(kind, base, base.forward)
     setattr(module, _PLAN, plan)
     setattr(module, _OWNER, owner)

@@ -79,9 +79,9 @@ class LossRequest:
         if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
             return output
         device = output.loss.device
-        is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device)
+        is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device, non_blocking=True)
         if items is not None:
-            is_empty &= items.reshape(()).to(device) == 0
+            is_empty &= items.reshape(()).to(device, non_blocking=True) == 0
         return replace(output, loss=torch.where(is_empty, torch.nan, output.loss))
 
     def _with_gradients(self, output: LossOutput) -> list[Tensor]:
