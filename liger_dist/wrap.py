@@ -42,7 +42,7 @@ from .patching.structure import (
 )
 from .patching.unfused import UnfusedCalls
 from .sharding import fsdp1, fsdp2, optional_encoders
-from .sharding.agreement import sentences_of_all_ranks
+from .sharding.agreement import gathered
 from .sharding.base import Facts
 from .sharding.devices import compute_device
 from .sharding.materialize import Initializer, is_meta, materialize
@@ -242,13 +242,15 @@ def _agreed(strategy: Strategy, inspect: Callable[[], _Inspected]) -> _Inspected
         found = inspect()
     except Exception as error:
         refusal = error
-    refusals = sentences_of_all_ranks([] if refusal is None else [str(refusal)])
+    reason = None if found is None else found.unfused_reason or "it can be fused"
+    findings = gathered((None if refusal is None else str(refusal), reason))
     if refusal is not None:
         raise refusal
+    refusals = dict.fromkeys(sentence for sentence, _ in findings if sentence is not None)
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    reasons = sentences_of_all_ranks([found.unfused_reason or "it can be fused"])
+    reasons = dict.fromkeys(str(theirs) for _, theirs in findings)
     if len(reasons) > 1:
         raise LigerDistError(
             f"ranks do not agree whether the loss is fused: {'; '.join(reasons)}. Give all of them the same model."
