@@ -26,9 +26,10 @@ from torch import nn
 from .config import STRATEGIES
 from .doctor import diagnose
 from .errors import LigerDistError
+from .explain import explain
 from .sharding.devices import compute_device
 from .verify import verify
-from .wrap import explain, is_wrapped, wrap
+from .wrap import is_wrapped, wrap
 
 RANDOM_BATCH = (2, 64)
 """sequences and tokens"""

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import LigerDistError
+from .explain import Explanation, explain
 from .patching.call import LOGITS
 from .patching.seam import Seam
 from .sharding.agreement import sentences_of_all_ranks
 from .sharding.devices import collective_device
 from .sharding.gradients import backward, clear_gradients, local_gradients, unfinished_step
 from .sharding.replicas import divergent_parameters
-from .wrap import Explanation, explain, inner_model, record_of
+from .wrap import inner_model, record_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
