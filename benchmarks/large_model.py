@@ -27,7 +27,7 @@ LIGER = ("--fused_loss", "false", "--layer_kernels", "false")
 ZERO3 = ("--strategy", "deepspeed", "--deepspeed", "launch/deepspeed/zero3.json", "--async_checkpoints", "false")
 WAYS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--strategy", "fsdp2"),
-    "fsdp2, gather": ("--strategy", "fsdp2", "--head", "gather"),
+    "fsdp2, gather": ("--strategy", "fsdp2", "--lm_head", "gather"),
     "fsdp2, layers compiled": ("--strategy", "fsdp2", "--compile", "true"),
     "fsdp2, activation checkpointing": ("--strategy", "fsdp2", "--activation_checkpointing", "true"),
     "zero3": ZERO3,

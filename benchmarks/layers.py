@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_dist
-from liger_dist.layers import gated_activation, norm, rotary
+from liger_dist.fused_layers.gated_mlp import gated_activation
+from liger_dist.fused_layers.norm import norm
+from liger_dist.fused_layers.rotary import rotary
 from liger_dist_kernels import NormOptions, RotaryLayout
 
 Layer = Callable[..., Tensor | Sequence[Tensor]]
@@ -55,6 +57,11 @@ def _torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor
     return F.rms_norm(total, weight.shape, weight, EPS), total
 
 
+def _our_add_norm(x: Tensor, residual: Tensor, weight: Tensor, options: NormOptions) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return norm(total, weight, options=options), total
+
+
 def _our_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return rotary(
         (q, k), cos.unsqueeze(1), sin.unsqueeze(1), num_rotated=q.shape[-1], layout=RotaryLayout(tables="shared")
@@ -65,9 +72,9 @@ def implementations(kernel: str) -> list[tuple[str, Layer]]:
     """Name and function of every implementation of ``kernel``."""
     rms, layer = NormOptions(eps=EPS, round_before_weight=True), NormOptions(eps=EPS, subtract_mean=True)
     ours: dict[str, Layer] = {
-        "RMSNorm": lambda x, w: norm(x, w, options=rms)[0],
-        "add + RMSNorm": lambda x, r, w: norm(x, w, residual=r, options=rms),
-        "LayerNorm": lambda x, w, b: norm(x, w, b, options=layer)[0],
+        "RMSNorm": lambda x, w: norm(x, w, options=rms),
+        "add + RMSNorm": lambda x, r, w: _our_add_norm(x, r, w, rms),
+        "LayerNorm": lambda x, w, b: norm(x, w, b, options=layer),
         "SwiGLU": partial(gated_activation, activation="silu"),
         "GeGLU": partial(gated_activation, activation="gelu_tanh"),
         "RoPE": _our_rope,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,18 +69,19 @@ def liger(model: Any) -> Any:
     return sharded_by_hand(model)
 
 
-def ours(head: str, *, compiled: bool = False, budget_mib: int | None = None) -> Callable[[Any], Any]:
+def ours(
+    lm_head: Literal["gather", "vocab_parallel"], *, compiled: bool = False, budget_mib: int | None = None
+) -> Callable[[Any], Any]:
     def wrap(model: Any) -> Any:
         if compiled:
             for layer in model.model.layers:
                 layer.compile()
         config = liger_dist.WrapConfig(
-            head=head,  # type: ignore[arg-type]
-            param_dtype=torch.bfloat16,
             layer_kernels=not compiled,
             memory_budget=None if budget_mib is None else budget_mib * 2**20,
         )
-        return liger_dist.wrap(model, "fsdp2", config=config)
+        strategy = liger_dist.FSDP2(param_dtype=torch.bfloat16, lm_head=lm_head)
+        return liger_dist.wrap(model, strategy, config=config)
 
     return wrap
 

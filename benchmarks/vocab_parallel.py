@@ -1,4 +1,4 @@
-"""The head alone on several GPUs, forward and backward: rows that stay where they are against a gathered weight.
+"""The head alone on several GPUs, forward and backward: a vocab-parallel lm_head against a gathered weight.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.vocab_parallel
 
@@ -18,19 +18,13 @@ from torch import Tensor
 
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangingShard
-from liger_dist.sharding.devices import compute_device
-from liger_dist.sharding.nodes import peer_memory
 
 from .harness import Candidate, Row, arguments, products, save, show
 from .linear_cross_entropy import Inputs, relative, three_gemms
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 128256), (16384, 4096, 128256), (8192, 8192, 128256))
 BUDGETS_MIB = (1700, 1024, 700, 512)
-"""by NCCL"""
-BUDGETS_OF_COPIES_MIB = (1024, 512)
-"""by the copy engines"""
 
 
 class Groups:
@@ -41,9 +35,6 @@ class Groups:
         self.tokens: Any = dist.new_group()
         self.hosts: Any = dist.new_group(backend="gloo")
 
-    def peer_memory(self) -> PeerMemory | None:
-        return peer_memory(self.world, self.hosts, compute_device())
-
 
 def rows_of(weight_VD: Tensor) -> tuple[slice, int]:
     """This process's rows, and how many the largest shard has."""
@@ -52,10 +43,8 @@ def rows_of(weight_VD: Tensor) -> tuple[slice, int]:
     return slice(start, min(start + largest, len(weight_VD))), largest
 
 
-def split(
-    inputs: Inputs, groups: Groups, budget_mib: int, memory: PeerMemory | None
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A loss with rows that stay; fp32 masters, so that their gradient is summed in fp32."""
+def vocab_parallel(inputs: Inputs, groups: Groups, budget_mib: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A loss by token exchange; fp32 masters, so that their gradient is summed in fp32."""
     own, _ = rows_of(inputs.weight_VD)
     local = inputs.weight_VD.detach()[own].float().requires_grad_()
     shard = ExchangingShard(
@@ -65,13 +54,12 @@ def split(
         start=own.start,
         vocab_size=len(inputs.weight_VD),
         divide_factor=float(dist.get_world_size()),
-        peer_memory=memory,
     )
     execution = Execution(memory_budget=budget_mib * 2**20)
 
     def run() -> tuple[Tensor, Tensor]:
         output = fused_linear_cross_entropy(
-            inputs.hidden_TD, local, None, inputs.labels_T, loss=LossArguments(), execution=execution, split=shard
+            inputs.hidden_TD, local, None, inputs.labels_T, loss=LossArguments(), execution=execution, rows=shard
         )
         _, gradient = torch.autograd.grad(output.loss, (inputs.hidden_TD, local))
         return output.loss.detach(), gradient
@@ -151,12 +139,7 @@ def main() -> None:
         torch.manual_seed(1 + dist.get_rank())
         inputs.hidden_TD.data.normal_()
         inputs.labels_T.random_(0, shape[2])
-        steps = {f"split, {budget} MiB": split(inputs, groups, budget, None) for budget in BUDGETS_MIB}
-        memories: dict[str, PeerMemory | None] = {}
-        for budget in BUDGETS_OF_COPIES_MIB:
-            name = f"split, {budget} MiB, peer copies"
-            memories[name] = groups.peer_memory()
-            steps[name] = split(inputs, groups, budget, memories[name])
+        steps = {f"vocab_parallel, {budget} MiB": vocab_parallel(inputs, groups, budget) for budget in BUDGETS_MIB}
         steps["gathered, bf16 reduction"] = gathered(inputs, torch.bfloat16)
         steps["gathered, fp32 reduction"] = gathered(inputs, torch.float32)
         candidates = [Candidate("three GEMMs", three_gemms(inputs))]
@@ -164,9 +147,7 @@ def main() -> None:
         rows = measure_together(problem, candidates, given.rounds)
         true_loss, true_gradient = steps["gathered, fp32 reduction"]()
         for row in rows:
-            memory = memories.get(row.name)
-            kept_mib = 0 if memory is None else memory.num_bytes / 2**20
-            row.figures |= {"ratio": row.median_ms / rows[0].median_ms, "peak MiB": row.extra_mib + kept_mib}
+            row.figures |= {"ratio": row.median_ms / rows[0].median_ms, "peak MiB": row.extra_mib}
             if row.name in steps:
                 loss, gradient = steps[row.name]()
                 row.figures["loss difference"] = relative(loss, true_loss)
@@ -175,7 +156,7 @@ def main() -> None:
             print(problem)
             show(rows, ("ratio", "peak MiB", "loss difference", "dW difference"))
             save("vocab_parallel", rows, given.results)
-        del inputs, candidates, steps, memories, memory, true_loss, true_gradient
+        del inputs, candidates, steps, true_loss, true_gradient
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 

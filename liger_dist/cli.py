@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import STRATEGIES
 from .doctor import diagnose
 from .errors import LigerDistError
 from .explain import explain
-from .sharding.devices import compute_device
+from .sharding import STRATEGIES
+from .sharding.process_groups import compute_device
 from .verify import verify
 from .wrap import is_wrapped, wrap
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
             help="module:function or file.py:function that takes no argument and returns the model, wrapped (sharded, "
             "or in a DeepSpeed engine) or not",
         )
-        sub.add_argument("--strategy", choices=STRATEGIES, help="wrap the model with it; default: auto")
+        sub.add_argument("--strategy", choices=tuple(STRATEGIES), help="wrap the model with it; default: auto")
         sub.add_argument("--mesh", type=_numbers, help="shape of the mesh, such as 2,4")
         if name == "verify":
             sub.add_argument(
@@ -157,7 +157,7 @@ def _random_batch(model: nn.Module) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(_rank() // facts.tensor_parallel_size)
     ids = torch.randint(facts.weight_shape[0], RANDOM_BATCH, generator=generator)
     first = next(model.parameters())
-    ids = ids.to(compute_device() if facts.engine not in ("plain", "ddp") else first.device)
+    ids = ids.to(compute_device() if facts.engine != "plain" else first.device)
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .losses.linear_cross_entropy import linear_cross_entropy
-from .sharding.devices import compute_device
+from .sharding.process_groups import compute_device
 
 Verdict = Literal["ok", "note", "wrong"]
 NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5", "deepspeed": "0.18"}

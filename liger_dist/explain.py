@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .dispatch import SERVES_TOO, collect_facts, costs_of_heads, reasons_against
-from .patching.layers import LayerReport
-from .patching.structure import active_head, base_head
+from .fused_layers import LayerReport
+from .peft_layers import active_head, base_head
+from .sharding import collect_facts, reasons_against
 from .sharding.base import Facts
-from .wrap import inner_model, record_of
+from .sharding.fsdp2 import FSDP2
+from .sharding.head_cost import HeadShapes, head_costs
+from .wrap import Wrapped, inner_model, record_of
+
+TOKENS = 8192
+SERVES_TOO = "would serve too; comes later in the order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,28 +26,29 @@ class Explanation:
     fused: str
     """the fused loss with the transform of its logits, or why it is not fused"""
     adapter: str | None
-    """the chosen adapter; None when the loss is not fused, or when every adapter has a reason against it"""
+    """the chosen sharding adapter; None when the loss is not fused, or when every adapter has a reason against it"""
     declined: tuple[tuple[str, tuple[str, ...]], ...]
     """every other adapter with its reasons"""
-    head: str | None
-    """under "fsdp2": the way to the head, and why"""
     costs: tuple[tuple[str, str], ...]
-    """of the ways to a head under FSDP2, for each micro-batch of ``WrapConfig.expected_tokens`` on each process"""
+    """bytes that a gathered and a vocab-parallel lm_head send and hold under FSDP2, per rank and micro-batch"""
     layers: LayerReport
     """which layers are computed by kernels, and why others are not"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
-        rows += [("head", self.head)] if self.head is not None else []
-        rows += [(f"cost of {name}", cost) for name, cost in self.costs]
+        rows += [(f"lm_head={name!r}", cost) for name, cost in self.costs]
         rows += self.layers.lines()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def explain(model: nn.Module) -> Explanation:
-    """What the dispatcher sees and chooses for a wrapped model, at any time after :func:`wrap`. No collectives.
+def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
+    """What is known of a wrapped model's lm_head, and which sharding adapter that gives, at any time after
+    :func:`wrap`. No collectives.
+
+    Args:
+        tokens: tokens with a label in one rank's micro-batch, for the costs of lm_head under FSDP2.
 
     Raises:
         LigerDistError: the model is not wrapped.
@@ -56,24 +62,41 @@ def explain(model: nn.Module) -> Explanation:
     facts = collect_facts(
         inner,
         head,
-        strategy=record.strategy,
+        strategy=record.strategy.name,
         tied_to=structure.tied_to if head is structure.head else (),
-        adapted=in_use is not base,
+        has_lora=in_use is not base,
         config=record.config,
     )
-    if record.plan is None:
+    if record.recipe is None:
         words = f"not fused: {record.unfused_reason}"
-        return Explanation(
-            facts=facts, fused=words, adapter=None, declined=(), head=record.head_reason, costs=(), layers=record.layers
-        )
+        return Explanation(facts=facts, fused=words, adapter=None, declined=(), costs=(), layers=record.layers)
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
         facts=facts,
-        fused=str(record.plan),
+        fused=str(record.recipe),
         adapter=chosen,
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
-        head=record.head_reason,
-        costs=costs_of_heads(facts, record.config),
+        costs=_costs(facts, record, tokens),
         layers=record.layers,
     )
+
+
+def _costs(facts: Facts, record: Wrapped, tokens: int) -> tuple[tuple[str, str], ...]:
+    """The costs of both layouts of lm_head under FSDP2; empty for others."""
+    if facts.engine not in ("fsdp2", "vocab-parallel") or facts.tensor_parallel is not None or facts.mesh_shape is None:
+        return ()
+    strategy = record.strategy
+    dtype = (strategy.param_dtype if isinstance(strategy, FSDP2) else None) or facts.weight_dtype
+    vocab_size, hidden_size = facts.weight_shape
+    shapes = HeadShapes(
+        tokens=tokens,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        ranks=facts.mesh_shape[-1],
+        tied=facts.tied,
+        trains=facts.trains,
+        itemsize=dtype.itemsize,
+        memory_budget=record.config.memory_budget,
+    )
+    return tuple((name, str(cost)) for name, cost in head_costs(shapes).items())

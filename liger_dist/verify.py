@@ -1,4 +1,4 @@
-"""One micro-batch through the model as it is wrapped, fused and unfused, compared."""
+"""The verb verify: one micro-batch through the wrapped model, fused and unfused, compared."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from .config import LOGITS
 from .errors import LigerDistError
 from .explain import Explanation, explain
-from .patching.call import LOGITS
-from .patching.seam import Seam
-from .sharding.agreement import sentences_of_all_ranks
-from .sharding.devices import collective_device
-from .sharding.gradients import backward, clear_gradients, local_gradients, unfinished_step
-from .sharding.replicas import divergent_parameters
-from .wrap import inner_model, record_of
+from .fused_head.entry import Entry
+from .peft_layers import active_head
+from .sharding import deepspeed, fsdp1, fsdp2
+from .sharding.process_groups import collective_device, sentences_of_all_ranks
+from .wrap import full_logits, inner_model, record_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
@@ -31,31 +31,31 @@ of the largest"""
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What :func:`verify` saw. ``print(verification)`` shows it as a table; every number is alike on all ranks but the
-    losses."""
+    """What :func:`verify` saw. ``print(verification)`` shows it as a table; every number but the losses is the
+    same on all ranks."""
 
     adapter: str
     loss: float
     """of this rank, fused"""
     reference_loss: float
-    """of this rank, by the model's own loss on whole logits"""
+    """of this rank, by the model's own loss on full logits"""
     loss_dtype: torch.dtype
     """of the loss as it leaves the outermost wrapper"""
     head_gradient_error: float
-    """of the parameters that hold the head: relative L2 against the model's own loss, over all ranks"""
+    """of lm_head's parameters: relative L2 against the model's own loss, over all ranks"""
     gradient_error: float
     """the same of all parameters together"""
     worst_parameter: tuple[str, float]
     """the parameter with the largest error, against its own norm, or a thousandth of the largest where that is more"""
     linearity_error: float
-    """relative L2 between the head's gradient of twice the loss and twice its gradient"""
+    """relative L2 between lm_head's gradient of twice the loss and twice its gradient"""
     tolerance: float
     problems: tuple[str, ...]
-    """sentences; none when everything agrees"""
+    """sentences; empty when everything agrees"""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """True if there are no problems."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Verification:
 class _Pass:
     loss: Tensor
     dtype: torch.dtype | None
-    """in which the head computed"""
+    """dtype in which lm_head computed"""
     gradients: dict[str, Tensor | None]
 
 
@@ -89,8 +89,8 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     Parameters, buffers, optimiser and random number generators are as before afterwards, and no gradient is left.
 
     Args:
-        model: what is trained: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
-        batch: this rank's arguments of the model, with labels of which at least one counts.
+        model: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
+        batch: this rank's arguments of the model, of which at least one label is not ignored.
 
     Raises:
         LigerDistError: on every rank alike; the model is not wrapped or not fused, gradients are waiting for an
@@ -100,15 +100,15 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     record = record_of(inner)
     if record.seam is None:
         raise LigerDistError(f"there is no fused loss to verify: {record.unfused_reason}.")
-    _agree(_objection(model, record.seam, batch))
+    _agree(_objection(model, record.seam.entry, batch))
     chosen = explain(model)
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
         fused = _run(model, batch)
         doubled = _run(model, batch, factor=2.0)
-        with record.seam.paused():
-            unfused = _run(model, batch | record.seam.shared_mean(batch))
+        with full_logits(model):
+            unfused = _run(model, batch | record.seam.entry.shared_mean(batch))
     errors = _Errors(fused.gradients, unfused.gradients)
     heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
@@ -132,22 +132,66 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
 
 
 def _run(model: nn.Module, batch: dict[str, Any], *, factor: float = 1.0) -> _Pass:
-    """One forward and backward; the generators are where they were before."""
-    seam = record_of(inner_model(model)).seam
-    assert seam is not None
+    """One forward and backward; the random number generators are restored."""
+    inner = inner_model(model)
+    head = active_head(inner.get_submodule(record_of(inner).structure.head_name))
+    dtypes: list[torch.dtype | None] = []
+    # After the hooks of FSDP, which cast inputs.
+    hook = head.register_forward_pre_hook(lambda _, args: dtypes.extend(map(_compute_dtype, args[:1])))
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             loss: Tensor = model(**batch).loss
-            backward(model, loss * factor)
-            gradients = local_gradients(model)
+            if deepspeed.is_engine(model):
+                deepspeed.backward(model, loss * factor)
+            else:
+                (loss * factor).backward()
+            gradients = _local_gradients(model)
     finally:
-        clear_gradients(model)
-    return _Pass(loss.detach(), seam.compute_dtype, gradients)
+        hook.remove()
+        _clear_gradients(model)
+    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients)
+
+
+def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
+    device_type = hidden_states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_states.dtype
+
+
+def _local_gradients(root: nn.Module) -> dict[str, Tensor | None]:
+    """A copy of every trained parameter's gradient, by its name: what this rank stores of it, None for nothing; or the
+    full one under DeepSpeed (a collective under ZeRO)."""
+    gradients: dict[str, Tensor | None] = {}
+    is_engine = deepspeed.is_engine(root)
+    for name, parameter in root.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = deepspeed.full_gradient(parameter) if is_engine else parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        gradients[name] = None if gradient is None else gradient.detach().clone()
+    return gradients
+
+
+def _clear_gradients(root: nn.Module) -> None:
+    """As after an optimizer step, without the step."""
+    for parameter in root.parameters():
+        parameter.grad = None
+    if deepspeed.is_engine(root):
+        deepspeed.clear_gradients(root)
+
+
+def _unfinished_step(root: nn.Module) -> str | None:
+    """Which part of an optimizer step has begun and not ended, as a clause; None between steps."""
+    if deepspeed.is_engine(root) and deepspeed.has_unfinished_step(root):
+        return "DeepSpeed has gradients that wait for engine.step()"
+    if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
+        return "gradients are waiting for an optimizer step"
+    return fsdp2.unfinished_reduction(root)
 
 
 @contextmanager
 def _kept(inner: nn.Module) -> Iterator[None]:
-    """Buffers are put back: some models count or average in them."""
+    """Within, buffers may change; they are restored afterwards. Some models count or average in them."""
     before = copy.deepcopy(dict(inner.named_buffers()))
     try:
         yield
@@ -201,9 +245,9 @@ def _problems(seen: Verification) -> list[str]:
     if not abs(seen.loss - seen.reference_loss) <= seen.tolerance * max(abs(seen.reference_loss), 1.0):
         problems.append(f"the fused loss is {seen.loss:.6f}, the model's own {seen.reference_loss:.6f}")
     for error, what in (
-        (seen.head_gradient_error, "the head's gradient differs from the model's own"),
+        (seen.head_gradient_error, "lm_head's gradient differs from the model's own"),
         (seen.gradient_error, "the gradients differ from the model's own"),
-        (seen.linearity_error, "twice the loss does not give twice the head's gradient"),
+        (seen.linearity_error, "twice the loss does not give twice lm_head's gradient"),
     ):
         if not error <= seen.tolerance:
             problems.append(f"{what}: relative error {error:.1e}, tolerance {seen.tolerance:.0e}")
@@ -219,15 +263,15 @@ def _problems(seen: Verification) -> list[str]:
 
 
 def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
-    """What is not alike on all ranks but should be."""
+    """Differences between ranks that should not be."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     problems = []
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (chosen.adapter, chosen.facts))
-    if any(theirs != everyone[0] for theirs in everyone):
-        problems.append(f"ranks disagree about the layout: {sorted({str(theirs[0]) for theirs in everyone})}")
-    names = divergent_parameters(inner, chosen.facts.tensor_parallel_size)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (chosen.adapter, chosen.facts))
+    if any(other != gathered[0] for other in gathered):
+        problems.append(f"ranks disagree about the layout: {sorted({str(other[0]) for other in gathered})}")
+    names = _divergent_parameters(inner, chosen.facts.tensor_parallel_size)
     if names:
         problems.append(
             f"{len(names)} parameters that should be alike on several ranks are not, such as {names[0]}: load or "
@@ -236,36 +280,75 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     return problems
 
 
-def _objection(model: nn.Module, seam: Seam, batch: dict[str, Any]) -> str | None:
+def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any]) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
     try:
-        call = seam.signature.read((), batch | {"labels": labels.cpu()})
+        call = entry.signature.read((), batch | {"labels": labels.cpu()})
         if call.loss:
-            return f"the batch has {next(iter(call.loss))}, which the model's own loss does not know; leave it out"
+            return f"the batch has {next(iter(call.loss))}, which the model's own loss does not have; leave it out"
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
-        seam.check_at_entry(call)
-        if not seam.has_target(call):
-            return "the batch has no label that counts; give every rank one with a target"
+        entry.check(call)
+        if not entry.has_target(call):
+            return "all labels of the batch are ignored; give every rank one with a target"
     except LigerDistError as error:
         return str(error).rstrip(".")
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
         return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
-    unfinished = unfinished_step(model)
+    unfinished = _unfinished_step(model)
     return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
 
 
 def _parameters_of_the_head(model: nn.Module, place: nn.Module) -> list[str]:
-    """Names of the head's parameters, or of the flat ones in which FSDP1 may keep them."""
+    """Names of lm_head's parameters, or of the flat ones in which FSDP1 stores them."""
     own = {id(parameter) for parameter in place.parameters()}
-    return [name for name, p in model.named_parameters() if id(p) in own or "_flat_param" in name]
+    return [name for name, p in model.named_parameters() if id(p) in own or fsdp1.is_flat(name)]
 
 
 def _agree(objection: str | None) -> None:
-    """Raises on every rank what one rank objects to."""
+    """Raises the objections of one rank on every rank."""
     sentences = sentences_of_all_ranks([] if objection is None else [objection])
     if sentences:
         raise LigerDistError(f"verify cannot run: {'; '.join(sentences)}.")
+
+
+@torch.no_grad()
+def _divergent_parameters(model: nn.Module, tensor_parallel_size: int) -> list[str]:
+    """Names of the parameters whose copies differ between ranks: full ones over all ranks, DTensors over their
+    replicated mesh axes, and over the tensor-parallel axis (the last one of the parameters that have it) where they are
+    not sharded over it. Two all-reduces per process group."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    largest_mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
+    world = dist.group.WORLD
+    assert world is not None
+    flattened = fsdp1.is_inside_fsdp1(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            if tensor_parallel_size > 1 and largest_mesh is not None and parameter.device_mesh.ndim < largest_mesh.ndim:
+                group = largest_mesh.get_group(largest_mesh.ndim - 1)
+                copies.setdefault(group, []).append((name, parameter.to_local()))
+            for axis, placement in enumerate(parameter.placements):
+                if placement.is_replicate():
+                    group = parameter.device_mesh.get_group(axis)
+                    copies.setdefault(group, []).append((name, parameter.to_local()))
+        elif not flattened and not deepspeed.is_stored_by_zero3(parameter):
+            copies.setdefault(world, []).append((name, parameter))
+    names = []
+    for group, held in copies.items():
+        sums = torch.stack([_checksum(tensor) for _, tensor in held]).to(collective_device())
+        largest, smallest = sums.clone(), sums.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        names += [
+            name for (name, _), differs in zip(held, (largest != smallest).any(1).tolist(), strict=True) if differs
+        ]
+    return names
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    values = tensor.double()
+    return torch.stack([values.sum(), values.abs().sum(), values.square().sum()]).cpu()

@@ -1,4 +1,4 @@
-"""Fused kernels for training language models. Tensors in, tensors out; nothing here knows of processes or models."""
+"""Fused Triton kernels for training language models: tensors in, tensors out, without models or process groups."""
 
 from ._triton_utils import BACKENDS as BACKENDS
 from ._triton_utils import Backend as Backend
@@ -14,9 +14,12 @@ from .gated_activation import gated_activation_fwd as gated_activation_fwd
 from .linear_cross_entropy import DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult
-from .linear_cross_entropy import join_statistics as join_statistics
+from .linear_cross_entropy import LocalTokens as LocalTokens
+from .linear_cross_entropy import TokenChunks as TokenChunks
+from .linear_cross_entropy import VocabSlice as VocabSlice
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import plan_chunks as plan_chunks
+from .linear_cross_entropy import score_chunks as score_chunks
 from .merge import merge_statistics as merge_statistics
 from .norm import NormOptions as NormOptions
 from .norm import NormOutput as NormOutput

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""RMSNorm and LayerNorm of rows, with an addition in front of them if asked for.
+"""RMSNorm and LayerNorm of rows.
 
 Legend: T rows, D features.
 
-``s = x + residual``, ``n = (s - mean(s)) * rstd`` (RMSNorm: no mean), ``y = n * (offset + weight) + bias``. RMSNorm:
-Zhang and Sennrich 2019, arXiv:1910.07467; LayerNorm: Ba et al. 2016, arXiv:1607.06450. Arithmetic is fp32 (fp64 for
-fp64 rows); where a model rounds in between, ``round_before_weight`` says so.
+``n = (x - mean(x)) * rstd`` (RMSNorm: no mean), ``y = n * (offset + weight) + bias``. RMSNorm: Zhang and Sennrich 2019,
+arXiv:1910.07467; LayerNorm: Ba et al. 2016, arXiv:1607.06450. Arithmetic is fp32 (fp64 for fp64 rows); where a model
+rounds in between, ``round_before_weight`` is True.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ class NormOutput(NamedTuple):
     """What a norm returns and what its gradient needs."""
 
     y_TD: Tensor
-    sum_TD: Tensor
-    """the normalised rows themselves: ``x``, or ``x + residual``"""
     mean_T: Tensor | None
     rstd_T: Tensor
 
 
 class NormGradients(NamedTuple):
-    """``d_x_TD`` is the residual's gradient too."""
+    """Gradients of a norm's inputs; None for parameters whose gradient was not asked for."""
 
     d_x_TD: Tensor
     d_weight_D: Tensor | None
@@ -66,8 +64,8 @@ def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torc
 
 @triton.jit
 def _norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, stride_xt, stride_rt, T,
-    D: tl.constexpr, eps, offset, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xt, T,
+    D: tl.constexpr, eps, offset, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr, ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     dtype = rstd_ptr.dtype.element_ty
@@ -75,19 +73,14 @@ def _norm_fwd_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < T)[:, None] & (offs_d < D)
-    s = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0).to(dtype)
-    if HAS_RESIDUAL:
-        s += tl.load(residual_ptr + row[:, None] * stride_rt + offs_d, mask=mask, other=0.0).to(dtype)
-        rounded = s.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row[:, None] * D + offs_d, rounded, mask=mask)
-        s = rounded.to(dtype)
+    x = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0).to(dtype)
     if SUBTRACT_MEAN:
-        mean = tl.sum(s, 1) / D
+        mean = tl.sum(x, 1) / D
         tl.store(mean_ptr + row, mean, mask=row < T)
-        s = tl.where(mask, s - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(s * s, 1) / D + eps)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < T)
-    n = s * rstd[:, None]
+    n = x * rstd[:, None]
     if ROUND_BEFORE_WEIGHT:
         n = n.to(x_ptr.dtype.element_ty).to(dtype)
     if HAS_WEIGHT:
@@ -99,8 +92,8 @@ def _norm_fwd_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    d_y_ptr, d_sum_ptr, sum_ptr, weight_ptr, mean_ptr, rstd_ptr, d_x_ptr, d_weight_ptr, d_bias_ptr,
-    stride_yt, stride_dst, stride_st, T, D: tl.constexpr, offset, HAS_SUM_GRADIENT: tl.constexpr,
+    d_y_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, d_x_ptr, d_weight_ptr, d_bias_ptr,
+    stride_yt, stride_xt, T, D: tl.constexpr, offset,
     HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
     ROUND_BEFORE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LOADS_TWICE: tl.constexpr,
     STAGES: tl.constexpr, STEPS: tl.constexpr,
@@ -120,24 +113,24 @@ def _norm_bwd_kernel(
         row = (program + step * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         mask = (row < T)[:, None] & mask_d
         d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0).to(dtype)
-        s = tl.load(sum_ptr + row[:, None] * stride_st + offs_d, mask=mask, other=0.0).to(dtype)
+        x = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0).to(dtype)
         rstd = tl.load(rstd_ptr + row, mask=row < T, other=0.0)[:, None]
         mean = tl.load(mean_ptr + row, mask=row < T, other=0.0)[:, None] if SUBTRACT_MEAN else 0.0
         if LOADS_TWICE:
             d_n = d_y * scale
-            along_n, along_one = tl.sum(d_n * ((s - mean) * rstd), 1), tl.sum(d_n, 1)
+            along_n, along_one = tl.sum(d_n * ((x - mean) * rstd), 1), tl.sum(d_n, 1)
             # From the cache. Under another policy, or the compiler would keep the row in registers, which are short.
             again: tl.constexpr = "evict_first"
             d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0, eviction_policy=again)
-            s = tl.load(sum_ptr + row[:, None] * stride_st + offs_d, mask=mask, other=0.0, eviction_policy=again)
-            d_y, s = d_y.to(dtype), s.to(dtype)
+            x = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0, eviction_policy=again)
+            d_y, x = d_y.to(dtype), x.to(dtype)
             if HAS_WEIGHT:
                 scale = offset + tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
         # Beside the row it is not 0, but d_y is.
-        n = (s - mean) * rstd
+        n = (x - mean) * rstd
         if NEEDS_WEIGHT:
             if ROUND_BEFORE_WEIGHT:
-                d_weight += d_y * n.to(sum_ptr.dtype.element_ty).to(dtype)
+                d_weight += d_y * n.to(x_ptr.dtype.element_ty).to(dtype)
             else:
                 d_weight += d_y * n
         if NEEDS_BIAS:
@@ -145,13 +138,11 @@ def _norm_bwd_kernel(
         d_n = d_y * scale
         if not LOADS_TWICE:
             along_n, along_one = tl.sum(d_n * n, 1), tl.sum(d_n, 1)
-        d_s = d_n - n * (along_n / D)[:, None]
+        d_x = d_n - n * (along_n / D)[:, None]
         if SUBTRACT_MEAN:
-            d_s -= (along_one / D)[:, None]
-        d_s *= rstd
-        if HAS_SUM_GRADIENT:
-            d_s += tl.load(d_sum_ptr + row[:, None] * stride_dst + offs_d, mask=mask, other=0.0).to(dtype)
-        tl.store(d_x_ptr + row[:, None] * D + offs_d, d_s.to(d_x_ptr.dtype.element_ty), mask=mask)
+            d_x -= (along_one / D)[:, None]
+        d_x *= rstd
+        tl.store(d_x_ptr + row[:, None] * D + offs_d, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
     column = tl.arange(0, BLOCK_D)
     if NEEDS_WEIGHT:
         tl.store(d_weight_ptr + program * D + column, tl.sum(d_weight, 0), mask=column < D)
@@ -174,7 +165,6 @@ def norm_fwd(
     x_TD: Tensor,
     weight_D: Tensor | None,
     bias_D: Tensor | None,
-    residual_TD: Tensor | None,
     *,
     options: NormOptions,
     backend: Backend = "auto",
@@ -182,15 +172,13 @@ def norm_fwd(
     """Args:
     x_TD: ``[T, D]``, floating, the last dim contiguous.
     weight_D, bias_D: ``[D]``, any floating dtype.
-    residual_TD: ``[T, D]``, the dtype of ``x_TD``; added first.
     """
     if not runs_triton(x_TD, backend):
-        return reference_fwd(x_TD, weight_D, bias_D, residual_TD, options=options)
+        return reference_fwd(x_TD, weight_D, bias_D, options=options)
     T, D = x_TD.shape
     weight_D, bias_D = dense(weight_D), dense(bias_D)
     statistics = statistics_dtype(x_TD.dtype)
     y_TD = x_TD.new_empty((T, D), dtype=output_dtype(x_TD, weight_D, options))
-    sum_TD = x_TD if residual_TD is None else x_TD.new_empty((T, D))
     mean_T = x_TD.new_empty(T, dtype=statistics) if options.subtract_mean else None
     rstd_T = x_TD.new_empty(T, dtype=statistics)
     if T > 0:
@@ -198,20 +186,16 @@ def norm_fwd(
         rows = max(2048 // block, 1)
         _norm_fwd_kernel[(triton.cdiv(T, rows),)](
             x_TD,
-            residual_TD,
             weight_D,
             bias_D,
             y_TD,
-            sum_TD,
             mean_T,
             rstd_T,
             x_TD.stride(0),
-            0 if residual_TD is None else residual_TD.stride(0),
             T,
             D,
             options.eps,
             options.offset,
-            HAS_RESIDUAL=residual_TD is not None,
             HAS_WEIGHT=weight_D is not None,
             HAS_BIAS=bias_D is not None,
             SUBTRACT_MEAN=options.subtract_mean,
@@ -220,13 +204,14 @@ def norm_fwd(
             BLOCK_D=block,
             num_warps=_power_of_2_below(rows * D // (1024 if options.subtract_mean else 512), most=32),
         )
-    return NormOutput(y_TD, sum_TD, mean_T, rstd_T)
+    return NormOutput(y_TD, mean_T, rstd_T)
 
 
 def norm_bwd(
     d_y_TD: Tensor,
-    d_sum_TD: Tensor | None,
-    saved: NormOutput,
+    x_TD: Tensor,
+    mean_T: Tensor | None,
+    rstd_T: Tensor,
     weight_D: Tensor | None,
     *,
     needs_weight: bool,
@@ -234,41 +219,36 @@ def norm_bwd(
     options: NormOptions,
     backend: Backend = "auto",
 ) -> NormGradients:
-    """Gradients from those of ``y`` and, where the sum went on as well, of ``sum``; of ``saved``, ``y_TD`` is not read.
-    The parameters' gradients have the weight's dtype (without one, that of the statistics)."""
+    """Gradients for the gradient ``d_y_TD`` of ``y``. Those of the parameters have the weight's dtype (without a
+    weight, that of the statistics)."""
     if not runs_triton(d_y_TD, backend):
         return reference_bwd(
-            d_y_TD, d_sum_TD, saved, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
+            d_y_TD, x_TD, mean_T, rstd_T, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
         )
-    sum_TD, rstd_T = saved.sum_TD, saved.rstd_T
-    T, D = sum_TD.shape
+    T, D = x_TD.shape
     weight_D = dense(weight_D)
     block = triton.next_power_of_2(D)
     is_wide = block >= 16384
     rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if needs_bias else 16384) // block, 1))
-    loads = (d_y_TD, sum_TD) if d_sum_TD is None else (d_y_TD, sum_TD, d_sum_TD)
-    bytes_of_step = rows * block * sum(tensor.element_size() for tensor in loads)
-    programs = max(min(_programs(sum_TD), triton.cdiv(T, rows)), 1)
-    d_x_TD = sum_TD.new_empty((T, D))
+    bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
+    programs = max(min(_programs(x_TD), triton.cdiv(T, rows)), 1)
+    d_x_TD = x_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
     d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
     _norm_bwd_kernel[(programs,)](
         d_y_TD,
-        d_sum_TD,
-        sum_TD,
+        x_TD,
         weight_D,
-        saved.mean_T,
+        mean_T,
         rstd_T,
         d_x_TD,
         d_weight,
         d_bias,
         d_y_TD.stride(0),
-        0 if d_sum_TD is None else d_sum_TD.stride(0),
-        sum_TD.stride(0),
+        x_TD.stride(0),
         T,
         D,
         options.offset,
-        HAS_SUM_GRADIENT=d_sum_TD is not None,
         HAS_WEIGHT=weight_D is not None,
         NEEDS_WEIGHT=needs_weight,
         NEEDS_BIAS=needs_bias,
@@ -277,8 +257,8 @@ def norm_bwd(
         ROWS=rows,
         BLOCK_D=block,
         LOADS_TWICE=is_wide and options.subtract_mean,
-        STAGES=1 if is_wide else _stages(sum_TD, bytes_of_step),
-        STEPS=0 if sum_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
+        STAGES=1 if is_wide else _stages(x_TD, bytes_of_step),
+        STEPS=0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
         num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
@@ -315,13 +295,10 @@ def _stages(tensor: Tensor, bytes_of_step: int) -> int:
     return min(max(shared // bytes_of_step, 1), 3)
 
 
-def reference_fwd(
-    x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, residual_TD: Tensor | None, *, options: NormOptions
-) -> NormOutput:
+def reference_fwd(x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions) -> NormOutput:
     """:func:`norm_fwd` in plain torch."""
     dtype = statistics_dtype(x_TD.dtype)
-    sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
-    s = sum_TD.to(dtype)
+    s = x_TD.to(dtype)
     mean_T = s.mean(-1) if options.subtract_mean else None
     if mean_T is not None:
         s = s - mean_T[:, None]
@@ -333,13 +310,14 @@ def reference_fwd(
         n = n * (options.offset + weight_D.to(dtype))
     if bias_D is not None:
         n = n + bias_D.to(dtype)
-    return NormOutput(n.to(output_dtype(x_TD, weight_D, options)), sum_TD, mean_T, rstd_T)
+    return NormOutput(n.to(output_dtype(x_TD, weight_D, options)), mean_T, rstd_T)
 
 
 def reference_bwd(
     d_y_TD: Tensor,
-    d_sum_TD: Tensor | None,
-    saved: NormOutput,
+    x_TD: Tensor,
+    mean_T: Tensor | None,
+    rstd_T: Tensor,
     weight_D: Tensor | None,
     *,
     needs_weight: bool,
@@ -347,21 +325,18 @@ def reference_bwd(
     options: NormOptions,
 ) -> NormGradients:
     """:func:`norm_bwd` in plain torch."""
-    sum_TD, mean_T, rstd_T = saved.sum_TD, saved.mean_T, saved.rstd_T
     dtype = rstd_T.dtype
     parameter_dtype = dtype if weight_D is None else weight_D.dtype
-    d_y, s = d_y_TD.to(dtype), sum_TD.to(dtype)
+    d_y, s = d_y_TD.to(dtype), x_TD.to(dtype)
     n = (s if mean_T is None else s - mean_T[:, None]) * rstd_T[:, None]
-    rounded = n.to(sum_TD.dtype).to(dtype) if options.round_before_weight else n
+    rounded = n.to(x_TD.dtype).to(dtype) if options.round_before_weight else n
     d_n = d_y if weight_D is None else d_y * (options.offset + weight_D.to(dtype))
     d_s = d_n - n * (d_n * n).mean(-1, keepdim=True)
     if options.subtract_mean:
         d_s = d_s - d_n.mean(-1, keepdim=True)
     d_s = d_s * rstd_T[:, None]
-    if d_sum_TD is not None:
-        d_s = d_s + d_sum_TD.to(dtype)
     return NormGradients(
-        d_s.to(sum_TD.dtype),
+        d_s.to(x_TD.dtype),
         (d_y * rounded).sum(0).to(parameter_dtype) if needs_weight else None,
         d_y.sum(0).to(parameter_dtype) if needs_bias else None,
     )

@@ -47,6 +47,11 @@ class TokenGradients(NamedTuple):
     log_prob_T: Tensor | None = None
     entropy_T: Tensor | None = None
 
+    @property
+    def is_scalar(self) -> bool:
+        """True if only the terms of the loss have gradients."""
+        return self.log_prob_T is None and self.entropy_T is None
+
 
 def _class_weights(
     labels_T: Tensor, class_weight_V: Tensor | None, vocab_size: int, dtype: torch.dtype

@@ -55,8 +55,8 @@ class TrainArguments:
     tp: Optional[int] = option(None, "fsdp2, tp: processes that share the head's rows and see the same tokens")
     deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     fused_loss: bool = option(True, "compute the loss in the head; false trains with the model's own, to compare")
-    head: Literal["auto", "gather", "vocab_parallel"] = option(
-        "auto", "fsdp2: gather the head's weight for the loss, or keep its rows and let the tokens travel"
+    lm_head: Literal["gather", "vocab_parallel"] = option(
+        "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and exchange the tokens"
     )
     memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; masters and optimiser are fp32")

@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_dist import LigerDistError
-from liger_dist.patching.structure import Structure, find_structure
-from liger_dist.sharding.head_cost import HeadShapes, head_costs
+from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
 
 from .arguments import TrainArguments
 from .engine import deepspeed_settings
@@ -57,7 +55,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plans:
-    """One plan for each way to the head."""
+    """One plan for each layout of lm_head."""
 
     layout: Layout
     plans: list[MemoryPlan]
@@ -108,7 +106,7 @@ def _plan(
         tokens=T,
         hidden_size=D,
         vocab_size=structure.head.out_features,
-        processes=layout.shard if "fsdp" in layout.strategy else 1,
+        ranks=layout.shard if "fsdp" in layout.strategy else 1,
         tied=structure.tied,
         trains=True,
         itemsize=size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from liger_dist import LigerDistError, WrapConfig, explain, wrap
-from liger_dist.config import SHARDING_STRATEGIES, check_sharding_options
-from liger_dist.head_choice import check_head_options
-from liger_dist.patching.structure import find_structure
-from liger_dist.sharding.mesh import check_mesh
+from liger_dist import STRATEGIES, LigerDistError, Strategy, WrapConfig, explain, find_structure, wrap
 
 from .arguments import TrainArguments
 from .layout import Layout
@@ -115,19 +111,46 @@ def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: W
     if arguments.compile:
         for layer in find_structure(model).layers:
             layer.compile()
-    wrapped: nn.Module = wrap(
-        model,
-        layout.strategy,  # type: ignore[arg-type]
-        mesh=layout.mesh(device().type),
-        config=wrap_config(arguments, layout.strategy, config or WrapConfig()),
-    )
+    if arguments.activation_checkpointing:
+        _checkpoint_activations(model)
+    strategy = strategy_of(arguments, layout, layout.mesh(device().type))
+    wrapped = wrap(model, strategy, config=wrap_config(arguments, config or WrapConfig()))
     if has_weights and layout.strategy not in WHOLE_FIRST:
         _load_pretrained(wrapped, folder)
     if rank() == 0:
         explanation = explain(wrapped)
-        why = explanation.head or explanation.fused
-        print(f"the head: {explanation.adapter or 'its own'} ({why})", flush=True)
+        print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
     return wrapped
+
+
+def strategy_of(arguments: TrainArguments, layout: Layout, mesh: Any) -> Strategy:
+    """The strategy with the options that the arguments give it.
+
+    Raises:
+        LigerDistError: options that the strategy does not have.
+    """
+    strategy = STRATEGIES[layout.strategy]
+    names = {field.name for field in fields(strategy)}  # type: ignore[arg-type]
+    options = {
+        "mesh": mesh,
+        "param_dtype": torch.bfloat16 if arguments.dtype == "bfloat16" and "param_dtype" in names else None,
+        "reshard_after_forward": arguments.reshard_after_forward,
+        "cpu_offload": arguments.cpu_offload,
+        "lm_head": arguments.lm_head,
+    }
+    usual = {"reshard_after_forward": True, "cpu_offload": False, "lm_head": "gather"}
+    for name, value in options.items():
+        if name not in names and value != usual.get(name):
+            raise LigerDistError(
+                f"{name} is {value} but strategy={layout.strategy!r} does not have it; leave it out, or use fsdp2."
+            )
+    if arguments.lm_head == "vocab_parallel" and layout.tensor_parallel > 1:
+        raise LigerDistError(
+            f"--lm_head is vocab_parallel but --tp is {layout.tensor_parallel}, which shards its rows already; leave "
+            "one of them out."
+        )
+    given = {name: value for name, value in options.items() if name in names}
+    return replace(strategy, **given)  # type: ignore[type-var]
 
 
 def check_wrap(arguments: TrainArguments, layout: Layout) -> None:
@@ -136,12 +159,18 @@ def check_wrap(arguments: TrainArguments, layout: Layout) -> None:
     Raises:
         LigerDistError: options or sizes that the strategy does not have.
     """
-    config = wrap_config(arguments, layout.strategy, WrapConfig())
     sizes = (layout.replicate, layout.shard) if layout.replicate > 1 else (layout.shard,)
-    check_sharding_options(layout.strategy, config)
-    check_head_options(layout.strategy, sizes if layout.tensor_parallel == 1 else None, config)
-    if layout.strategy in SHARDING_STRATEGIES and layout.tensor_parallel == 1:
-        check_mesh(sizes, layout.world_size, strategy=layout.strategy)
+    mesh = sizes if "fsdp" in layout.strategy and layout.tensor_parallel == 1 else None
+    strategy = strategy_of(arguments, layout, mesh)
+    strategy.check(wrap_config(arguments, WrapConfig()), world_size=layout.world_size)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise LigerDistError(
+            f"--activation_checkpointing is true but {type(model).__name__} does not support it; leave it out."
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
 
 
 def _has_weights(folder: Path) -> bool:
@@ -177,20 +206,13 @@ def _read_weights(folder: Path, attention: str | None) -> nn.Module:
     return whole
 
 
-def wrap_config(arguments: TrainArguments, strategy: str, config: WrapConfig) -> WrapConfig:
+def wrap_config(arguments: TrainArguments, config: WrapConfig) -> WrapConfig:
     """``config`` with what the arguments say."""
-    is_sharded = strategy in SHARDING_STRATEGIES
     return replace(
         config,
         fused_loss=config.fused_loss and arguments.fused_loss,
         layer_kernels=config.layer_kernels and arguments.layer_kernels and not arguments.compile,
-        head=arguments.head,
-        expected_tokens=arguments.batch_size * arguments.sequence_length,
         memory_budget=arguments.memory_budget or config.memory_budget,
-        param_dtype=torch.bfloat16 if is_sharded and arguments.dtype == "bfloat16" else None,
-        activation_checkpointing=arguments.activation_checkpointing,
-        reshard_after_forward=arguments.reshard_after_forward,
-        cpu_offload=arguments.cpu_offload,
     )
 
 

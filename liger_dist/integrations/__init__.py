@@ -1,2 +1,2 @@
-"""One file for each host that people train in. Each puts :func:`liger_dist.wrap` in the host's one right place; nothing
-else of liger_dist knows them, and none is imported unless asked for."""
+"""One file per host framework. Each puts :func:`liger_dist.wrap` into the right place of its host; no other module of
+liger_dist imports them."""

@@ -13,21 +13,31 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.fsdp2 import FSDP2, LMHead
 from liger_dist.wrap import inner_model, record_of, wrap
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: WrapConfig | None = None) -> Any:
-    """``accelerator.prepare(model, *others)`` of a model that computes its loss fused, under whatever the accelerator
-    was set to: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *others: Any,
+    config: WrapConfig | None = None,
+    lm_head: LMHead = "gather",
+) -> Any:
+    """``accelerator.prepare(model, *others)`` of a model that computes its loss fused, under the accelerator's own
+    settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+
+    Args:
+        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`.
     """
     groups = [group for one in others if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
-    # By name, so that nobody but the optimizers keeps the parameters that are about to be sharded.
+    # By name, so that only the optimizers keep references to the parameters that are about to be sharded.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     used = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
-    wrap_for(accelerator.state, model, config)
+    wrap_for(accelerator.state, model, config, lm_head)
     now = dict(model.named_parameters())
     for group, named in zip(groups, used, strict=True):
         given = zip(group["params"], named, strict=True)
@@ -36,53 +46,63 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, config: Wr
     return accelerator.prepare(model, *others)
 
 
-def wrap_for(state: AcceleratorState, model: nn.Module, config: WrapConfig | None = None) -> None:
-    """Wraps a model that an accelerator is going to prepare, and lets its loss keep fp32 under FSDP2. A vocab-parallel
-    head under FSDP2 is split here, with everything else, as Accelerate would shard it; Accelerate leaves a sharded
-    model as it is."""
+def wrap_for(
+    state: AcceleratorState, model: nn.Module, config: WrapConfig | None = None, lm_head: LMHead = "gather"
+) -> None:
+    """Wraps a model that an accelerator is going to prepare, and keeps its loss in fp32 under FSDP2. With a
+    vocab-parallel lm_head the model is sharded here, as Accelerate would; Accelerate leaves a sharded model as it is.
+
+    Raises:
+        LigerDistError: see :func:`liger_dist.wrap`; or settings that do not fit a vocab-parallel lm_head.
+    """
     plugin: Any = state.fsdp_plugin if state.distributed_type == DistributedType.FSDP else None
-    if config is not None and config.head == "vocab_parallel" and plugin is not None and plugin.fsdp_version == 2:
-        _split(state, plugin, model, config)
+    if lm_head == "vocab_parallel":
+        if plugin is None or plugin.fsdp_version != 2:
+            raise LigerDistError(
+                f"lm_head is 'vocab_parallel' but the accelerator's distributed_type is {state.distributed_type}; "
+                "expected FSDP with fsdp_version=2. Leave lm_head out."
+            )
+        _shard(state, plugin, model, config)
         return
     is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
     is_fused = record_of(inner_model(model)).seam is not None
     if is_fused and plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
-        # Accelerate's default rounds everything that the model returns, the loss too.
+        # Accelerate's default rounds everything that the model returns, including the loss.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-def _split(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapConfig) -> None:
+def _shard(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapConfig | None) -> None:
     objections = {
         "fsdp_cpu_ram_efficient_loading": plugin.cpu_ram_efficient_loading,
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_ignored_modules": plugin.ignored_modules is not None,
-        # WrapConfig(activation_checkpointing=True) does it below the sharding.
+        # model.gradient_checkpointing_enable() does it below the sharding.
         "fsdp_activation_checkpointing": plugin.activation_checkpointing,
         "parallelism_config": state.parallelism_config is not None,
     }
     for name, is_set in objections.items():
         if is_set:
             raise LigerDistError(
-                f"{name} is set, which does not go with head='vocab_parallel' under Accelerate; leave it out "
-                "(WrapConfig(activation_checkpointing=True) checkpoints), or use WrapConfig(head='gather')."
+                f"{name} is set, which does not fit lm_head='vocab_parallel' under Accelerate; leave it out "
+                "(model.gradient_checkpointing_enable() checkpoints), or use lm_head='gather'."
             )
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    sharding = replace(
-        config,
+    strategy = FSDP2(
+        lm_head="vocab_parallel",
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype or torch.float32,
         reshard_after_forward=bool(plugin.reshard_after_forward),
     )
-    # By the names of classes, which sharding changes.
+    # From the names of classes, which sharding changes.
     plugin.set_auto_wrap_policy(model)
-    # What is trained has fp32 masters, as Accelerate makes them.
+    # Trained parameters have fp32 masters, as Accelerate makes them.
     widened = [p for p in model.parameters() if p.requires_grad and state.mixed_precision != "no"]
     dtypes = [parameter.dtype for parameter in widened]
     try:
         for parameter in widened:
             parameter.data = parameter.data.float()
-        wrap(model, "fsdp2", config=sharding)
+        wrap(model, strategy, config=config)
     except BaseException:
         for parameter, dtype in zip(widened, dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)

@@ -38,7 +38,7 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
     def register(self, cfg: dict[str, Any]) -> None:
         """
         Raises:
-            LigerDistError: the configuration gives the loss to somebody else. No model has been loaded then.
+            LigerDistError: the configuration lets other code compute the loss. No model has been loaded then.
         """
         if (cfg.get("liger_dist") or {}).get("enabled", True):
             for objection in _objections(cfg):

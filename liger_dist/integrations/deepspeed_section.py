@@ -15,17 +15,15 @@ Output = Literal["token_accuracy", "is_top1", "entropy", "log_prob", "mean_logit
 
 
 class Section(BaseModel):
-    """Every key, its type and its default. What is not here is DeepSpeed's own to say: precision, sharding, offload,
-    activation checkpointing."""
+    """Every key, its type and its default. Precision, sharding, offload and activation checkpointing are in DeepSpeed's
+    own sections."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = Field(True, description="false leaves everything as it was")
-    fused_loss: bool = Field(True, description="compute the loss inside the output embedding")
-    layer_kernels: bool = Field(
-        True, description="compute norms, gated MLPs, rotary embedding and residual additions by kernels"
-    )
-    kernels: Literal["auto", "triton", "reference"] = Field(
+    fused_loss: bool = Field(True, description="compute the loss inside lm_head")
+    layer_kernels: bool = Field(True, description="compute norms, gated MLPs and rotary embeddings by kernels")
+    backend: Literal["auto", "triton", "reference"] = Field(
         "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
     )
     memory_budget: int | None = Field(None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB")

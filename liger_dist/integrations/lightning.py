@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
@@ -11,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.fsdp2 import FSDP2
 from liger_dist.wrap import is_wrapped, wrap
 
 
@@ -37,12 +36,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = 
     ``ModelParallelStrategy``.
 
     Raises:
-        LigerDistError: the mesh has a tensor-parallel axis of more than one process.
+        LigerDistError: the mesh has a tensor-parallel axis of more than one rank.
     """
     if mesh["tensor_parallel"].size() > 1:
         raise LigerDistError(
             f"tensor_parallel_size is {mesh['tensor_parallel'].size()}; expected 1. For both axes make a mesh whose "
             "last one is named 'tp', and call liger_dist.wrap(model, 'fsdp2', mesh=...) yourself."
         )
-    wrapped: Any = wrap(model, "fsdp2", mesh=mesh["data_parallel"], config=config)
-    return wrapped  # type: ignore[no-any-return]
+    return wrap(model, FSDP2(mesh=mesh["data_parallel"]), config=config)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: ``torchrun --nproc-per-node 8 -m liger_dist.integrations.llamafactory train.yaml``, in the place of
+"""LLaMA-Factory: ``torchrun --nproc-per-node 8 -m liger_dist.integrations.llamafactory train.yaml`` instead of
 ``llamafactory-cli train train.yaml``."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 from llamafactory.model import loader
 from llamafactory.train import tuner
@@ -32,20 +31,31 @@ def run_exp(args: dict[str, Any] | None = None, callbacks: list[Any] | None = No
 
 @contextmanager
 def fused_trainers(config: WrapConfig | None = None) -> Iterator[None]:
-    """What LLaMA-Factory trains within (stages pt and sft) computes its loss fused, under DDP, FSDP1, FSDP2 or
-    DeepSpeed.
+    """Within, the models of LLaMA-Factory's trainers (stages pt and sft) compute their loss fused, under DDP, FSDP1,
+    FSDP2 or DeepSpeed.
 
     Raises:
-        LigerDistError: another stage, or somebody else's loss; before a model is loaded.
+        LigerDistError: another stage, or Liger's loss; before a model is loaded.
     """
     with ExitStack() as stack:
         for trainer in FUSED_STAGES.values():
-            stack.enter_context(mock.patch.object(trainer, "__init__", _fusing(trainer.__init__, config)))
+            stack.enter_context(_patched(trainer, "__init__", _fusing(trainer.__init__, config)))
         for stage in OTHER_STAGES:
-            stack.enter_context(mock.patch.object(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
+            stack.enter_context(_patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
         own = loader.apply_liger_kernel
-        stack.enter_context(mock.patch.object(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
+        stack.enter_context(_patched(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
         yield
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within: ``owner.name`` is ``value``."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 def _fusing(own: Callable[..., None], config: WrapConfig | None) -> Callable[..., None]:
@@ -59,8 +69,8 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None) -> Callable[...
 
 def _refuse(stage: str, *_: Any) -> None:
     raise LigerDistError(
-        f"stage is {stage!r}, whose loss LLaMA-Factory computes from whole logits; expected one of "
-        f"{', '.join(FUSED_STAGES)}. Run it by llamafactory-cli."
+        f"stage is {stage!r}, whose loss LLaMA-Factory computes from full logits; expected one of "
+        f"{', '.join(FUSED_STAGES)}. Run it with llamafactory-cli."
     )
 
 

@@ -11,31 +11,33 @@ from transformers import Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.wrap import whole_logits
+from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.wrap import full_logits
 
 from .accelerate import wrap_for
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
-def fuse(trainer: AnyTrainer, config: WrapConfig | None = None) -> AnyTrainer:
-    """Makes the trainer's model compute its loss fused, under whatever its arguments say: one process, DDP, FSDP1,
-    FSDP2 or DeepSpeed. Evaluation needs no logits where it returns the loss alone; for metrics and ``predict`` they are
-    whole, as before.
+def fuse(trainer: AnyTrainer, config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> AnyTrainer:
+    """Makes the trainer's model compute its loss fused, under the trainer's own settings: one process, DDP, FSDP1,
+    FSDP2 or DeepSpeed. Evaluation computes no logits where it returns the loss alone; for metrics and ``predict`` it
+    computes full ones, as before.
 
     Args:
         trainer: one that has not trained yet.
+        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Returns:
         The same trainer.
 
     Raises:
-        LigerDistError: its arguments give the loss to somebody else, or see :func:`liger_dist.wrap`. Nothing has been
+        LigerDistError: its arguments let other code compute the loss, or see :func:`liger_dist.wrap`. Nothing has been
             changed then.
     """
     for objection in _objections(trainer):
         raise LigerDistError(objection)
-    wrap_for(trainer.accelerator.state, trainer.model, config)
+    wrap_for(trainer.accelerator.state, trainer.model, config, lm_head)
     trainer.prediction_step = _with_logits(trainer)
     return trainer
 
@@ -57,13 +59,13 @@ def _objections(trainer: Trainer) -> list[str]:
         )
     if trainer.compute_loss_func is not None:
         found.append(
-            "compute_loss_func is given and computes the loss from whole logits; leave it out, and give options of the "
+            "compute_loss_func is given and computes the loss from full logits; leave it out, and give options of the "
             "loss (label_smoothing, z_loss, class_weight …) to the model's call."
         )
     if arguments.label_smoothing_factor != 0:
         found.append(
             f"label_smoothing_factor is {arguments.label_smoothing_factor}, with which Trainer computes the loss "
-            "from whole logits; leave it out, and add label_smoothing to the model's inputs (in your data collator)."
+            "from full logits; leave it out, and add label_smoothing to the model's inputs (in your data collator)."
         )
     if trainer.model_init is not None:
         found.append("model_init is given and makes another model for every run; give the model itself.")
@@ -71,14 +73,14 @@ def _objections(trainer: Trainer) -> list[str]:
 
 
 def _with_logits(trainer: Trainer) -> Callable[..., Any]:
-    """``prediction_step`` whose model computes whole logits where they are returned."""
+    """``prediction_step`` whose model computes full logits where they are returned."""
     own = trainer.prediction_step
 
     @functools.wraps(own)
     def prediction_step(
         model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        with nullcontext() if prediction_loss_only else whole_logits(trainer.model):
+        with nullcontext() if prediction_loss_only else full_logits(trainer.model):
             return own(model, inputs, prediction_loss_only, ignore_keys)
 
     return prediction_step

@@ -7,9 +7,9 @@ TRL 1.x gives its models a head of its own (``add_fused_lm_head``), which is ask
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,8 @@ NAMES = {"log_probs": "log_prob", "entropy": "entropy", "mean_logits": "mean_log
 
 @contextmanager
 def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
-    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO) score their tokens with this library's head, and so do
-    their reference models, under whatever their arguments say: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO) score their tokens with this library's lm_head, and so
+    do their reference models, under the trainers' own settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Raises:
         LigerDistError: a trainer asks for what this head does not have, or see :func:`liger_dist.wrap`; from the
@@ -51,7 +51,7 @@ def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
         if is_wrapped(model):
             raise LigerDistError(
                 f"the {type(model).__name__} given to a trainer within fused_heads() is wrapped already; fused_heads() "
-                "wraps the trainer's models itself: hand it over as it was (liger_dist.unwrap)."
+                "wraps the trainer's models itself: pass it unwrapped (liger_dist.unwrap)."
             )
         _check(model, cast_lm_head_to_fp32, outputs)
         wrap_for(AcceleratorState(), model, config)
@@ -82,13 +82,13 @@ def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: Sequence[str])
     name = type(model).__name__
     if cast_lm_head_to_fp32:
         raise LigerDistError(
-            f"cast_lm_head_to_fp32 is True, which this head of {name} does not do: its products take 16-bit numbers, "
-            "and sum, as the softmax does, in fp32. Leave it out."
+            f"cast_lm_head_to_fp32 is True, which this lm_head of {name} does not do: its products have 16-bit "
+            "operands and are accumulated, like the softmax, in fp32. Leave it out."
         )
     unknown = [output for output in outputs if output not in NAMES]
     if unknown:
         raise LigerDistError(
-            f"the trainer asks {name} for {unknown[0]!r} (use_weighting, WPO), which this head does not compute; "
+            f"the trainer asks {name} for {unknown[0]!r} (use_weighting, WPO), which this lm_head does not compute; "
             "leave use_weighting out, or make the trainer outside of fused_heads()."
         )
 
@@ -106,14 +106,14 @@ class _Scoring:
 
     def __init__(self, model: nn.Module, temperature: float, outputs: Sequence[str]) -> None:
         self._temperature, self._fields = temperature, ("log_probs", *(o for o in outputs if o != "log_probs"))
-        self._calls: dict[int, list[_Asked | None]] = {}
-        # Ahead of the hooks of the wrapped model, and behind them.
+        self._calls: ContextVar[tuple[_Asked | None, ...]] = ContextVar("liger_dist_trl_calls", default=())
+        # Before the hooks of the wrapped model, and after them.
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after, always_call=True)
 
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        calls = self._calls.setdefault(threading.get_ident(), [])
-        calls.append(None)
+        outer = self._calls.get()
+        self._calls.set((*outer, None))
         if FLAG not in kwargs:
             return None
         kwargs = dict(kwargs)
@@ -130,7 +130,8 @@ class _Scoring:
             kwargs["labels"] = shifted
         elif labels is None:
             raise LigerDistError(f"{FLAG}=True was given to {type(model).__name__} without labels; pass labels.")
-        calls[-1] = _Asked((labels[:, 1:] if shifted is None else shifted) != -100, shifted is not None)
+        asked = _Asked((labels[:, 1:] if shifted is None else shifted) != -100, shifted is not None)
+        self._calls.set((*outer, asked))
         config: Any = model.config
         if getattr(config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -145,13 +146,11 @@ class _Scoring:
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        thread = threading.get_ident()
-        calls = self._calls.get(thread)
+        calls = self._calls.get()
         if not calls:
-            return None  # An earlier hook raised before this one's turn.
-        asked = calls.pop()
-        if not calls:
-            del self._calls[thread]
+            return None  # An earlier hook raised before this one ran.
+        asked = calls[-1]
+        self._calls.set(calls[:-1])
         if asked is None or output is None:
             return None
         fields = {field: getattr(output, NAMES[field]) for field in self._fields}

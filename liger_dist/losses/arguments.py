@@ -1,9 +1,11 @@
-"""What defines a loss, and how it is to be computed: the two records every loss of this package takes."""
+"""What defines a loss (:class:`LossArguments`) and how it is computed (:class:`Execution`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from liger_dist.errors import LigerDistError
 from liger_dist_kernels import Backend, LossOptions
 
 from .labels import LabelSummary
-from .normalization import Reduction, check_reduction
+
+Reduction = Literal["mean", "sum", "none"]
 
 OUTPUTS: tuple[str, ...] = ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit")
 DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
@@ -22,7 +25,7 @@ DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
 
 @dataclass(frozen=True, kw_only=True)
 class LossArguments:
-    """What is computed. Everything here changes the result."""
+    """Arguments of a loss. Everything here changes the result."""
 
     options: LossOptions = LossOptions()
     class_weight: Tensor | None = None
@@ -31,29 +34,29 @@ class LossArguments:
     num_items_in_batch: Tensor | float | None = None
     outputs: tuple[str, ...] = ()
     reports_only: bool = False
-    """whether nobody will ask for gradients of ``outputs``, which then cost no recomputation"""
+    """True if ``outputs`` carry no gradients, and cost no recomputation"""
     logit_bias: Tensor | None = None
-    """``[V]``, added to the logits beside the head's own bias; a constant"""
+    """``[V]``, added to the logits in addition to lm_head's bias; a constant"""
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
-        """The outputs that gradients may be asked of."""
+        """The outputs that carry gradients."""
         return frozenset() if self.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.outputs)
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
-        """Refuses arguments that do not fit each other or the tensors.
+        """Refuses arguments that contradict each other or the tensors.
 
         Raises:
             LigerDistError: with the value, what was expected and the way out.
         """
-        check_reduction(self.reduction, self.num_items_in_batch)
+        _check_reduction(self.reduction, self.num_items_in_batch)
         unknown = [name for name in self.outputs if name not in OUTPUTS]
         if unknown:
             raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(OUTPUTS)}.")
         if "mean_logit" in self.outputs and self.class_weight is not None:
             raise LigerDistError(
-                "outputs contains 'mean_logit' and class_weight is given, with which the sum over the vocabulary is "
-                "another one; leave one of them out."
+                "outputs contains 'mean_logit' and class_weight is given, which changes the sum over the vocabulary; "
+                "leave one of them out."
             )
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
@@ -62,17 +65,19 @@ class LossArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How it is computed. Nothing here changes the result beyond rounding, except the group that shares one mean."""
+    """How a loss is computed. Nothing here changes the result beyond rounding, except the groups of the mean."""
 
     backend: Backend = "auto"
     memory_budget: int | None = None
     overwrite_logits: bool = False
-    """whether the gradient of given logits may take their memory"""
+    """True if the gradient of given logits may be written into their memory"""
     label_summary: LabelSummary | None = None
     max_valid_tokens: int | None = None
-    """how many tokens are computed when the host does not know how many count; None for all"""
+    """number of tokens to compute when the host does not know how many have a label; None for all"""
+    is_first: bool = False
+    """True for the first loss of a model: checks over ranks are read at once instead of asserted on the device"""
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
-    """processes whose tokens share one mean, one group for each mesh axis; empty for this process alone"""
+    """groups of the ranks whose tokens share one mean, one group for each mesh axis; empty for this rank alone"""
     divide_factor: float = 1.0
     """number by which the framework divides the gradients summed over ``mean_groups``"""
 
@@ -103,7 +108,7 @@ class LossOutput:
     """mean of each token's transformed logits over the vocabulary, the labels' shape"""
 
 
-def loss_options(
+def loss_arguments(
     *,
     ignore_index: int,
     label_smoothing: float,
@@ -111,25 +116,44 @@ def loss_options(
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-    outputs: Sequence[str] = (),
-) -> LossOptions:
-    """:class:`LossOptions`, whose refusals become this package's."""
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | float | None,
+    outputs: Sequence[str],
+    reduction: Reduction = "mean",
+    reports_only: bool = False,
+) -> LossArguments:
+    """:class:`LossArguments` from the keywords of a loss.
+
+    Raises:
+        LigerDistError: an option of :class:`LossOptions` that is out of its range.
+    """
+    names = as_output_names(outputs)
     try:
-        return LossOptions(
+        options = LossOptions(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
             logit_scale=logit_scale,
             temperature=temperature,
-            mean_logit="mean_logit" in outputs,
+            mean_logit="mean_logit" in names,
         )
     except (ValueError, TypeError) as error:
         raise LigerDistError(str(error)) from error
+    return LossArguments(
+        options=options,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        num_items_in_batch=num_items_in_batch,
+        outputs=names,
+        reports_only=reports_only,
+    )
 
 
 def as_output_names(outputs: Sequence[str]) -> tuple[str, ...]:
-    """A single name is a common slip: it would read as a sequence of letters."""
+    """``outputs`` as a tuple; a single string counts as one name."""
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
@@ -145,6 +169,32 @@ def _check_weight(name: str, weight: Tensor | None, shape: torch.Size, meaning: 
         raise LigerDistError(f"{name} has dtype {weight.dtype}; expected a floating dtype. Convert it with .float().")
     if weight.requires_grad:
         raise LigerDistError(
-            f"{name} requires a gradient, which this loss does not give. Detach it, or ask for reduction='none' (or "
+            f"{name} requires a gradient, which this loss does not compute. Detach it, or ask for reduction='none' (or "
             "outputs=('log_prob',)) and multiply yourself."
+        )
+
+
+def _check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) -> None:
+    """Refuses an unknown reduction, and a number of items that the reduction does not use."""
+    if reduction not in ("mean", "sum", "none"):
+        raise LigerDistError(f"reduction is {reduction!r}; expected 'mean', 'sum' or 'none'.")
+    if num_items_in_batch is None:
+        return
+    if reduction != "mean":
+        raise LigerDistError(
+            f"num_items_in_batch was given with reduction={reduction!r}, which divides by nothing. Use "
+            "reduction='mean', which divides by num_items_in_batch, or leave it out."
+        )
+    if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.numel() != 1:
+            raise LigerDistError(
+                f"num_items_in_batch has shape {tuple(num_items_in_batch.shape)}; expected one number. Sum it over "
+                "ranks or micro-batches first."
+            )
+    elif not (isinstance(num_items_in_batch, Real) or getattr(num_items_in_batch, "shape", None) == ()) or (
+        num_items_in_batch <= 0
+    ):
+        raise LigerDistError(
+            f"num_items_in_batch is {num_items_in_batch!r}; expected a count above 0, a number or a tensor of one "
+            "element. A batch without any token that counts has no mean: leave it out, or divide by 1."
         )

@@ -1,7 +1,8 @@
 """Cross entropy on given logits, which are not overwritten unless the caller allows it.
 
-Legend: T tokens, V vocabulary. A scalar loss makes the gradient beside the loss, in one pass over the logits, and the
-backward hands it out. Where per-token results carry gradients, the backward reads the logits again.
+Legend: T tokens, V vocabulary. The gradient of a scalar loss is made together with the loss, in one pass over
+the logits, and only scaled in the backward. Where per-token outputs carry gradients, the backward reads the logits
+again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cr
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
-from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
+from .arguments import Execution, LossArguments, LossOutput, Reduction, loss_arguments
 from .labels import check_labels, select_targets
-from .normalization import Reduction
 from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
@@ -115,43 +115,35 @@ def cross_entropy(
     Args:
         logits: ``[..., V]`` raw logits.
         labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
-        overwrite_logits: let the gradient take the memory of the logits, which are never to be read again: it saves
-            their size. A backward of anything else that was computed from them then raises. Only a scalar loss
-            without differentiable ``outputs`` makes use of it.
+        overwrite_logits: write the gradient over the logits, which saves their size; they must not be read again, and
+            a backward of anything else computed from them raises. Only for scalar losses without differentiable
+            ``outputs``.
 
     The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
     """
-    names = as_output_names(outputs)
-    result = fused_cross_entropy(
-        logits,
-        labels,
-        loss=LossArguments(
-            options=loss_options(
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                temperature=temperature,
-                outputs=names,
-            ),
-            class_weight=class_weight,
-            token_weight=token_weight,
-            reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
-            outputs=names,
-        ),
-        execution=Execution(overwrite_logits=overwrite_logits),
+    loss = loss_arguments(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        num_items_in_batch=num_items_in_batch,
+        outputs=outputs,
     )
-    return result if names else result.loss
+    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
+    return result if loss.outputs else result.loss
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
-    """:func:`cross_entropy` on records."""
+    """:func:`cross_entropy` with its arguments as records."""
     if hasattr(logits, "placements"):
         raise LigerDistError(
-            f"logits are a DTensor with placements {logits.placements}; this function works on whole local tensors. "
-            "Wrap the model with liger_dist.wrap, which computes the loss where the weight is whole or split."
+            f"logits are a DTensor with placements {logits.placements}; this function takes full local tensors. "
+            "Wrap the model with liger_dist.wrap, which computes the loss inside lm_head."
         )
     if logits.dim() < 1 or not logits.is_floating_point():
         raise LigerDistError(

@@ -1,23 +1,27 @@
-"""Labels: their check, and which tokens count.
+"""Checks labels and selects the tokens that have one.
 
-Legend: T tokens. Ignored tokens are dropped before the first GEMM wherever the number of valid ones is known on the
-host without waiting for the GPU: labels on the CPU, or a :class:`LabelSummary` started when the model was entered.
+Legend: T all tokens, K tokens that are computed. Ignored tokens are dropped before the first GEMM wherever the host
+knows the number of valid ones without waiting for the GPU: labels on the CPU, or a :class:`LabelSummary` started at the
+model's entry.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
 
+from .collectives import device_assert
+
 
 class LabelSummary:
-    """Number of valid labels with their smallest and largest value, fetched to the host beside the computation.
+    """Number of valid labels with their smallest and largest value, copied to the host while the model runs.
 
-    Started at the model's entry and read at its head, so the wait is over before it begins.
+    Started at the model's entry and read in its lm_head, when the copy has usually finished.
     """
 
     def __init__(self, labels: Tensor, ignore_index: int) -> None:
@@ -29,6 +33,13 @@ class LabelSummary:
         self._done = torch.cuda.Event()
         self._done.record()
 
+    @staticmethod
+    def start(labels: Tensor, ignore_index: int) -> LabelSummary | None:
+        """Starts the copy for labels on a GPU; None for others, and in a CUDA graph."""
+        if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
+            return None
+        return LabelSummary(labels, ignore_index) if labels.numel() > 0 and not labels.is_floating_point() else None
+
     def read(self) -> tuple[int, int, int]:
         """``(count, smallest, largest)``."""
         self._done.synchronize()
@@ -38,13 +49,22 @@ class LabelSummary:
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens a loss is computed for."""
+    """The tokens that a loss is computed for."""
 
     labels_T: Tensor
     """int64, on the device of the hidden states; -1 for a token that takes no part"""
     index_T: Tensor | None
-    """positions of these tokens among all tokens, negative for one that only fills a fixed number; None when it is all
-    of them"""
+    """positions of these tokens among all tokens, negative for padding to a fixed number; None for all tokens"""
+
+    def take(self, values_T: Tensor) -> Tensor:
+        """``[K, ...]``: the rows of these tokens; differentiable."""
+        return values_T if self.index_T is None else take_rows(values_T, self.index_T)
+
+    def spread(self, values_K: Tensor, shape: torch.Size) -> Tensor:
+        """``values_K`` in the labels' ``shape``, zero for all other tokens."""
+        if self.index_T is not None:
+            values_K = put_rows(values_K, self.index_T, shape.numel())
+        return values_K.reshape(shape)
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:
@@ -96,12 +116,12 @@ def select_targets(
     valid_T = labels_T != ignore_index
     if summary is None:
         in_range_T = ~valid_T | ((labels_T >= 0) & (labels_T < vocab_size))
-        torch._assert_async(
+        device_assert(
             in_range_T.all(), f"a label lies outside [0, {vocab_size}) and is not ignore_index {ignore_index}"
         )
         if max_valid_tokens is None or max_valid_tokens >= labels_T.numel() or not may_drop:
             return Targets(torch.where(valid_T, labels_T, -1), None)
-        torch._assert_async(
+        device_assert(
             valid_T.sum() <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
         )
         index_T = torch.nonzero_static(valid_T, size=max_valid_tokens, fill_value=-1)[:, 0]
@@ -131,3 +151,31 @@ def _check_range(smallest: int, largest: int, vocab_size: int, ignore_index: int
             "model: call model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the "
             "model."
         )
+
+
+class _TakeRows(torch.autograd.Function):
+    """Indexing whose backward writes each row once; torch's own sorts the indices to accumulate."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, index_K: Tensor) -> Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.num_rows = x_TD.shape[0]
+        return x_TD.index_select(0, index_K.clamp_min(0))
+
+    @staticmethod
+    def backward(ctx: Any, d_KD: Tensor) -> tuple[Tensor, None]:
+        (index_K,) = ctx.saved_tensors
+        return put_rows(d_KD, index_K, ctx.num_rows), None
+
+
+def take_rows(x_TD: Tensor, index_K: Tensor) -> Tensor:
+    """``[K, ...]``: the rows ``index_K`` of ``x_TD``; differentiable."""
+    taken: Tensor = _TakeRows.apply(x_TD, index_K)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def put_rows(values_K: Tensor, index_K: Tensor, num_rows: int) -> Tensor:
+    """``[num_rows, ...]``: ``values_K`` in the rows ``index_K``, zeros elsewhere; differentiable."""
+    # The last row takes the padding.
+    rows = values_K.new_zeros((num_rows + 1, *values_K.shape[1:]))
+    return rows.index_copy(0, torch.where(index_K < 0, num_rows, index_K), values_K)[:num_rows]

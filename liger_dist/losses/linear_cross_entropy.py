@@ -1,17 +1,18 @@
-"""Fused linear cross entropy on whole local tensors.
+"""Fused linear cross entropy with gradients, for lm_head rows on this rank.
 
-Legend: T tokens that count, D hidden, V vocabulary.
+Legend: T tokens with a label, D hidden, V vocabulary.
 
-A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token results carry
-gradients (``reduction="none"``, log-probs, entropy) their coefficients are unknown in the forward, and the backward
-recomputes the logits chunk by chunk.
+A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token outputs carry
+gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward, and the
+backward recomputes the logits chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,26 +21,33 @@ from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import GradientNeeds, LinearCrossEntropyResult, TokenGradients, TokenTerms
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
-from .arguments import Execution, LossArguments, LossOutput, as_output_names, loss_options
-from .compaction import put_rows, take_rows
-from .labels import check_labels, select_targets
-from .normalization import Reduction
+from .arguments import Execution, LossArguments, LossOutput, Reduction, loss_arguments
+from .labels import Targets, check_labels, select_targets
 from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
-class SplitHead(Protocol):
-    """A head whose rows lie on several processes, and what computes with them."""
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Which rows of lm_head a rank computes with: here all of them. Subclasses share them over a process group."""
 
-    @property
-    def start(self) -> int:
-        """First of this process's rows."""
-        ...
+    vocab_size: int
+    """rows of the full lm_head"""
+    start: int = 0
+    """vocabulary index of this rank's first row"""
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the whole head."""
-        ...
+    def with_dtype(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for the products, under autocast in its ``dtype``.
+
+        Raises:
+            LigerDistError: they and ``hidden_states`` differ in dtype.
+        """
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        _check_dtypes(hidden_states, weight, bias)
+        return weight, bias
 
     def run(
         self,
@@ -49,17 +57,28 @@ class SplitHead(Protocol):
         problem: Problem,
         gradients: TokenGradients | None,
     ) -> LinearCrossEntropyResult:
-        """What :func:`liger_dist_kernels.linear_cross_entropy` returns, for this process's tokens and rows."""
-        ...
+        """The terms of this rank's tokens, and with upstream ``gradients`` the gradients of the inputs."""
+        return linear_cross_entropy_kernel(
+            hidden_TD,
+            weight_VD,
+            problem.labels_T,
+            gradients=gradients,
+            bias_V=bias_V,
+            class_weight_V=problem.loss.class_weight,
+            options=problem.loss.options,
+            needs=problem.needs if gradients is not None else GradientNeeds(),
+            with_entropy="entropy" in problem.loss.outputs,
+            memory_budget=problem.execution.memory_budget,
+            backend=problem.execution.backend,
+        )
 
     def common_divisor(self, num_tokens: int) -> float | None:
-        """A divisor that all processes have alike, where their gradients are added up; None where each may have its
-        own."""
-        ...
+        """A divisor that is the same on all ranks, where the gradients of several ranks' tokens are summed; None where
+        each rank may have its own."""
+        return None
 
     def check_upstream(self, gradient: Tensor) -> None:
-        """Refuses the upstream gradient of a scalar loss for which :meth:`run` has not made the gradients."""
-        ...
+        """Refuses the upstream gradient of a scalar loss for which :meth:`run` did not make the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,32 +90,18 @@ class Problem:
     loss: LossArguments
     execution: Execution
     needs: GradientNeeds
-    split: SplitHead | None
-    """None for a head that is whole on this process"""
+    rows: HeadRows
 
     @property
     def gradients_in_forward(self) -> bool:
+        """True for a scalar loss whose gradients are made in the forward."""
         return self.needs.any and self.loss.reduction != "none" and not self.loss.differentiable_outputs
 
     def run(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
     ) -> tuple[TokenTerms, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        if self.split is not None:
-            result = self.split.run(hidden_TD, weight_VD, bias_V, self, gradients)
-        else:
-            result = linear_cross_entropy_kernel(
-                hidden_TD,
-                weight_VD,
-                self.labels_T,
-                gradients=gradients,
-                bias_V=bias_V,
-                class_weight_V=self.loss.class_weight,
-                options=self.loss.options,
-                needs=self.needs if gradients is not None else GradientNeeds(),
-                with_entropy="entropy" in self.loss.outputs,
-                memory_budget=self.execution.memory_budget,
-                backend=self.execution.backend,
-            )
+        """The terms, and the gradients of hidden states, weight and bias."""
+        result = self.rows.run(hidden_TD, weight_VD, bias_V, self, gradients)
         return result.terms, (result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
 
 
@@ -130,8 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if problem.gradients_in_forward:
             if d_loss is None:
                 return None, None, None, None
-            if problem.split is not None:
-                problem.split.check_upstream(d_loss)
+            problem.rows.check_upstream(d_loss)
             backend = problem.execution.backend
             gradients = [
                 None if saved is None else scaled(saved, d_loss, dtype, backend=backend)
@@ -154,81 +158,74 @@ def fused_linear_cross_entropy(
     *,
     loss: LossArguments,
     execution: Execution,
-    split: SplitHead | None = None,
+    rows: HeadRows | None = None,
 ) -> LossOutput:
-    """:func:`linear_cross_entropy` on records, for the adapters. With ``split``, ``weight`` and ``bias`` are this
-    process's rows of the head, and of any floating dtype: products round them to that of ``hidden_states``, their
-    gradients do not."""
+    """:func:`linear_cross_entropy` with its arguments as records, checked by the caller, for the sharding adapters.
+
+    Args:
+        rows: which rows ``weight`` and ``bias`` are; None for all of them. A row shard may have any floating dtype:
+            products round it to that of ``hidden_states``, its gradient is not rounded.
+    """
+    rows = HeadRows(vocab_size=weight.shape[0]) if rows is None else rows
     _check_tensors(hidden_states, weight, bias)
-    vocab_size = weight.shape[0] if split is None else split.vocab_size
-    ignore_index = loss.options.ignore_index
-    check_labels(labels, tokens_of="hidden states", shape=hidden_states.shape[:-1], ignore_index=ignore_index)
-    loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    check_labels(
+        labels,
+        tokens_of="hidden states",
+        shape=hidden_states.shape[:-1],
+        ignore_index=loss.options.ignore_index,
+    )
     if loss.logit_bias is not None:
-        first = 0 if split is None else split.start
-        added = loss.logit_bias[first : first + weight.shape[0]].to(weight.device, weight.dtype)
+        added = loss.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
-    device_type = hidden_states.device.type
-    if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden_states = hidden_states.to(dtype)
-        if split is None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    if split is None:
-        _check_dtypes(hidden_states, weight, bias)
+    dtype = _autocast_dtype(hidden_states)
+    hidden_states = hidden_states if dtype is None else hidden_states.to(dtype)
+    weight, bias = rows.with_dtype(weight, bias, dtype, hidden_states)
     targets = select_targets(
         labels,
-        vocab_size=vocab_size,
-        ignore_index=ignore_index,
+        vocab_size=rows.vocab_size,
+        ignore_index=loss.options.ignore_index,
         device=hidden_states.device,
         summary=execution.label_summary,
         max_valid_tokens=execution.max_valid_tokens,
     )
-    hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-    token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(hidden_TD.device)
-    if targets.index_T is not None:
-        hidden_TD = take_rows(hidden_TD, targets.index_T)
-        token_weight_T = None if token_weight_T is None else take_rows(token_weight_T, targets.index_T)
+    hidden_TD = targets.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
     grad = torch.is_grad_enabled()
-    common_divisor = None
-    if split is not None and hidden_states.dtype == torch.float16 and loss.reduction == "mean":
-        common_divisor = split.common_divisor(len(hidden_TD))
-    problem = Problem(
-        labels_T=targets.labels_T,
-        scales=token_scales(
-            targets.labels_T,
-            token_weight_T,
-            loss,
-            execution,
-            hidden_states.dtype,
-            common_divisor=common_divisor,
-        ),
-        loss=loss,
-        execution=execution,
-        needs=GradientNeeds(
-            hidden=grad and hidden_states.requires_grad,
-            weight=grad and weight.requires_grad,
-            bias=grad and bias is not None and bias.requires_grad,
-        ),
-        split=split,
+    needs = GradientNeeds(
+        hidden=grad and hidden_states.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
     )
-    with torch.autocast(device_type, enabled=False):
+    scales = _scales(targets, hidden_TD, rows, loss, execution)
+    problem = Problem(labels_T=targets.labels_T, scales=scales, loss=loss, execution=execution, needs=needs, rows=rows)
+    with torch.autocast(hidden_states.device.type, enabled=False):
         results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+    return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))
 
-    def spread(values_T: Tensor) -> Tensor:
-        if targets.index_T is not None:
-            values_T = put_rows(values_T, targets.index_T, labels.numel())
-        return values_T.reshape(labels.shape)
 
-    return as_loss_output(results, loss, spread)
+def _autocast_dtype(hidden_states: Tensor) -> torch.dtype | None:
+    """The dtype of products under autocast; None without it and for fp64."""
+    device_type = hidden_states.device.type
+    if not torch.is_autocast_enabled(device_type) or hidden_states.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _scales(targets: Targets, hidden_TD: Tensor, rows: HeadRows, loss: LossArguments, execution: Execution) -> Scales:
+    token_weight_T = loss.token_weight
+    if token_weight_T is not None:
+        token_weight_T = targets.take(token_weight_T.reshape(-1).to(hidden_TD.device))
+    divisor = None
+    if hidden_TD.dtype == torch.float16 and loss.reduction == "mean":
+        divisor = rows.common_divisor(len(hidden_TD))
+    return token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_TD.dtype, common_divisor=divisor)
 
 
 def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
         if tensor is not None and hasattr(tensor, "placements"):
             raise LigerDistError(
-                f"{name} is a DTensor with placements {tensor.placements}; this function works on whole local tensors. "
-                "Wrap the model with liger_dist.wrap, which computes the loss where the weight is gathered."
+                f"{name} is a DTensor with placements {tensor.placements}; this function takes full local tensors. "
+                "Wrap the model with liger_dist.wrap, which computes the loss inside lm_head."
             )
     if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
         raise LigerDistError(
@@ -276,33 +273,32 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     max_valid_tokens: int | None = None,
 ) -> Tensor | LossOutput:
-    """Cross entropy of ``hidden_states @ weight.T + bias`` without the logits ever existing as a whole.
+    """Cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
 
-    A logit is transformed as ``softcap * tanh(logit_scale * raw / softcap) / temperature`` first. Labels are not
+    A logit is first transformed to ``softcap * tanh(logit_scale * raw / softcap) / temperature``. Labels are not
     shifted.
 
     Args:
         hidden_states: ``[..., D]``, fp64, fp32, bf16 or fp16, any strides.
         weight: ``[V, D]``, the same dtype (under autocast both are cast).
-        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. Labels on the CPU cost nothing to check and let
-            ignored tokens be skipped; labels on the GPU are guarded by an assertion on the device.
+        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. On the CPU they are checked at no cost and ignored
+            tokens are skipped; on the GPU an assertion on the device guards their range.
         bias: ``[V]``.
-        ignore_index: label of tokens that take no part.
+        ignore_index: label of tokens that are ignored.
         label_smoothing: mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`.
         z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
         softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
         logit_scale: factor of the raw logits.
         temperature: divisor of the transformed logits.
         class_weight: ``[V]``; weighs each token by its label, and the mean with it.
-        token_weight: ``[...]``, the labels' shape; multiplies each token's loss and leaves the divisor alone.
-        reduction: "none" returns each token's loss, "sum" adds them up, "mean" divides by ``num_items_in_batch`` or the
-            number of valid tokens (the sum of their class weights); a mean of no tokens is 0.
+        token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
+        reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
+            valid tokens (the sum of their class weights); the mean of no token is 0.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
         outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
-        memory_budget: bytes of the buffer that holds one chunk of logits; None for 1 GiB, 256 MiB without gradients.
-        max_valid_tokens: for labels on the GPU: compute this many tokens, those that count among them, so that ignored
-            ones cost nothing in a CUDA graph. More valid labels than that end the program by an assertion on the
-            device.
+        memory_budget: bytes of the buffer for one chunk of logits; None for 1 GiB, 256 MiB without gradients.
+        max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
+            among them; an assertion on the device fails when more have one.
 
     Returns:
         The loss, fp32 or, for fp64 inputs, fp64; 0-d, or the labels' shape for "none". With ``outputs``, a
@@ -311,33 +307,30 @@ def linear_cross_entropy(
     Raises:
         LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
     """
-    names = as_output_names(outputs)
+    _refuse_zero3(weight)
+    loss = loss_arguments(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        num_items_in_batch=num_items_in_batch,
+        outputs=outputs,
+    )
+    _check_tensors(hidden_states, weight, bias)
+    loss.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
+    execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens)
+    result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+    return result if loss.outputs else result.loss
+
+
+def _refuse_zero3(weight: Tensor) -> None:
     if hasattr(weight, "ds_id") and weight.requires_grad and torch.is_grad_enabled():
         raise LigerDistError(
-            "the weight belongs to DeepSpeed ZeRO-3, which takes it away before the backward of a loss that its own "
-            "module has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
+            "the weight belongs to DeepSpeed ZeRO-3, which frees it before the backward of a loss that its own module "
+            "has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
         )
-    result = fused_linear_cross_entropy(
-        hidden_states,
-        weight,
-        bias,
-        labels,
-        loss=LossArguments(
-            options=loss_options(
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                temperature=temperature,
-                outputs=names,
-            ),
-            class_weight=class_weight,
-            token_weight=token_weight,
-            reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
-            outputs=names,
-        ),
-        execution=Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens),
-    )
-    return result if names else result.loss

@@ -1,4 +1,4 @@
-"""What the autograd functions of the losses return, and the output that callers see.
+"""Outputs of the losses' autograd functions, and the :class:`LossOutput` that callers get.
 
 Legend: T tokens. The tensors are the loss, the log-probabilities, is_top1, the z-loss, and what was asked for of
 entropy and mean logit, in this order: a function that returns None in a place cannot be compiled, because Dynamo fails
@@ -17,13 +17,13 @@ from .arguments import LossArguments, LossOutput
 
 
 def returned_tensors(loss: Tensor, z_loss: Tensor, terms: TokenTerms) -> tuple[Tensor, ...]:
-    """In the order that the other functions here expect."""
+    """The tensors in the order above."""
     further = (terms.entropy_T, terms.mean_logit_T)
     return (loss, terms.log_prob_T, terms.is_top1_T, z_loss, *(tensor for tensor in further if tensor is not None))
 
 
 def reports_of(terms: TokenTerms, z_loss: Tensor, loss: LossArguments) -> list[Tensor]:
-    """Those of the tensors that carry no gradient."""
+    """The returned tensors that carry no gradient."""
     reports = [terms.is_top1_T, z_loss, terms.mean_logit_T]
     if loss.reports_only:
         reports += [terms.log_prob_T, terms.entropy_T]
@@ -33,12 +33,12 @@ def reports_of(terms: TokenTerms, z_loss: Tensor, loss: LossArguments) -> list[T
 def with_gradients_of_outputs(
     upstream: TokenGradients, gradients: Sequence[Tensor | None], loss: LossArguments
 ) -> TokenGradients:
-    """``upstream``, which is that of the loss, and those of the other differentiable tensors among ``gradients``."""
+    """``upstream`` of the loss with the upstream gradients of log-probabilities and entropies added."""
     return upstream._replace(log_prob_T=gradients[1], entropy_T=gradients[4] if "entropy" in loss.outputs else None)
 
 
 def as_loss_output(tensors: Sequence[Tensor], loss: LossArguments, spread: Callable[[Tensor], Tensor]) -> LossOutput:
-    """The outputs that ``loss`` names; ``spread`` brings per-token numbers into the labels' shape."""
+    """The outputs that ``loss`` names; ``spread`` gives per-token values the labels' shape."""
     value, log_prob_T, is_top1_T, z_loss, *further = tensors
     named = dict(zip((name for name in ("entropy", "mean_logit") if name in loss.outputs), further, strict=True))
     per_token = loss.reduction == "none"

@@ -1,29 +1,30 @@
-"""What each token's terms count in the loss.
+"""Normalisation: the factor of each token's terms in the loss, and its divisor.
 
-Legend: T tokens.
+Legend: T tokens. All of it stays on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_dist_kernels import Backend, TokenGradients, TokenTerms, scale_in_place
 
-from .arguments import Execution, LossArguments
-from .normalization import Reduction, denominator
+from .arguments import Execution, LossArguments, Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Reduction, token weights and validity of each token in one number for each term, ``[T]``."""
+    """Reduction, token weight and validity of each token as one factor per term, ``[T]``."""
 
     cross_entropy_T: Tensor
     z_loss_T: Tensor
     factor: Tensor | None = None
-    """0-d factor of both that is left out of gradients until the backward; None for 1"""
+    """0-d common factor that gradients get in the backward only; None for 1"""
 
     def upstream(self, gradient: Tensor | None = None) -> TokenGradients:
         """Gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
@@ -51,11 +52,10 @@ def token_scales(
     *,
     common_divisor: float | None = None,
 ) -> Scales:
-    """Scales of tokens with ``labels_T`` (negative: counts nothing), in fp32, or fp64 for an fp64 ``dtype``.
+    """Scales of tokens with ``labels_T`` (negative: ignored), in fp32, or fp64 for an fp64 ``dtype``.
 
     For an fp16 ``dtype`` the divisor is kept apart as ``factor``: a gradient divided by the number of tokens would
-    underflow in fp16 before a loss scale could lift it. With ``common_divisor``, which is the same everywhere, that is
-    kept apart in its place.
+    underflow in fp16 before the loss scale multiplies it. A ``common_divisor``, alike on all ranks, replaces it there.
     """
     keeps_apart = dtype == torch.float16 and loss.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -88,16 +88,55 @@ def token_scales(
     return Scales(cross_entropy_T=scale_T if by_class is z_divisor else counts_T / by_class, z_loss_T=scale_T)
 
 
-def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
-    """A gradient that was made in the forward, times its upstream gradient (0-d), in ``dtype``. To be called in a
-    backward.
+def denominator(
+    weights_T: Tensor | None,
+    labels_T: Tensor,
+    *,
+    reduction: Reduction,
+    num_items_in_batch: Tensor | float | None,
+    dtype: torch.dtype,
+    groups: Sequence[dist.ProcessGroup] = (),
+    divide_factor: float = 1.0,
+) -> Tensor:
+    """0-d tensor that the sum of token losses is divided by.
 
-    The saved gradient itself is handed out when nobody can ask for it again: the graph is not retained. Its largest
-    cost is then gone, because an upstream gradient is mostly 1.
+    A mean divides by ``num_items_in_batch`` when given, otherwise by the weights of the valid tokens (1 each without
+    ``weights_T``, as :func:`torch.nn.functional.cross_entropy`). A mean over no token divides by 1: its loss is 0, not
+    NaN, so that a rank without labels does not spoil the gradients of the others.
+
+    With ``groups``, the tokens of all their ranks are counted (one all-reduce of one number per group), and the count
+    is divided by ``divide_factor``, by which the framework divides summed gradients afterwards. Nothing is read by the
+    host.
+    """
+    device = labels_T.device
+    if reduction != "mean":
+        return torch.ones((), dtype=dtype, device=device)
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(device=device, dtype=dtype, non_blocking=True).reshape(())
+    if num_items_in_batch is not None:
+        return torch.full((), float(num_items_in_batch), dtype=dtype, device=device)
+    valid_T = labels_T >= 0
+    count = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
+    for group in groups:
+        dist.all_reduce(count, group=group)
+    count = count / divide_factor
+    return torch.where(count == 0, 1.0, count)
+
+
+def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
+    """A gradient made in the forward, times its upstream gradient (0-d), in ``dtype``. To be called in a backward.
+
+    The saved gradient is scaled in place and returned when the graph is not retained: no second backward can read it.
     """
     # A compiled graph decides about memory itself.
-    may_retain = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    may_retain = torch.compiler.is_compiling() or keeps_graph()
     if not may_retain and saved.dtype == dtype:
         return scale_in_place(saved, scale, backend=backend)
     out = torch.empty(saved.shape, dtype=dtype, device=saved.device)
     return torch.mul(saved, scale, out=out)
+
+
+def keeps_graph() -> bool:
+    """True if the running backward retains its graph; also where torch does not tell, which costs a copy."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())

@@ -1,24 +1,25 @@
-"""Tokens that travel to the rows of a head: each process has its own tokens and its own rows.
+"""Token exchange: each rank has its own tokens and its own rows of lm_head, and the tokens are sent to the rows.
 
-Legend: T tokens of this process that count, G processes, K chunks, m tokens of one process in one chunk, R = G * m, D
-hidden.
+Legend: T tokens of this rank with a label, G ranks, K chunks, m tokens of each rank in one chunk, c = G * m, D hidden.
 
-For each chunk the hidden states are gathered from all processes, and the parts of their gradient go back: every process
-sends each of the others what its rows give to their tokens, and adds up in fp32 what it receives. The next chunk
-arrives while one is computed, and a gradient leaves while the next one is computed (:mod:`.transport`). Bytes that a
-process sends, of ``T * D`` 16-bit hidden states: ``2 * T * D * (G - 1)`` on the way there and as many on the way back;
-of labels and upstream gradients 12 to 24 a token, once. Neither the weight nor its gradient travels.
+Per chunk the hidden states are all-gathered, every rank scores all c tokens against its rows, and an all-to-all sends
+each rank the parts of its tokens' gradient, which it adds up in fp32. A rank sends ``2 * T * D * (G - 1)`` bytes of
+16-bit hidden states and as many of their gradient, and 12 to 24 bytes per token of labels and upstream gradients;
+neither the weight nor its gradient is sent.
 
-All processes cut their tokens into the same number of chunks, and fill up what is short of ``m``. Where that would be
-more than a tenth of a chunk, because processes have different numbers of tokens, the fillers are taken out again
-before the products.
+All ranks cut their tokens into the same number of chunks and pad them to ``m``.
+
+[Note: Streams and communicators of the token exchange]
+Two communicators are in flight at once. The large collectives (all-gather of the next chunk's hidden states, all-to-all
+of the last chunk's gradient) run asynchronously on ``tokens_group``, beside the products of the current chunk. The
+small all-gather of a chunk's softmax statistics runs on the group of FSDP2's own mesh, because on ``tokens_group`` it
+would queue after the next chunk's hidden states. NCCL asks that all ranks enqueue collectives of both communicators in
+the same order on the host, which holds because every rank runs the same loop over the same number of chunks.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,19 +30,17 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, SoftmaxStatistics, TokenGradients
 
-from .collectives import device_for
+from .collectives import agree, all_gather_single, device_assert, gather
 from .linear_cross_entropy import Problem
-from .peer_memory import PeerMemory
-from .transport import Collectives, OwnTokens, PeerCopies, Transport
-from .vocab_parallel import VocabularyShard, gather, score
+from .vocab_parallel import VocabularyShard
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How the tokens of all processes are cut, from numbers that all of them know."""
+    """How the tokens of all ranks are cut into chunks, from numbers that all ranks know."""
 
     counts: tuple[int, ...]
-    """tokens of each process"""
+    """tokens of each rank"""
     num_chunks: int
 
     @staticmethod
@@ -52,28 +51,27 @@ class ExchangePlan:
 
     @property
     def rows(self) -> int:
-        """m: of the largest share of a chunk."""
+        """m"""
         return -(-max(self.counts) // self.num_chunks) if self.num_chunks else 0
 
-    def share(self, process: int, chunk: int) -> tuple[int, int]:
-        """First token of a process in a chunk, and the one behind the last."""
-        count = self.counts[process]
+    def share(self, rank: int, chunk: int) -> tuple[int, int]:
+        """The range of a rank's tokens in a chunk, end excluded."""
+        count = self.counts[rank]
         return count * chunk // self.num_chunks, count * (chunk + 1) // self.num_chunks
-
-    def sizes(self, chunk: int) -> list[int]:
-        """Tokens of each process in a chunk."""
-        bounds = (self.share(process, chunk) for process in range(len(self.counts)))
-        return [end - start for start, end in bounds]
 
 
 def numbers_of_token(num_rows: int, hidden_size: int) -> int:
-    """Numbers that a process holds for each token of a chunk: logits of ``num_rows``; hidden states of this chunk and
-    the next; parts of their gradient that leave, and that arrive."""
+    """Numbers that a rank holds per token of a chunk: logits of ``num_rows``; hidden states of this chunk and the next;
+    parts of their gradient, sent and received."""
     return num_rows + 4 * hidden_size
 
 
 class ExchangedTokens:
-    """The tokens of all processes of ``group``, of which this one has its own share."""
+    """The tokens of all ranks of ``group``; implements :class:`liger_dist_kernels.TokenChunks`.
+
+    The all-gather of the next chunk's hidden states is started before a chunk is computed, and the all-to-all of its
+    gradient while the next one is. See [Note: Streams and communicators of the token exchange].
+    """
 
     def __init__(
         self,
@@ -83,32 +81,30 @@ class ExchangedTokens:
         *,
         plan: ExchangePlan,
         group: dist.ProcessGroup,
-        transport: Callable[[OwnTokens, int], Transport],
         gradient_scale: float,
     ) -> None:
-        """``transport`` is made of this process's tokens and the number of chunks. ``gradient_scale`` multiplies the
-        upstream gradients that travel, and is taken out of the hidden states' gradient again: what is left of it is in
-        the gradients of the rows."""
+        """``gradient_scale`` multiplies the upstream gradients that are sent, and is divided out of the hidden states'
+        gradient again: it remains in the gradients of the rows."""
         self.num_chunks, self._plan, self._group, self._scale = plan.num_chunks, plan, group, gradient_scale
         self._rank, self._size = group.rank(), group.size()
         self.rows = self._size * plan.rows
         self._hidden_TD = hidden_TD
         self._places_Km = self._padded_places(hidden_TD.device)
-        self._kept = [self._kept_places(chunk) for chunk in range(self.num_chunks)]
         (self._labels_GKm,) = self._gathered([labels_T], fill=-1)
         self._gradients: list[Tensor | None] = []
         if gradients is not None:
             fields = [g * gradient_scale for g in gradients if g is not None]
             gathered = iter(self._gathered(fields, fill=0) if fields else ())
             self._gradients = [None if g is None else next(gathered) for g in gradients]
-        # Nothing of self, so that all of it is gone with the last reference.
-        own = functools.partial(_own_tokens, hidden_TD, plan, self._rank)
-        self._transport = transport(own, self.num_chunks) if self.num_chunks > 0 else None
+        self._buffers: list[Tensor] = []
+        self._arriving: Any = self._fetch(0) if self.num_chunks > 0 else None
+        self._leaving: Any = None
         self._sent: int | None = None
+        self._part_GmD: Tensor | None = None
         self._d_hidden_TD: Tensor | None = None
 
     def _padded_places(self, device: torch.device) -> Tensor | None:
-        """``[K, m]``: places of this process's tokens, -1 for a filler; None where they are ``0, 1, 2, …``."""
+        """``[K, m]``: positions of this rank's tokens, -1 for padding; None where they are ``0, 1, 2, …``."""
         K, m = self.num_chunks, self._plan.rows
         if self._plan.counts[self._rank] == K * m:
             return None
@@ -126,31 +122,38 @@ class ExchangedTokens:
         return torch.where(self._places_Km < 0, fill, values_T[self._places_Km.clamp_min(0)])
 
     def _gathered(self, fields: Sequence[Tensor], *, fill: int) -> Sequence[Tensor]:
-        """``[G, K, m]`` of each field ``[T]``, in one collective."""
+        """``[G, K, m]`` of each field ``[T]``, in one all-gather."""
         if not self.num_chunks:
             return fields
         return gather(torch.stack([self._padded(field_T, fill) for field_T in fields]), self._group).unbind(1)
 
-    def _kept_places(self, chunk: int) -> Tensor | None:
-        """Places among ``[G, m]`` that hold tokens; None where nearly all do."""
-        sizes, m = self._plan.sizes(chunk), self._plan.rows
-        if sum(sizes) >= 0.9 * len(sizes) * m:
-            return None
-        starts = range(0, len(sizes) * m, m)
-        places = torch.cat([torch.arange(s, s + size, device="cpu") for s, size in zip(starts, sizes, strict=True)])
-        return places.to(self._hidden_TD.device, non_blocking=True)
+    def _own_hidden(self, chunk: int) -> Tensor:
+        """``[m, D]``: this rank's hidden states of a chunk, padded with zeros."""
+        start, end = self._plan.share(self._rank, chunk)
+        if end - start == self._plan.rows:
+            return self._hidden_TD[start:end].contiguous()
+        own_mD = self._hidden_TD.new_zeros((self._plan.rows, self._hidden_TD.shape[1]))
+        own_mD[: end - start] = self._hidden_TD[start:end]
+        return own_mD
+
+    def _fetch(self, chunk: int) -> Any:
+        own_mD = self._own_hidden(chunk)
+        if len(self._buffers) < 2:
+            self._buffers.append(own_mD.new_empty((self._size, *own_mD.shape)))
+        # The buffer of the chunk before the last: its products have been enqueued.
+        gathered_cD = self._buffers[chunk % 2].flatten(0, 1)
+        return all_gather_single(gathered_cD, own_mD, group=self._group, async_op=True)
 
     def _of_chunk(self, values_GKm: Tensor, chunk: int) -> Tensor:
-        if not self.num_chunks:
-            return values_GKm.reshape(-1)
-        values_R, kept = values_GKm[:, chunk].reshape(-1), self._kept[chunk]
-        return values_R if kept is None else values_R[kept]
+        return values_GKm[:, chunk].reshape(-1) if self.num_chunks else values_GKm.reshape(-1)
 
     def hidden(self, chunk: int) -> Tensor:
-        if self._transport is None:
+        if not self.num_chunks:
             return self._hidden_TD[:0]
-        everyone_RD, kept = self._transport.everyone(chunk).flatten(0, 1), self._kept[chunk]
-        return everyone_RD if kept is None else everyone_RD[kept]
+        self._arriving.wait()
+        if chunk + 1 < self.num_chunks:
+            self._arriving = self._fetch(chunk + 1)
+        return self._buffers[chunk % 2].flatten(0, 1)
 
     def labels(self, chunk: int) -> Tensor:
         return self._of_chunk(self._labels_GKm, chunk)
@@ -161,70 +164,56 @@ class ExchangedTokens:
     def own(self, statistics: SoftmaxStatistics, chunk: int) -> SoftmaxStatistics:
         if not self.num_chunks:
             return statistics
-        sizes = self._plan.sizes(chunk)
-        first = self._rank * self._plan.rows if self._kept[chunk] is None else sum(sizes[: self._rank])
-        rows = slice(first, first + sizes[self._rank])
-        fields: list[Any] = [None if field is None else field[rows] for field in statistics]
+        start, end = self._plan.share(self._rank, chunk)
+        first = self._rank * self._plan.rows
+        fields: list[Any] = [None if field is None else field[first : first + end - start] for field in statistics]
         return SoftmaxStatistics(*fields)
 
     def gradient_buffer(self, chunk: int) -> Tensor:
-        if self._transport is None:
+        if not self.num_chunks:
             return self._hidden_TD.new_empty((0, self._hidden_TD.shape[1]))
         self._add_received()
-        self._part_RD, kept = self._transport.part(chunk).flatten(0, 1), self._kept[chunk]
-        self._kept_RD = self._part_RD if kept is None else self._part_RD.new_empty((len(kept), self._part_RD.shape[1]))
-        return self._kept_RD
+        if self._part_GmD is None:
+            self._part_GmD, self._received_GmD = torch.empty_like(self._buffers[0]), torch.empty_like(self._buffers[0])
+        return self._part_GmD.flatten(0, 1)
 
-    def take_gradient(self, chunk: int) -> None:
-        if self._transport is None:
+    def gradient_written(self, chunk: int) -> None:
+        if self._part_GmD is None:
             return
-        kept = self._kept[chunk]
-        if kept is not None:
-            self._part_RD.zero_().index_copy_(0, kept, self._kept_RD)
-        self._transport.send(chunk)
+        received_cD, part_cD = self._received_GmD.flatten(0, 1), self._part_GmD.flatten(0, 1)
+        self._leaving = dist.all_to_all_single(received_cD, part_cD, group=self._group, async_op=True)
         self._sent = chunk
 
     def _add_received(self) -> None:
-        """Adds up the parts of the chunk that was sent last, into the rows of this process's tokens."""
-        if self._transport is None or self._sent is None:
+        """Adds up the parts of the chunk that was sent last, into the gradient of this rank's tokens."""
+        if self._sent is None:
             return
-        received_GmD, (start, end) = self._transport.received(), self._plan.share(self._rank, self._sent)
+        self._leaving.wait()
+        start, end = self._plan.share(self._rank, self._sent)
         self._sent = None
         if self._d_hidden_TD is None:
             self._d_hidden_TD = self._hidden_TD.new_empty(self._hidden_TD.shape)
-        dtype = torch.float64 if received_GmD.dtype == torch.float64 else torch.float32
-        self._d_hidden_TD[start:end] = received_GmD[:, : end - start].sum(0, dtype=dtype) / self._scale
+        dtype = torch.float64 if self._hidden_TD.dtype == torch.float64 else torch.float32
+        self._d_hidden_TD[start:end] = self._received_GmD[:, : end - start].sum(0, dtype=dtype) / self._scale
 
     def hidden_gradient(self) -> Tensor:
         self._add_received()
         return torch.zeros_like(self._hidden_TD) if self._d_hidden_TD is None else self._d_hidden_TD
 
 
-def _own_tokens(hidden_TD: Tensor, plan: ExchangePlan, process: int, chunk: int) -> Tensor:
-    """``[m, D]``: the hidden states of one process in a chunk, zeros behind them."""
-    start, end = plan.share(process, chunk)
-    if end - start == plan.rows:
-        return hidden_TD[start:end]
-    own_mD = hidden_TD.new_zeros((plan.rows, hidden_TD.shape[1]))
-    own_mD[: end - start] = hidden_TD[start:end]
-    return own_mD
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExchangingShard(VocabularyShard):
-    """This process's rows of a head, for tokens of which every process of the group has its own.
+    """This rank's rows of lm_head, for tokens of which every rank of the group has its own.
 
-    The gradient of the rows is the sum over all processes' tokens, each with its own upstream gradient, divided by
-    ``divide_factor``. For a scalar loss it is made in the forward, so all processes must scale their losses alike.
+    The gradient of the rows is the sum over all ranks' tokens, each with its own upstream gradient, divided by
+    ``divide_factor``. For a scalar loss it is made in the forward, so all ranks must scale their losses alike.
     """
 
     tokens_group: dist.ProcessGroup
-    """the same processes, for hidden states and their gradients: behind these the statistics would wait"""
+    """the same ranks, for hidden states and their gradients"""
     counting_group: dist.ProcessGroup
-    """the same processes on their hosts, for numbers of tokens"""
+    """the same ranks on their hosts, for numbers of tokens"""
     divide_factor: float
-    peer_memory: PeerMemory | None = None
-    """of the same processes, for hidden states and their gradients instead of ``tokens_group``"""
 
     def run(
         self,
@@ -242,81 +231,42 @@ class ExchangingShard(VocabularyShard):
         )
         if problem.loss.class_weight is not None:
             self._check_same(_checksum(problem.loss.class_weight), "have different class weights; make them the same")
-        # Copies are hidden behind the products of a gradient; without one, an all-gather is behind those of logits.
-        copies = self.peer_memory if gradients is not None and problem.needs.hidden else None
-
-        def transport(own: OwnTokens, num_chunks: int) -> Transport:
-            if copies is None:
-                return Collectives(own, num_chunks=num_chunks, group=self.tokens_group)
-            return PeerCopies(own, num_chunks=num_chunks, rank=self.group.rank(), memory=copies)
-
         tokens = ExchangedTokens(
             hidden_TD,
             problem.labels_T,
             gradients,
             plan=plan,
             group=self.tokens_group,
-            transport=transport,
             gradient_scale=1.0 / self.divide_factor,
         )
-        return score(tokens, hidden_TD, weight_VD, bias_V, problem, shard=self, has_gradients=gradients is not None)
+        return self.score(tokens, hidden_TD, weight_VD, bias_V, problem, gradients)
 
     def agree(self, count: int, asked: str) -> list[int]:
-        """:func:`agree` among the ranks that share the rows."""
+        """:func:`.collectives.agree` among the ranks that share the rows."""
         return agree(self.counting_group, count, asked)
 
     def common_divisor(self, num_tokens: int) -> float:
         return float(max(1, *self.agree(num_tokens, "the number of tokens")))
 
     def check_upstream(self, gradient: Tensor) -> None:
-        """Refuses upstream gradients that differ between processes, on a GPU by an assertion on the device."""
+        """Refuses upstream gradients that differ between ranks, on a GPU by an assertion on the device."""
         self._check_same(
             gradient.detach(),
             "scale their losses differently; give num_items_in_batch or token_weight to the model instead",
         )
 
     def _check_same(self, number: Tensor, difference: str) -> None:
-        everyone_G = gather(number.reshape(1), self.group)
-        same = ((everyone_G == everyone_G[0]) | (everyone_G.isnan() & everyone_G[0].isnan())).all()
-        sentence = (
-            f"the processes that share the output embedding's rows {difference}, or use WrapConfig(head='gather')"
-        )
+        gathered_G = gather(number.reshape(1), self.group)
+        same = ((gathered_G == gathered_G[0]) | (gathered_G.isnan() & gathered_G[0].isnan())).all()
+        sentence = f"ranks of the vocab-parallel lm_head {difference}, or use FSDP2(lm_head='gather')"
         if number.is_cuda:
-            # At most 254 characters.
-            torch._assert_async(same, sentence)
+            device_assert(same, sentence)
         elif not bool(same):
-            raise LigerDistError(f"{sentence}. The numbers: {everyone_G[:, 0].tolist()}.")
-
-
-def agree(group: dist.ProcessGroup, count: int, asked: str) -> list[int]:
-    """All-gathers the number of tokens of every rank of ``group`` on the hosts. All of them have to be at the same
-    place: ``asked`` says what this one is about to do.
-
-    Raises:
-        LigerDistError: on every rank alike, where they are not.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise LigerDistError(
-            f"{asked} cannot be captured in a CUDA graph: the processes that share the output embedding's rows "
-            "compare their numbers of tokens on the hosts. Use WrapConfig(head='gather')."
-        )
-    digest = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:7], "big")
-    own = torch.tensor([count, digest], device=device_for(group))
-    everyone = gather(own, group).tolist()
-    if any(numbers[1] != digest for numbers in everyone):
-        answers: list[Any] = [None] * len(everyone)
-        dist.all_gather_object(answers, asked, group=group)
-        raise LigerDistError(
-            "the processes that share the output embedding's rows do not ask for the same: "
-            + "; ".join(f"process {place} for {answer}" for place, answer in enumerate(answers))
-            + ". Call the model on all of them, with the same kind of arguments, loss options, frozen parameters "
-            "and torch.no_grad()."
-        )
-    return [numbers[0] for numbers in everyone]
+            raise LigerDistError(f"{sentence}. The numbers: {gathered_G[:, 0].tolist()}.")
 
 
 def _described(problem: Problem, gradients: TokenGradients | None, dtype: torch.dtype, memory_budget: int) -> str:
-    """What one loss is about to do, for the processes to compare."""
+    """What one loss is about to compute, for the ranks to compare."""
     loss, needs = problem.loss, problem.needs
     upstream = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
     return (

@@ -1,68 +1,134 @@
-"""What an adapter is, and the facts it decides by."""
+"""Protocols of the package: a strategy shards a model, a sharding adapter computes the loss of an lm_head that is
+stored in one way, and facts are what the choice between adapters is made from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
+from liger_dist.config import WrapConfig
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.structure import Structure
 
-Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "fsdp2-rows", "dtensor", "zero3"]
-STORAGE: dict[Engine, str] = {
-    "plain": "the weight is whole on every process",
-    "ddp": "the weight is whole on every process",
-    "fsdp1": "FSDP1 shards the weight",
-    "fsdp2": "FSDP2 shards the weight",
-    "fsdp2-rows": "the weight's rows stay split over FSDP2's shard axis, and are never gathered for the loss",
-    "dtensor": "the weight is a DTensor that no engine gathers",
-    "zero3": "ZeRO-3 partitions the weight",
-}
+Engine = Literal["plain", "fsdp1", "fsdp2", "vocab-parallel", "dtensor", "zero3"]
+Initializer = Callable[[nn.Module], None]
+"""initialises the parameters and buffers that a module itself owns"""
+Wrapper = DistributedDataParallel | FullyShardedDataParallel
+
+
+class Strategy(Protocol):
+    """How :func:`liger_dist.wrap` shards a model. Its options are the fields of the object."""
+
+    name: ClassVar[str]
+    has_collectives: ClassVar[bool]
+    """True if all ranks call ``wrap`` together: they then exchange their refusals first"""
+    shards_parameters: ClassVar[bool]
+    """True if the parameters are sharded when ``wrap`` returns"""
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        """Refuses options that do not fit. No collectives.
+
+        Args:
+            world_size: None without a process group.
+
+        Raises:
+            LigerDistError: with the way out.
+        """
+        ...
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        """Refuses a model that cannot be sharded so. No collectives.
+
+        Args:
+            unfused: why the loss of the model is not fused; None if it is.
+
+        Raises:
+            LigerDistError: with the way out.
+        """
+        ...
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        """Shards ``model``, whose lm_head is fused already, and returns what the caller trains.
+
+        Args:
+            outer: ``model``, or the ``PeftModel`` around it.
+            initialize: the rule for a model on the meta device, which gets storage here; None for any other.
+            undo: callbacks that undo what can be undone when something fails later.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a framework stores ``lm_head.weight``."""
+
+    engine: Engine
+    clause: str
+    """the storage as a clause for reasons"""
+    weight: Tensor
+    """the parameter at rest: sharded, or full"""
+    data_parallel_axes: int = 0
+    """number of leading mesh axes over which the weight is sharded or replicated by data parallelism"""
+    apart_from_embedding: bool
+    """True if the framework stores the weight apart from the input embedding's, which is wrong for tied ones"""
+    padded_in_two_groups: bool = False
+    """True if two FSDP2 groups hold the weight, for lm_head and embedding, and the ranks do not divide its rows"""
+    zero_quantized: bool = False
+    """True if ZeRO-3 sends weights or gradients quantised"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What every rank knows alike of the output embedding. Nothing here may differ between ranks."""
+    """What every rank knows alike of lm_head. Nothing here may differ between ranks."""
 
     strategy: str
     engine: Engine
-    """who stores the weight: "plain" for a whole tensor, "fsdp2-rows" for rows beside FSDP2's groups, "dtensor" for
-    another DTensor that no engine gathers"""
+    """"plain" for a full tensor, "vocab-parallel" for row shards beside FSDP2's groups, "dtensor" for a DTensor that no
+    framework unshards"""
+    storage: str
+    """:attr:`Storage.clause`"""
     world_size: int
-    weight_shape: tuple[int, ...]
+    weight_shape: tuple[int, int]
     """of the full weight, ``(V, D)``"""
-    weight_dtype: str
+    weight_dtype: torch.dtype
     placements: tuple[str, ...] | None
     """of the weight at rest, one for each mesh axis"""
     mesh_shape: tuple[int, ...] | None
     mesh_axes: tuple[str, ...] | None
     tensor_parallel: str | None
-    """the weight's placement over the tensor-parallel mesh; None without one"""
+    """placement of the weight over the tensor-parallel axes; None without any"""
     tensor_parallel_size: int
     has_bias: bool
     tied: bool
-    """whether the input embedding is the same parameter"""
+    """True if an input embedding is the same parameter"""
     apart_from_embedding: bool
-    """whether the engine stores the weight apart from the input embedding's; must not be where they are one"""
+    """:attr:`Storage.apart_from_embedding`"""
     padded_in_two_groups: bool
-    """True where two FSDP2 groups hold the weight, for head and embedding, and the ranks do not divide its rows"""
-    adapted: bool
-    """whether an adapter (LoRA) makes the weight that is used out of this one and its own"""
+    """:attr:`Storage.padded_in_two_groups`"""
+    has_lora: bool
+    """True if a LoRA layer computes the logits"""
     trains: bool
-    """whether the weight requires a gradient"""
+    """True if the weight requires a gradient"""
     zero_quantized: bool
-    """ZeRO-3: whether DeepSpeed sends weights or gradients quantised"""
-    head_choice: str
-    """``WrapConfig.head``"""
+    """:attr:`Storage.zero_quantized`"""
     token_mean: str
     """``WrapConfig.token_mean``"""
-
-    @property
-    def storage(self) -> str:
-        """Who stores the weight, as a clause for reasons."""
-        return STORAGE[self.engine]
 
     def lines(self) -> list[tuple[str, str]]:
         """Name and value of each fact, for tables and messages."""
@@ -71,17 +137,16 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """How an engine averages gradients over processes with different tokens."""
+    """How a framework averages gradients over ranks with different tokens."""
 
     groups: tuple[dist.ProcessGroup, ...]
-    """one for each mesh axis, none when nobody else has other tokens; a sum over all of them in turn is a sum over all
-    processes"""
+    """one for each mesh axis; a sum over each of them in turn is a sum over all ranks"""
     divide_factor: float
-    """what the engine divides summed gradients by"""
+    """number by which the framework divides summed gradients"""
 
 
 class Head(Protocol):
-    """What scores hidden states: an ``nn.Linear``, or the weight that an adapter makes of one."""
+    """What gives logits: an ``nn.Linear``, or the effective weight of one with LoRA."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -91,20 +156,28 @@ class Head(Protocol):
 
 
 class ShardingAdapter(Protocol):
-    """One way to compute the loss of a head whose weight is stored in one layout."""
+    """Computes the loss of an lm_head whose weight is stored in one way, no matter who sharded it."""
 
     name: ClassVar[str]
 
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        """How the weight is stored, if it is stored in this adapter's way. No collectives; at rest and in a forward.
+
+        Args:
+            tied_to: the embeddings whose weight is the parameter of ``head``.
+        """
+        ...
+
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        """Why this adapter cannot serve a head with these facts; empty when it can. No collectives."""
+        """Why this adapter cannot compute the loss with these facts; empty if it can. No collectives."""
         ...
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        """Who shares a global token mean. No collectives."""
+        """The ranks that share a global token mean. No collectives."""
         ...
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
-        """The loss, called inside the head's own forward."""
+        """The loss; called inside the forward of lm_head."""
         ...

@@ -1,48 +1,136 @@
-"""A weight that FSDP1 keeps in the flat parameter of a unit.
+"""FSDP1 (``FullyShardedDataParallel``): strategy, sharding adapter, and its private names.
 
-The unit's own hooks gather it for the head's forward and again for its backward, and reduce its gradient. Collectives a
-step, for the unit that holds the head: those of FSDP1 (one or two all-gathers, one reduce-scatter). The loss adds none,
-or one all-reduce of one number for each process group with ``token_mean="global"``.
+The hooks of the unit that holds lm_head unshard its flat parameter for the forward and again for the backward, and
+reduce-scatter its gradient. Collectives of a step for that unit are FSDP1's own (one or two all-gathers, one
+reduce-scatter); the loss adds none, or one all-reduce of one number per process group with ``token_mean="global"``.
 
-``summon_full_params`` is not used: around a loss that trains it raises, or loses the head's gradient without a word.
+``summon_full_params`` is not used: around a loss with gradients it raises, or silently loses lm_head's gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.peft_layers import active_head
+from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head
+from . import optional_encoders
+from .base import DataParallel, Facts, Head, Initializer, Storage
+from .fsdp_options import FullySharded
+from .materialize import materialize
+from .mesh import make_mesh
+from .process_groups import compute_device
 
 
-class FSDP1:
-    """FSDP1's hooks summon the full weight for the head's forward; the loss runs inside it on a plain view."""
+@dataclass(frozen=True, kw_only=True)
+class FSDP1(FullySharded):
+    """Shards a model by FSDP1: one unit per layer, one for an untied lm_head, and the root."""
 
     name: ClassVar[str] = "fsdp1"
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        super().check(config, world_size=world_size)
+        if self.cpu_offload and dist.is_initialized() and compute_device().type == "cpu":
+            raise LigerDistError(
+                "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
+            )
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        super().check_model(model, structure, unfused=unfused, on_meta=on_meta)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise LigerDistError(
+                f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
+                "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
+            )
+        own_units = [*structure.all_layers, *([] if structure.tied else [structure.head])]
+        apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
+        units = [list(unit.named_parameters()) for unit in own_units]
+        units.append([(name, p) for name, p in model.named_parameters() if id(p) not in apart])
+        for unit in units:
+            by_dtype = {parameter.dtype: name for name, parameter in unit}
+            if len(by_dtype) > 1:
+                given = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+                raise LigerDistError(
+                    f"FSDP1 flattens the parameters of a layer into one, of one dtype, but {given}; convert the model "
+                    "to one dtype, or use strategy='fsdp2'."
+                )
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        device = compute_device()
+        names = ("replicate", "shard")
+        mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
+        if initialize is not None:
+            materialize(model, initialize, layers=structure.all_layers, device=device)
+        freed, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+        if mesh.ndim == 2:
+            freed, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+        units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(structure.all_layers, True)
+        if not structure.tied:
+            # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
+            units[active_head(model.get_submodule(structure.head_name))] = {"sharding_strategy": kept}
+        root = FullyShardedDataParallel(
+            outer,
+            auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
+            device_mesh=mesh,
+            sharding_strategy=freed if self.reshard_after_forward else kept,
+            mixed_precision=MixedPrecision(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
+            cpu_offload=CPUOffload(offload_params=self.cpu_offload),
+            use_orig_params=True,
+            device_id=device,
+        )
+        optional_encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)
+        return root
+
+
+class FSDP1Adapter:
+    """FSDP1's hooks unshard the weight for lm_head's forward; the loss runs inside it on a plain view."""
+
+    name: ClassVar[str] = "fsdp1"
+
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        if not is_stored_by_fsdp1(head.weight):
+            return None
+        unit = _innermost(head, model)
+        is_apart = unit is not None
+        if tied_to:
+            is_apart = any(_innermost(module, model) is not unit for module in tied_to)
+        return Storage(
+            engine="fsdp1", clause="FSDP1 shards the weight", weight=head.weight, apart_from_embedding=is_apart
+        )
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp1":
             return [facts.storage]
         if facts.tied and facts.apart_from_embedding:
             return [
-                "the head is tied to the embedding but wrapped in an FSDP1 unit of its own, where FSDP1 loses one of "
-                "the two gradients; leave the head out of the wrapping policy, so that both stay in one unit"
+                "lm_head is tied to the embedding but wrapped in an FSDP1 unit without it, where FSDP1 loses one of "
+                "the two gradients; leave lm_head out of the wrapping policy, so that both stay in one unit"
             ]
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        unit = next((m for m in model.modules() if isinstance(m, FullyShardedDataParallel)), None)
+        unit = next(iter(_units(model)), None)
         if unit is None:
             raise LigerDistError(
                 "token_mean='global' needs FSDP1's process group, and no module inside the model is an FSDP1 unit; "
@@ -58,80 +146,46 @@ class FSDP1:
     ) -> LossOutput:
         if head.weight.dim() != 2:
             raise LigerDistError(
-                f"the output embedding's weight has shape {tuple(head.weight.shape)} in its own forward: FSDP1 has not "
-                "gathered it, because the model was called without its FSDP1 wrapper. Call the wrapper that "
+                f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: FSDP1 has not unsharded it, "
+                "because the model was called without its FSDP1 wrapper. Call the wrapper that "
                 "FullyShardedDataParallel (or liger_dist.wrap) returned."
             )
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
 
 
-def shard(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    own_unit: nn.Module | None,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
-    config: WrapConfig,
-) -> FullyShardedDataParallel:
-    """Wraps ``model`` in FSDP1: a unit for each of ``layers`` (of the decoder and of encoders), one for ``own_unit``
-    (an untied head) if given, and the root.
-
-    A mesh of two axes is (replicate, shard). Masters keep their dtype; with ``config.param_dtype`` the units compute
-    in that one.
-    """
-    is_hybrid = mesh.ndim == 2
-    freed = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
-    kept = ShardingStrategy._HYBRID_SHARD_ZERO2 if is_hybrid else ShardingStrategy.SHARD_GRAD_OP
-    strategy = freed if config.reshard_after_forward else kept
-    units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(layers, True)
-    if own_unit is not None:
-        # Its backward follows its forward at once: freeing it in between would only gather it twice.
-        units[own_unit] = {"sharding_strategy": kept}
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
-        device_mesh=mesh,
-        sharding_strategy=strategy,
-        mixed_precision=MixedPrecision(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype),
-        cpu_offload=CPUOffload(offload_params=config.cpu_offload),
-        use_orig_params=True,
-        device_id=device,
-    )
-
-
 def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:
-    """True if the root unit around ``model`` holds the weight of ``embedding`` and has not gathered it: the model was
+    """True if the root unit around ``model`` holds the weight of ``embedding`` and has not unsharded it: the model was
     called without its wrapper."""
     weight = getattr(embedding, "weight", None)
     if embedding is None or not isinstance(weight, Tensor) or not is_stored_by_fsdp1(weight):
         return False
     if any(embedding in unit.modules() for unit in _units(model)):
-        return False  # Its own unit gathers it later.
+        return False  # Its own unit unshards it later.
     return weight.dim() != 2 or weight.untyped_storage().size() == 0
 
 
-def _units(model: nn.Module) -> list[FullyShardedDataParallel]:
-    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-
-
 def is_stored_by_fsdp1(weight: object) -> bool:
-    """Whether a module's ``weight`` is FSDP1's: a flattened parameter at rest, a plain view inside a forward."""
+    """True for a module's ``weight`` that is a flattened parameter of FSDP1, or a plain view of one in a forward."""
     return bool(getattr(weight, "_fsdp_flattened", False)) or not isinstance(weight, nn.Parameter)
 
 
 def is_inside_fsdp1(model: nn.Module) -> bool:
-    """Whether FSDP1 keeps the parameters of ``model``."""
+    """True if FSDP1 stores parameters of ``model``."""
     return bool(_units(model)) or any(getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters())
 
 
-def has_own_unit(head: nn.Module, model: nn.Module, tied_to: Sequence[nn.Module]) -> bool:
-    """True if the FSDP1 unit inside ``model`` that shards ``head`` shards none of ``tied_to`` (an untied head: if there
-    is one)."""
-    unit = _innermost(head, model)
-    if not tied_to:
-        return unit is not None
-    return any(_innermost(module, model) is not unit for module in tied_to)
+def is_flat(name: str) -> bool:
+    """True for the name of a flat parameter."""
+    return "_flat_param" in name
+
+
+def flat_parameters(unit: FullyShardedDataParallel) -> list[Tensor]:
+    """The flat parameter of a unit, unsharded inside its forward; none for a unit without parameters."""
+    return [] if unit._handle is None else [unit._handle.flat_param]
+
+
+def _units(model: nn.Module) -> Sequence[FullyShardedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
 def _innermost(module: nn.Module, model: nn.Module) -> FullyShardedDataParallel | None:

@@ -1,130 +1,231 @@
-"""A weight sharded by FSDP2 and gathered for the head's forward.
+"""FSDP2 (``fully_shard``): strategy, sharding adapters, and its private names.
 
-Collectives a step, for the group that holds the head: one all-gather before the forward, one reduce-scatter after the
-backward (and one all-reduce under HSDP), all of them FSDP's own; one more all-gather in the backward when the group is
-resharded after its forward. The loss adds none, or one all-reduce of one number for ``token_mean="global"``.
+With a gathered lm_head its hooks all-gather the weight for lm_head's forward. Collectives of a step for the group that
+holds it are FSDP2's own: one all-gather before the forward, one reduce-scatter after the backward (and one all-reduce
+under HSDP), one more all-gather in the backward if the group is resharded after its forward. The loss adds none, or one
+all-reduce of one number for ``token_mean="global"``. For a vocab-parallel lm_head see :mod:`.vocab_parallel`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from liger_dist.config import WrapConfig
+from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.structure import Structure, input_embedding
 
-from .base import DataParallel, Facts, Head
+from . import optional_encoders
+from .base import DataParallel, Facts, Head, Initializer, Storage
+from .fsdp_options import FullySharded
+from .materialize import materialize
+from .mesh import TENSOR_PARALLEL, make_mesh, split_axes
+from .process_groups import compute_device
+from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
+from .vocab_parallel import check_row_shards, shard_rows
+
+LMHead = Literal["gather", "vocab_parallel"]
 
 TIED_APART = (
-    "the head is tied to the embedding but FSDP2 stores them apart, so each gets one of the two gradients; put both "
-    "into one group with fully_shard([embedding, norm, head]), or leave both to the root"
+    "lm_head is tied to the embedding but FSDP2 stores them in two groups, so each gets one of the two gradients; put "
+    "both into one group with fully_shard([embedding, norm, head]), or leave both to the root"
 )
 TIED_AND_PADDED = (
-    "the head is tied to the embedding, the two are in different FSDP2 groups, and the ranks do not divide the rows: "
+    "lm_head is tied to the embedding, the two are in different FSDP2 groups, and the ranks do not divide the rows: "
     "each group keeps a padded copy of the shard, and the optimizer updates only one of the copies; pad the vocabulary "
     "to a multiple of the ranks that shard it (model.resize_token_embeddings(pad_to_multiple_of=…) before saving the "
     "checkpoint), or put both into one group with fully_shard([embedding, norm, head])"
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(FullySharded):
+    """Shards a model by FSDP2: one group per layer, one for final norm and lm_head, and the root. A last mesh axis
+    named "tp" is tensor-parallel."""
+
+    name: ClassVar[str] = "fsdp2"
+
+    lm_head: LMHead = "gather"
+    """"gather": FSDP2 all-gathers lm_head's weight for the loss. "vocab_parallel": every rank keeps its row shard and
+    the tokens are exchanged, so that neither the full weight nor its full gradient exists; all ranks then have to scale
+    their losses alike, and call the model at the same time. ``explain`` shows what each sends and holds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("lm_head", self.lm_head, get_args(LMHead))
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        super().check(config, world_size=world_size)
+        if self.lm_head == "gather":
+            return
+        if isinstance(self.mesh, DeviceMesh) and TENSOR_PARALLEL in (self.mesh.mesh_dim_names or ()):
+            raise LigerDistError(
+                "lm_head is 'vocab_parallel' but the mesh has a tensor-parallel axis, which shards its rows already; "
+                "leave lm_head out."
+            )
+        if self.cpu_offload:
+            raise LigerDistError(
+                "lm_head is 'vocab_parallel' but cpu_offload is True, and row shards stay on the device where they are "
+                "used; leave one of them out."
+            )
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        super().check_model(model, structure, unfused=unfused, on_meta=on_meta)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_contiguous():
+                raise LigerDistError(
+                    f"{name} has the strides {parameter.stride()} for the shape {tuple(parameter.shape)}, and FSDP2 "
+                    "shards contiguous parameters only; make it contiguous (parameter.data = "
+                    "parameter.data.contiguous())."
+                )
+        if self.lm_head == "vocab_parallel":
+            check_row_shards(model, structure, unfused=unfused)
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        device = compute_device()
+        names = ("replicate", "shard")
+        mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
+        mesh, tensor_parallel = split_axes(mesh)
+        if tensor_parallel is not None:
+            parallelize_heads(model, structure, mesh=tensor_parallel, has_storage=initialize is None)
+        row_shards: frozenset[nn.Parameter] = frozenset()
+        if self.lm_head == "vocab_parallel":
+            row_shards = shard_rows(
+                model,
+                linear_heads(model, structure),
+                mesh=mesh,
+                device=device,
+                compute_dtype=self.param_dtype,
+                reduce_dtype=self.reduce_dtype,
+                divide_factor=partial(divide_factor, model),
+                syncs_replicas=partial(reduces_over_replicas, model),
+                undo=undo,
+            )
+        self._fully_shard(model, structure, mesh, row_shards)
+        if initialize is not None:
+            at = torch.device("cpu") if self.cpu_offload else device
+            materialize(model, initialize, layers=structure.all_layers, device=at)
+        optional_encoders.install(model, structure, mesh=mesh, root=model, undo=undo)
+        return outer
+
+    def _fully_shard(
+        self, model: nn.Module, structure: Structure, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]
+    ) -> None:
+        """Masters keep their dtype. ``output_dtype`` stays None, because FSDP2 would round the loss to it."""
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.cpu_offload else OffloadPolicy()
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
+            "offload_policy": offload,
+        }
+        encoder_layers = chain(*structure.other_stacks)
+        for layer in (*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)])):
+            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+        tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
+        if not (structure.tied or ignored or _shares_parameters(model, tail)):
+            # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
+            fully_shard(tail, reshard_after_forward=False, **options)
+        fully_shard(model, ignored_params=set(ignored) or None, **options)
+
+
+def _shares_parameters(model: nn.Module, tail: list[nn.Module]) -> bool:
+    """True if a module outside of ``tail`` holds one of its parameters, such as an embedding tied to the original
+    lm_head that PEFT keeps."""
+    inside = {module for top in tail for module in top.modules()}
+    own = {parameter for top in tail for parameter in top.parameters()}
+    return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+
+
 class FSDP2Gathered:
-    """FSDP2's hooks gather the weight for the head's forward; the loss runs inside it on a plain weight."""
+    """FSDP2's hooks all-gather the weight for lm_head's forward; the loss runs inside it on a plain weight."""
 
     name: ClassVar[str] = "fsdp2-gathered"
+
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        return stored_weight(head, model)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp2":
             return [facts.storage]
         if facts.tensor_parallel is not None:
-            return ["the weight stays split over the tensor-parallel axis when FSDP2 has gathered it"]
-        return tied_weight_reasons(facts)
+            return ["the weight stays sharded over the tensor-parallel axis when FSDP2 has all-gathered it"]
+        return _tied_weight_reasons(facts)
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        found = find_param(head, model)
-        if found is None:
-            raise LigerDistError(
-                "the output embedding is not part of an FSDP2 group; shard the model before its forward."
-            )
-        group, _ = found
-        mesh: DeviceMesh = group.mesh_info.mesh
-        return DataParallel(
-            groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)),
-            divide_factor=_divide_factor(group),
-        )
+        return _data_parallel(head, model)
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         if isinstance(head.weight, DTensor):
             raise LigerDistError(
-                f"the output embedding's weight is still sharded ({head.weight.placements}) in its own forward, so "
-                "FSDP2's hooks have not run. Call the wrapped model itself rather than its parts."
+                f"lm_head.weight is still sharded ({head.weight.placements}) in its own forward, so FSDP2's hooks have "
+                "not run. Call the wrapped model itself rather than its parts."
             )
         return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
 
 
-def tied_weight_reasons(facts: Facts) -> list[str]:
-    """Why FSDP2 does not keep the head and the embedding that it is tied to one parameter."""
+class FSDP2TensorParallel(TensorParallelAdapter):
+    """FSDP2 over the data-parallel axes of an lm_head whose rows are sharded over a tensor-parallel axis."""
+
+    name: ClassVar[str] = "fsdp2-tensor-parallel"
+
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        return None  # FSDP2Gathered recognises it.
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        if facts.engine != "fsdp2":
+            return [facts.storage]
+        if facts.tensor_parallel is None:
+            return [NOT_SPLIT]
+        return row_shard_reasons(facts) + _tied_weight_reasons(facts)
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        return _data_parallel(head, model)
+
+
+def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
+    found = _find_param(head, model)
+    if found is None:
+        raise LigerDistError("lm_head is not part of an FSDP2 group; shard the model before its forward.")
+    group, _ = found
+    mesh: DeviceMesh = group.mesh_info.mesh
+    return DataParallel(
+        groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)), divide_factor=_divide_factor(group)
+    )
+
+
+def _tied_weight_reasons(facts: Facts) -> list[str]:
+    """Why FSDP2 does not keep lm_head and the embedding that it is tied to one parameter."""
     if facts.tied and facts.apart_from_embedding:
         return [TIED_APART]
     return [TIED_AND_PADDED] if facts.padded_in_two_groups and facts.trains else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardingUnits:
-    """What becomes a group of its own; everything else falls to the root."""
-
-    layers: Sequence[nn.Module]
-    other_stacks: Sequence[Sequence[nn.Module]] = ()
-    """the layers of every encoder outside the decoder (vision, audio)"""
-    embedding: nn.Module | None
-    """the input embedding, when nobody else uses its weight"""
-    tail: Sequence[nn.Module]
-    """``[final norm, head]``; empty when the head is tied to the embedding and stays in the root"""
-
-
-def shard(
-    model: nn.Module,
-    units: ShardingUnits,
-    *,
-    mesh: DeviceMesh,
-    config: WrapConfig,
-    left_alone: frozenset[nn.Parameter] = frozenset(),
-) -> None:
-    """Shards ``model`` in place over ``mesh`` (1-D: FSDP; 2-D: HSDP, replicate x shard).
-
-    Parameters that are ``left_alone`` stay as they are. Masters keep their dtype; with ``config.param_dtype`` the
-    layers compute in that one. ``output_dtype`` is left alone, because FSDP2 would round the loss with it.
-    """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype, output_dtype=None
-        ),
-        "offload_policy": (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
-        ),
-    }
-    for layer in (*chain(*units.other_stacks), *units.layers, *filter(None, [units.embedding])):
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
-    if units.tail:
-        # Its backward follows its forward at once: freeing it in between would only gather it twice.
-        fully_shard(list(units.tail), reshard_after_forward=False, **options)
-    fully_shard(model, ignored_params=set(left_alone) or None, **options)
-
-
 def divide_factor(model: nn.Module) -> float:
-    """What FSDP2 divides summed gradients by, read from the first of the model's groups."""
+    """Number by which FSDP2 divides summed gradients, read from the first of the model's groups."""
     return _divide_factor(next(_param_groups(model)))
 
 
@@ -140,7 +241,7 @@ def reduces_over_replicas(model: nn.Module) -> bool:
 
 
 def unfinished_reduction(model: nn.Module) -> str | None:
-    """What FSDP2 has put off, as a clause: gradients that it has not reduced yet, or would not reduce."""
+    """Why gradients are not fully reduced (gradient accumulation or no-sync), as a clause; None if they are."""
     for group in _param_groups(model):
         if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
             return "FSDP2 holds gradients that it has not reduced yet"
@@ -149,8 +250,33 @@ def unfinished_reduction(model: nn.Module) -> str | None:
     return None
 
 
-def find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
-    """FSDP2's own records of ``head.weight``, its parameter group and itself; None when FSDP2 does not store it."""
+def stored_weight(head: nn.Module, model: nn.Module) -> Storage | None:
+    """Reads FSDP2's records of ``head.weight``; None when FSDP2 does not store it. No collectives.
+
+    [Note: One parameter in two FSDP2 groups] transformers shards before it ties, so embedding and lm_head end in
+    different groups, and tying gives both modules one sharded parameter. Each group then all-gathers it for its own
+    module and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor
+    that it saw in its first forward, and a shard with fewer rows than the others is replaced there by a padded copy,
+    once in each group: the parameter is a view of the last copy, and the first is never updated.
+    """
+    found = _find_param(head, model)
+    if found is None:
+        return None
+    group, fsdp_param = found
+    weight = _sharded_parameter(group, fsdp_param)
+    records = [p for g in _param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
+    return Storage(
+        engine="fsdp2",
+        clause="FSDP2 shards the weight",
+        weight=weight,
+        data_parallel_axes=group.mesh_info.mesh.ndim,
+        apart_from_embedding=len(records) == 1 and not fsdp_param._module_info.shared_modules,
+        padded_in_two_groups=len(records) > 1 and weight.shape[0] % _num_shards(weight) != 0,
+    )
+
+
+def _find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
+    """FSDP2's parameter group of ``head.weight`` and its record there; None when FSDP2 does not store it."""
     for group in _param_groups(model):
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
@@ -160,50 +286,13 @@ def find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredWeight:
-    """How FSDP2 stores ``head.weight``."""
-
-    weight: Tensor
-    """the sharded parameter"""
-    data_parallel_axes: int
-    """number of mesh axes of its group"""
-    is_apart: bool
-    """True where no other module holds the same sharded parameter"""
-    padded_in_two_groups: bool
-    """True where another group holds the same parameter and the ranks do not divide its rows"""
-
-
-def stored_weight(head: nn.Module, model: nn.Module) -> StoredWeight | None:
-    """Reads FSDP2's records of ``head.weight``; None when FSDP2 does not store it. No collectives.
-
-    [Note: one parameter in two FSDP2 groups] transformers shards before it ties, so the embedding and the head end in
-    different groups, and tying gives both modules one sharded parameter. Each group then gathers it for its own module
-    and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor that it
-    saw in its first forward, and a shard with fewer rows than the others is replaced there by a padded copy, once in
-    each group: the parameter is a view of the last copy, and the first is never updated.
-    """
-    found = find_param(head, model)
-    if found is None:
-        return None
-    group, fsdp_param = found
-    weight = _sharded_parameter(group, fsdp_param)
-    records = [p for g in _param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
-    return StoredWeight(
-        weight=weight,
-        data_parallel_axes=group.mesh_info.mesh.ndim,
-        is_apart=len(records) == 1 and not fsdp_param._module_info.shared_modules,
-        padded_in_two_groups=len(records) > 1 and weight.shape[0] % _shards(weight) != 0,
-    )
-
-
 def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
     """FSDP2 reads the parameter from the module in its first forward, and keeps it from then on."""
     info = fsdp_param._module_info
     return fsdp_param.sharded_param if group._reset_sharded_params else getattr(info.module, info.param_name)
 
 
-def _shards(weight: DTensor) -> int:
+def _num_shards(weight: DTensor) -> int:
     sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 

@@ -1,7 +1,7 @@
-"""What one micro-batch costs with a gathered head and with rows that stay where they are, from shapes alone.
+"""Bytes that a gathered and a vocab-parallel lm_head send and hold per micro-batch, from shapes alone.
 
-Legend: N tokens of a process, D hidden, V vocabulary, G processes of the shard axis. Numbers of the layers are 16 or 32
-bits wide (``itemsize``), gradients are reduced in fp32.
+Legend: N tokens of a rank, D hidden, V vocabulary, G ranks of the shard axis. Weights and hidden states have
+``itemsize`` bytes per element, gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ LABEL, SCALES, STATISTICS = 8, 8, 12
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShapes:
-    """Everything the costs depend on; the same on every process."""
+    """Everything the costs depend on; the same on every rank."""
 
     tokens: int
     hidden_size: int
     vocab_size: int
-    processes: int
+    ranks: int
     tied: bool
     trains: bool
-    """whether the weight requires a gradient"""
+    """True if the weight requires a gradient"""
     itemsize: int
     memory_budget: int | None
 
@@ -37,50 +37,50 @@ class HeadShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCost:
-    """Of one process and micro-batch."""
+    """Bytes of one rank and micro-batch."""
 
     sent_bytes: int
-    """to other processes, forward and backward"""
+    """sent to other ranks, forward and backward"""
     held_bytes: int
-    """at the peak, beside the shards of the weight and its gradient"""
+    """held at the peak, in addition to the shards of the weight and its gradient"""
 
     def __str__(self) -> str:
         return f"sends {self.sent_bytes / 2**20:.0f} MiB, holds {self.held_bytes / 2**20:.0f} MiB"
 
 
 def head_costs(shapes: HeadShapes) -> dict[str, HeadCost]:
-    """Of every way, by the name of ``WrapConfig.head``."""
+    """Of both layouts, by the value of ``FSDP2.lm_head``."""
     return {"gather": gathered(shapes), "vocab_parallel": vocab_parallel(shapes)}
 
 
 def gathered(shapes: HeadShapes) -> HeadCost:
-    """The weight is gathered once, and its gradient, if it has one, is reduced in fp32. Whole are the weight, its
-    gradient, and what the reduction starts from."""
-    whole, whole_fp32 = shapes.weight_bytes, shapes.weight_bytes // shapes.itemsize * FP32
+    """The weight is gathered once, and its gradient, if it has one, is reduced in fp32. Full tensors are the weight,
+    its gradient, and what the reduction starts from."""
+    full, full_fp32 = shapes.weight_bytes, shapes.weight_bytes // shapes.itemsize * FP32
     if not shapes.trains:
         logits, _ = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
-        return HeadCost(sent_bytes=whole * (shapes.processes - 1) // shapes.processes, held_bytes=whole + logits)
-    others = shapes.processes - 1
+        return HeadCost(sent_bytes=full * (shapes.ranks - 1) // shapes.ranks, held_bytes=full + logits)
+    peers = shapes.ranks - 1
     logits, chunks = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
-    in_loss = logits + (whole if chunks <= 2 else whole_fp32)
+    in_loss = logits + (full if chunks <= 2 else full_fp32)
     return HeadCost(
-        sent_bytes=(whole + whole_fp32) * others // shapes.processes,
-        held_bytes=whole + max(in_loss, whole + whole_fp32),
+        sent_bytes=(full + full_fp32) * peers // shapes.ranks,
+        held_bytes=full + max(in_loss, full + full_fp32),
     )
 
 
 def vocab_parallel(shapes: HeadShapes) -> HeadCost:
-    """Every token's hidden states travel to the other processes, and their gradients back; those of a tied embedding
+    """Hidden states are sent to the other ranks and their gradients back; for a tied embedding
     once more."""
-    others = shapes.processes - 1
+    peers = shapes.ranks - 1
     token = shapes.hidden_size * shapes.itemsize
-    rows = -(-shapes.vocab_size // shapes.processes)
-    everyone = shapes.tokens * shapes.processes
-    chunk, _ = _buffer(shapes, tokens=everyone, numbers=numbers_of_token(rows, shapes.hidden_size))
-    numbers = shapes.tokens * (LABEL + SCALES) + everyone * STATISTICS
-    travels = shapes.tokens * token * 2 * (2 if shapes.tied else 1)
+    rows = -(-shapes.vocab_size // shapes.ranks)
+    all_tokens = shapes.tokens * shapes.ranks
+    chunk, _ = _buffer(shapes, tokens=all_tokens, numbers=numbers_of_token(rows, shapes.hidden_size))
+    numbers = shapes.tokens * (LABEL + SCALES) + all_tokens * STATISTICS
+    exchanged = shapes.tokens * token * 2 * (2 if shapes.tied else 1)
     return HeadCost(
-        sent_bytes=(travels + numbers) * others,
+        sent_bytes=(exchanged + numbers) * peers,
         held_bytes=chunk + rows * token,
     )
 
@@ -88,6 +88,6 @@ def vocab_parallel(shapes: HeadShapes) -> HeadCost:
 def _buffer(shapes: HeadShapes, *, tokens: int, numbers: int) -> tuple[int, int]:
     """Bytes of a chunk with so many ``numbers`` for each token, and how many chunks there are."""
     budget = shapes.memory_budget or DEFAULT_MEMORY_BUDGET
-    whole = tokens * numbers * shapes.itemsize
-    chunks = -(-whole // budget)
-    return (-(-whole // chunks), chunks) if chunks else (0, 0)
+    full = tokens * numbers * shapes.itemsize
+    chunks = -(-full // budget)
+    return (-(-full // chunks), chunks) if chunks else (0, 0)

@@ -1,13 +1,13 @@
-"""Values for a model built on the meta device, after it was sharded.
+"""Initialises a sharded model that was built on the meta device.
 
-Each decoder layer (or single module) is made whole on the device, initialised by the model's own rule, cut to this
-rank's shards and freed again, so no rank ever holds more than its shards and one layer. Values do not depend on the
-sharding: one seed gives one model under every strategy and world size.
+Each decoder layer (or single module) gets full tensors, is initialised by the model's own rule and is sharded again, so
+no rank holds more than its shards and one layer. Values do not depend on the sharding: one seed gives one model under
+every strategy and world size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,14 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist.sharding.devices import collective_device
 
-Initializer = Callable[[nn.Module], None]
-"""sets the parameters and buffers that a module itself owns"""
+from .base import Initializer
+from .process_groups import collective_device
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether ``model`` has no storage yet.
+    """True if the parameters of ``model`` are on the meta device.
 
     Raises:
         LigerDistError: some of its parameters have and some have not.
@@ -46,7 +45,7 @@ def materialize(
     """Gives ``model`` storage on ``device`` and calls ``initialize`` on every module, children first.
 
     The random numbers come from rank 0's generator (one broadcast of one number), whatever the other ranks' seeds are.
-    A shared parameter gets its values as part of the module that comes first.
+    A shared parameter is initialised with the first module that has it.
 
     Raises:
         LigerDistError: the model's rule leaves a parameter or buffer without values.
@@ -76,8 +75,8 @@ def materialize(
 
 
 def _check_flags(model: nn.Module, initialize: Initializer, device: torch.device) -> None:
-    """Both values of a bool are usual ones, so the rule runs once more over the opposite of what it has given: what it
-    writes comes out the same."""
+    """Any bool is a plausible value, so the rule runs once more over the opposite of its result: buffers that it writes
+    come out the same."""
     for owner_name, owner in model.named_modules():
         before = {name: b.clone() for name, b in owner._buffers.items() if b is not None and b.dtype == torch.bool}
         if not before:
@@ -117,31 +116,31 @@ def _throwaway(owner: nn.Module) -> Iterator[None]:
 def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module], done: set[int]) -> None:
     """``done`` holds the parameters, by identity, that have their values already."""
     if module in layers:
-        with _whole(tuple(module.modules()), done):
+        with _full(tuple(module.modules()), done):
             module.apply(lambda child: initialize(child))
         return
     for child in module.children():
         _initialize(child, initialize, layers, done)
-    with _whole((module,), done):
+    with _full((module,), done):
         initialize(module)
 
 
 @contextmanager
-def _whole(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
-    """Puts whole tensors in the place of the owners' parameters, and cuts them to the shards at the end."""
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+def _full(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
+    """Within, the owners' parameters are full tensors; at the end their values are copied to the shards."""
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in owners:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                replaced.append((owner, name, parameter))
-    for owner, name, parameter in replaced:
+                swapped.append((owner, name, parameter))
+    for owner, name, parameter in swapped:
         device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        _poison(whole)
-        owner._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        _poison(full)
+        owner._parameters[name] = nn.Parameter(full, requires_grad=False)
     try:
         yield
-        for owner, name, parameter in replaced:
+        for owner, name, parameter in swapped:
             values = owner._parameters[name]
             if id(parameter) in done or values is None:
                 continue
@@ -153,12 +152,12 @@ def _whole(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
             else:
                 parameter.copy_(values)
     finally:
-        for owner, name, parameter in replaced:
+        for owner, name, parameter in swapped:
             owner._parameters[name] = parameter
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    """Fills fresh storage with values that no rule would choose, so that what nobody writes can be told."""
+    """Fills fresh storage with values that no rule would choose, so that unwritten ones are found."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:

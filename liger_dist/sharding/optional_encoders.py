@@ -25,10 +25,11 @@ No value of a parameter is read, so NaN or Inf do not spread.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,44 +40,41 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.peft_layers import without_fsdp1
+from liger_dist.structure import Structure, input_embedding
+from liger_dist.tracing import untraced
 
-from .devices import compute_device
+from .process_groups import compute_device, host_group
 
 _INSTALLED = "_liger_dist_optional_encoders"
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values", "audio_values")
 _GRAD_ENABLED, _INPUTS_REQUIRE_GRAD = 1, 2
 
-F = TypeVar("F")
-
-
-def _untraced(function: F) -> F:
-    return cast(F, torch.compiler.disable(cast(Any, function)))
-
 
 def install(
     model: nn.Module,
-    stacks: Sequence[Sequence[nn.Module]],
+    structure: Structure,
     *,
-    decoder: nn.Module,
-    embedding: nn.Module | None,
     mesh: DeviceMesh,
     root: nn.Module,
+    undo: ExitStack,
+    flat_parameters: Callable[[FullyShardedDataParallel], list[Tensor]] | None = None,
 ) -> None:
-    """Hooks a sharded model whose encoders (``stacks``) are FSDP units; does nothing for a model without any.
+    """Hooks a sharded model whose encoders are FSDP units; does nothing for a model without encoders.
 
     Creates one gloo group of the mesh's ranks. To be called last, so that the exchange comes before FSDP's hooks.
 
     Args:
-        decoder: takes ``inputs_embeds``.
-        embedding: the input embedding when it is an FSDP2 unit.
         mesh: the data-parallel axes.
         root: what the caller calls, the model itself or FSDP1's wrapper.
+        flat_parameters: the flat parameter of an FSDP1 unit.
     """
     inputs = _encoder_inputs(model)
-    if stacks and inputs and mesh.size() > 1:
+    if structure.other_stacks and inputs and mesh.size() > 1:
         vars(model)[_INSTALLED] = OptionalEncoders(
-            model, stacks, inputs, decoder=decoder, embedding=embedding, mesh=mesh, root=root
+            model, structure, inputs, mesh=mesh, root=root, flat_parameters=flat_parameters
         )
+        undo.callback(uninstall, model)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -120,20 +118,21 @@ class OptionalEncoders:
     def __init__(
         self,
         model: nn.Module,
-        stacks: Sequence[Sequence[nn.Module]],
+        structure: Structure,
         inputs: dict[str, int],
         *,
-        decoder: nn.Module,
-        embedding: nn.Module | None,
         mesh: DeviceMesh,
         root: nn.Module,
+        flat_parameters: Callable[[FullyShardedDataParallel], list[Tensor]] | None,
     ) -> None:
+        self._flat_parameters = flat_parameters
+        decoder = structure.decoder
         self._root = root
         self._inputs = inputs
-        self._num_stacks = len(stacks)
+        self._num_stacks = len(structure.other_stacks)
         # FSDP1 has put a wrapper around each layer.
         wrappers = {unit.module: unit for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)}
-        self._units = [wrappers.get(layer, layer) for stack in stacks for layer in stack]
+        self._units = [wrappers.get(layer, layer) for stack in structure.other_stacks for layer in stack]
         self._skips_layers = any(
             name.startswith("cross_attention") for name in inspect.signature(type(decoder).forward).parameters
         )
@@ -150,9 +149,9 @@ class OptionalEncoders:
         self._first_parameter = [sum(counts[:number]) for number in range(len(counts) + 1)]
         self._message_size = 2 + len(counts) + self._first_parameter[-1] + len(self._root_parameters())
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        self._group = _host_group(self._ranks)
+        self._group = host_group(self._ranks)
         self._call: _MixedCall | None = None
-        self._hooks = self._install(root, embedding, decoder)
+        self._hooks = self._install(root, input_embedding(model), decoder)
 
     def _install(self, root: nn.Module, embedding: nn.Module | None, decoder: nn.Module) -> list[RemovableHandle]:
         hooks = [
@@ -160,9 +159,9 @@ class OptionalEncoders:
             root.register_forward_hook(self._after_model, always_call=True),
             decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
         ]
-        places = [*self._units, *([embedding] if isinstance(embedding, FSDPModule) else [])]
-        for place, module in enumerate(places):
-            before = partial(self._before_place, place)
+        stops = [*self._units, *([embedding] if isinstance(embedding, FSDPModule) else [])]
+        for stop, module in enumerate(stops):
+            before = partial(self._before_stop, stop)
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         for number, unit in enumerate(self._units):
             # Before FSDP2 reshards, so that the parameters are those of the graph.
@@ -174,7 +173,7 @@ class OptionalEncoders:
             hook.remove()
         dist.destroy_process_group(self._group)
 
-    @_untraced
+    @untraced
     def _before_model(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Exchanges which encoder inputs each rank has (one all-gather on the host).
 
@@ -211,23 +210,23 @@ class OptionalEncoders:
                 "run the same layers. Add one to every batch."
             )
 
-    @_untraced
+    @untraced
     def _after_model(self, root: nn.Module, args: Any, output: Any) -> None:
         self._call = None
 
-    @_untraced
-    def _before_place(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @untraced
+    def _before_stop(self, stop: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._call
         if call is None or call.is_repeating:
             return
         if call.has_inputs:
             requires_grad = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
             flags = _GRAD_ENABLED * torch.is_grad_enabled() + _INPUTS_REQUIRE_GRAD * requires_grad
-            self._announce(call, place, flags)
+            self._announce(call, stop, flags)
         else:
-            self._follow(call, until=place)
+            self._follow(call, until=stop)
 
-    @_untraced
+    @untraced
     def _after_unit(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         call = self._call
         if call is None or call.is_repeating or not call.has_inputs:
@@ -236,7 +235,7 @@ class OptionalEncoders:
         for index, parameter in enumerate(self._parameters_of(unit), start=self._first_parameter[number]):
             call.parameters.append((number, index, parameter))
 
-    @_untraced
+    @untraced
     def _before_decoder(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -244,11 +243,11 @@ class OptionalEncoders:
         if call is None:
             return None
         self._call = None
-        place = len(self._units) + 1
+        stop = len(self._units) + 1
         if call.has_inputs:
-            self._announce(call, place, 0, self._dependencies(call, (args, kwargs)))
+            self._announce(call, stop, 0, self._dependencies(call, (args, kwargs)))
             return None
-        message = self._follow(call, until=place)
+        message = self._follow(call, until=stop)
         num_units = len(self._units)
         is_used, call.depends_on[:] = message[:num_units], message[num_units:]
         used = [output for number, output in call.outputs if is_used[number] and output.requires_grad]
@@ -265,12 +264,12 @@ class OptionalEncoders:
         zero = _zero([True] * len(used), 0, torch.zeros((), device=embeddings.device), *used)
         return args, kwargs | {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
 
-    def _announce(self, call: _MixedCall, place: int, flags: int, dependencies: Sequence[bool] = ()) -> None:
+    def _announce(self, call: _MixedCall, stop: int, flags: int, dependencies: Sequence[bool] = ()) -> None:
         """Broadcasts what comes next from the leader; other ranks with encoder inputs check that it is theirs."""
-        sent = self._broadcast(call, [place, flags, *dependencies])
-        if sent[0] != place:
+        sent = self._broadcast(call, [stop, flags, *dependencies])
+        if sent[0] != stop:
             raise LigerDistError(
-                f"this rank runs encoder layer {place} next and rank {call.leader} layer {sent[0]} (of "
+                f"this rank runs encoder layer {stop} next and rank {call.leader} layer {sent[0]} (of "
                 f"{len(self._units)}); expected ranks that have images to run the same layers in the same order. Give "
                 "each of them the same kinds of input."
             )
@@ -278,15 +277,15 @@ class OptionalEncoders:
     def _follow(self, call: _MixedCall, *, until: int) -> list[bool]:
         """Runs the leader's units until it comes to ``until``; returns what was sent with that."""
         while True:
-            place, flags, *dependencies = self._broadcast(call, [])
-            if place == until:
+            stop, flags, *dependencies = self._broadcast(call, [])
+            if stop == until:
                 return [bool(depends) for depends in dependencies]
-            if place >= len(self._units):
+            if stop >= len(self._units):
                 raise LigerDistError(
                     f"rank {call.leader} has images and calls its embedding and decoder in another order than this "
                     "rank, which has none. Add an image to every batch."
                 )
-            self._repeat(call, place, flags)
+            self._repeat(call, stop, flags)
 
     def _broadcast(self, call: _MixedCall, message: list[int]) -> list[int]:
         tensor = torch.zeros(self._message_size, dtype=torch.int32)
@@ -297,7 +296,7 @@ class OptionalEncoders:
     def _repeat(self, call: _MixedCall, number: int, flags: int) -> None:
         """Runs one unit with FSDP's hooks on a scalar, which requires a gradient where the leader's inputs do."""
         unit = self._units[number]
-        target = cast(nn.Module, getattr(unit, "_fsdp_wrapped_module", unit))
+        target = without_fsdp1(unit)
         first = self._first_parameter[number]
 
         def forward(hidden: Tensor) -> Tensor:
@@ -321,7 +320,8 @@ class OptionalEncoders:
     def _parameters_of(self, unit: nn.Module) -> list[Tensor]:
         """The leaves of the graph that a unit's forward builds, unsharded inside that forward."""
         if isinstance(unit, FullyShardedDataParallel):
-            return [] if unit._handle is None else [unit._handle.flat_param]
+            assert self._flat_parameters is not None
+            return self._flat_parameters(unit)
         return list(unit.parameters())
 
     def _root_parameters(self) -> list[Tensor]:
@@ -343,18 +343,6 @@ class OptionalEncoders:
         for index, parameter in enumerate(self._root_parameters(), start=self._first_parameter[-1]):
             depends[index] = id(parameter) in leaves
         return is_used + depends
-
-
-def _host_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a group
-    made by its members alone has a name that returns once it is destroyed, and meets the old addresses in the store."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tuple(ranks))
-    own: Any = None
-    for members in dict.fromkeys(gathered):
-        group = dist.new_group(list(members), backend="gloo")
-        own = group if dist.get_rank() in members else own
-    return cast(dist.ProcessGroup, own)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -1,17 +1,18 @@
-"""A weight whose rows are split over a tensor-parallel mesh axis: by transformers' own plan, by torch's
-``parallelize_module``, or by :func:`parallelize_heads`; alone or inside FSDP2.
+"""Tensor parallelism: the strategy "tp", and the adapter for an lm_head whose rows are sharded over a tensor-parallel
+mesh axis, by transformers' plan, by torch's ``parallelize_module``, or by :func:`parallelize_heads`.
 
-Collectives of the loss, on the tensor-parallel group: one all-gather of seven numbers, by which the processes make sure
-that they see the same tokens (the first time waiting for the result), one all-gather of the softmax statistics for each
-chunk of tokens, and one all-reduce of the hidden states' gradient. Logits and weight are never gathered.
+Collectives of the loss, on the tensor-parallel group: one all-gather of seven numbers that checks that all ranks see
+the same tokens (the first time waiting for the result), one all-gather of softmax statistics per chunk of tokens, one
+all-reduce of the hidden states' gradient. Neither logits nor weight are gathered.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import ClassVar
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,54 +20,87 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.same_tokens import check_same_tokens
-from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
+from liger_dist.peft_layers import heads_at
+from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head
-from .fsdp2 import FSDP2Gathered, find_param, tied_weight_reasons
+from .base import DataParallel, Facts, Head, Initializer, Storage
+from .fsdp_options import refuse_sharded
+from .materialize import materialize
+from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
+from .process_groups import compute_device
 
-NOT_SPLIT = "the weight is not split over a tensor-parallel axis"
+NOT_SPLIT = "the weight is not sharded over a tensor-parallel axis"
 
 
+@dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Every process of the axis scores all tokens against its own rows of the head."""
+    """Shards the rows of lm_head over all ranks, which see the same tokens; the layers stay full, or keep the plan that
+    the model was loaded with. Rank 0's values count."""
+
+    name: ClassVar[str] = "tp"
+    has_collectives: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = True
+
+    mesh: Mesh | None = None
+    """A DeviceMesh of one axis or its shape; None: all ranks."""
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        refuse_sharded(model)
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        device = compute_device()
+        mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=(TENSOR_PARALLEL,))
+        parallelize_heads(model, structure, mesh=mesh, has_storage=initialize is None)
+        if initialize is not None:
+            materialize(model, initialize, layers=structure.all_layers, device=device)
+        return outer
+
+
+class TensorParallelAdapter:
+    """Every rank of the tensor-parallel group scores all tokens against its own rows of lm_head."""
 
     name: ClassVar[str] = "tensor-parallel"
 
-    def __init__(self) -> None:
-        self._has_waited: WeakSet[Head] = WeakSet()
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        if not isinstance(head.weight, DTensor):
+            return None
+        return Storage(
+            engine="dtensor",
+            clause="the weight is a DTensor that no framework unshards",
+            weight=head.weight,
+            apart_from_embedding=not tied_to,
+        )
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.tensor_parallel is None:
             return [NOT_SPLIT]
-        reasons = []
-        if facts.engine not in ("dtensor", "fsdp2"):
-            reasons.append(f"tensor parallelism is not combined with this storage: {facts.storage}")
-        if facts.tensor_parallel != "S(0)":
+        if facts.engine != "dtensor":
+            return [facts.storage]
+        reasons = row_shard_reasons(facts)
+        if facts.token_mean == "global" and facts.world_size > facts.tensor_parallel_size:
             reasons.append(
-                f"the weight is placed {facts.tensor_parallel} over the tensor-parallel mesh; expected its rows on "
-                "one axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
-            )
-        if facts.adapted:
-            reasons.append(
-                "an adapter (LoRA) on a head that is split over a tensor-parallel axis is not supported; leave the "
-                "head out of its target_modules"
-            )
-        if facts.token_mean == "global" and facts.engine == "dtensor" and facts.world_size > facts.tensor_parallel_size:
-            reasons.append(
-                "token_mean='global' needs to know who averages the gradients of the replicas; pass "
+                "token_mean='global' needs to know what averages the gradients of the replicas; pass "
                 "num_items_in_batch to the model"
             )
-        if facts.engine == "fsdp2":
-            reasons += tied_weight_reasons(facts)
         return reasons
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        if find_param(head, model) is not None:
-            return FSDP2Gathered().data_parallel(head, model)
-        # All processes see the same tokens, and nobody averages.
+        # All ranks see the same tokens, and gradients are not averaged.
         return DataParallel(groups=(), divide_factor=1.0)
 
     def linear_cross_entropy(
@@ -74,19 +108,18 @@ class TensorParallel:
     ) -> LossOutput:
         weight = head.weight
         if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:
+            stored = f"placed {weight.placements}" if isinstance(weight, DTensor) else f"full ({tuple(weight.shape)})"
             raise LigerDistError(
-                f"the output embedding's weight is {_described(weight)} in its own forward; expected the rows of one "
-                "tensor-parallel axis, so FSDP2's hooks have not run. Call the wrapped model itself rather than its "
-                "parts."
+                f"lm_head.weight is {stored} in its own forward; expected the row shard of one tensor-parallel axis, "
+                "so FSDP2's hooks have not run. Call the wrapped model itself rather than its parts."
             )
         mesh = weight.device_mesh
         group = mesh.get_group()
         is_distributed = isinstance(hidden_states, DTensor)
         if isinstance(hidden_states, DTensor):
-            # Sequence-parallel input is gathered here; its gradient is reduced on the way back by DTensor itself.
+            # All-gathers sequence-parallel input; DTensor reduce-scatters its gradient in the backward.
             hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        check_same_tokens(hidden_states, labels, group, waits=head not in self._has_waited)
-        self._has_waited.add(head)
+        check_same_tokens(hidden_states, labels, group, waits=execution.is_first)
         return vocab_parallel_linear_cross_entropy(
             hidden_states,
             weight.to_local(),
@@ -99,49 +132,66 @@ class TensorParallel:
         )
 
 
+def row_shard_reasons(facts: Facts) -> list[str]:
+    """Why a tensor-parallel weight is not scored row by row."""
+    reasons = []
+    if facts.tensor_parallel != "S(0)":
+        reasons.append(
+            f"the weight is placed {facts.tensor_parallel} over the tensor-parallel mesh; expected its rows on one "
+            "axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
+        )
+    if facts.has_lora:
+        reasons.append("LoRA on a tensor-parallel lm_head is not supported; leave the head out of its target_modules")
+    return reasons
+
+
 def first_row(weight: DTensor) -> int:
-    """Where this process's rows begin, on the last mesh axis: DTensor gives every process ``ceil(V / G)`` rows, and the
-    last ones fewer."""
+    """Index of this rank's first row on the last mesh axis: DTensor gives every rank ``ceil(V / G)`` rows, and the last
+    ones fewer."""
     mesh = weight.device_mesh
     rows = -(-weight.shape[0] // mesh.shape[-1])
     return min(mesh.get_local_rank(mesh.ndim - 1) * rows, weight.shape[0])
 
 
-def parallelize_heads(
-    model: nn.Module, heads: Sequence[nn.Linear], embeddings: Sequence[nn.Module], *, mesh: DeviceMesh
-) -> None:
-    """Splits the heads' rows over the 1-D ``mesh``, and those of the ``embeddings`` that a single head is tied to.
-    Every other parameter stays whole. The values of the mesh's first process count.
+def parallelize_heads(model: nn.Module, structure: Structure, *, mesh: DeviceMesh, has_storage: bool) -> None:
+    """Shards the rows of lm_head, and of embeddings tied to it, over the 1-D ``mesh``; all other parameters stay full.
+    Broadcasts the values of the mesh's first rank. Leaves an lm_head alone that is sharded already.
     """
+    if isinstance(structure.head.weight, DTensor):
+        return
+    if has_storage:
+        model.to(compute_device())
     group = mesh.get_group()
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-    # A head that other code has to run as usual still returns whole logits.
+    heads = linear_heads(model, structure)
     holds = {head.weight: head for head in heads}
-    tied = [(embedding, holds[embedding.weight]) for embedding in embeddings]  # type: ignore[index]
+    tied = [(embedding, holds[embedding.weight]) for embedding in structure.tied_to]  # type: ignore[index]
     for head in heads:
+        # A call for logits all-gathers them.
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     for embedding, head in tied:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
         embedding.weight = head.weight
 
 
+def linear_heads(model: nn.Module, structure: Structure) -> Sequence[nn.Linear]:
+    """Every ``nn.Linear`` that may be called as lm_head."""
+    return [head for head in heads_at(model.get_submodule(structure.head_name)) if isinstance(head, nn.Linear)]
+
+
 def placed_like(hidden_states: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor``, alike on all processes, as a DTensor when ``hidden_states`` are one: code around the head expects
-    of its output what it gave as input."""
+    """``tensor``, alike on all ranks, as a DTensor if ``hidden_states`` are one: hooks on lm_head expect the kind of
+    output that they gave as input."""
     if not isinstance(hidden_states, DTensor):
         return tensor
     mesh = hidden_states.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _described(weight: Tensor) -> str:
-    return f"placed {weight.placements}" if isinstance(weight, DTensor) else f"whole ({tuple(weight.shape)})"
-
-
 def tensor_parallel_axis(weight: Tensor, *, data_parallel_axes: int) -> tuple[str | None, int]:
-    """Placement of ``weight`` at rest over the mesh axes behind the data-parallel ones, and their number of processes;
+    """Placement of ``weight`` at rest over the mesh axes after the data-parallel ones, and their number of ranks;
     ``(None, 1)`` when there are none."""
     if not isinstance(weight, DTensor) or weight.device_mesh.ndim == data_parallel_axes:
         return None, 1

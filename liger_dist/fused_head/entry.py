@@ -1,0 +1,299 @@
+"""The entry of one call of a wrapped model: its arguments are checked once, and it is decided whether its loss is
+fused, computed from full logits, or the model's own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_dist.config import LOGITS, WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.labels import LabelSummary, check_labels, check_range
+from liger_dist.losses.scales import denominator
+from liger_dist.peft_layers import TRAINED_ROWS, base_head, has_active_dropout
+from liger_dist.sharding import ddp, deepspeed
+from liger_dist.sharding.fsdp1 import is_outside_forward
+from liger_dist.sharding.process_groups import world_size
+from liger_dist.sharding.vocab_parallel import row_shards_of
+from liger_dist.structure import Structure, embedding_of
+from liger_dist.tracing import in_backward, is_transformed
+
+from .head_access import HeadAccess
+from .loss_call import GivenLabels, LossCall
+from .recipe import LossRecipe
+from .signature import IGNORE_INDEX, Call, Signature, options_for
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A call with labels whose arguments have been checked."""
+
+    head: nn.Module
+    labels: Tensor
+    is_aligned: bool
+    """True if each token is scored against the label at its own position"""
+    loss: LossArguments
+
+
+class Entry:
+    """Reads and checks the calls of one model."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, recipe: LossRecipe, access: HeadAccess, config: WrapConfig
+    ) -> None:
+        self.model, self.structure, self.recipe, self.access, self.config = model, structure, recipe, access, config
+        self.signature = Signature(model, outputs=config.outputs, own_smoothing=recipe.label_smoothing)
+        self.owner: nn.Module | None = None if recipe.owner is None else model.get_submodule(recipe.owner)
+        self.own_loss_function: Callable[..., Tensor] | None = getattr(self.owner, "loss_function", None)
+        self.installed: Callable[..., Tensor] | None = None
+        """the loss function that the seam has put on the owner"""
+        self.warns_of_wrappers = False
+        """True if other code may wrap the model"""
+        self._warned: set[str] = set()
+        self._has_scored = False
+
+    def read(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_logits: Callable[[Call], bool]
+    ) -> tuple[Call, Checked | None]:
+        """The call, checked where its loss is not simply the model's own. The ranks of a vocab-parallel lm_head agree
+        before the first collective whether one refuses it.
+
+        Raises:
+            LigerDistError: on every rank of a vocab-parallel lm_head, where one refuses; otherwise on this one.
+        """
+        shards = row_shards_of(self.structure.head)
+        checked = None
+        try:
+            call = self.signature.read(args, kwargs)
+            has_labels = call.named.get("labels") is not None
+            is_scored = bool(self.asked(call)) or not wants_logits(call)
+            if has_labels and is_scored and not self.access.has_trained_rows():
+                checked = self.check(call)
+        except LigerDistError as error:
+            if shards is not None:
+                shards.agree_on_call(f"nothing, and refuse it: {error}")
+            raise
+        if shards is not None:
+            shards.agree_on_call("a loss" if has_labels else "a call without labels")
+        return call, checked
+
+    def check(self, call: Call) -> Checked:
+        """Refuses what is wrong with the model's arguments, before it runs its first collective."""
+        named, ignore_index = call.named, call.ignore_index
+        head = self.access.in_use()
+        vocab_size = cast(nn.Linear, base_head(head)).out_features
+        for given in (named["labels"], named.get("shift_labels")):
+            if given is not None and not isinstance(given, Tensor):
+                raise LigerDistError(f"labels are a {type(given).__name__}; expected a tensor of integers.")
+        labels, is_aligned = self._targets(named, ignore_index)
+        inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+        config = getattr(self.model, "config", None)
+        keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or bool(named.get("logits_to_keep"))
+        same_tokens = inputs is not None and not keeps_some and not getattr(config, "is_encoder_decoder", False)
+        tokens = inputs.shape[:2] if inputs is not None and same_tokens else labels.shape
+        check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=ignore_index)
+        if labels.device.type == "cpu":
+            scored = labels if is_aligned else labels[..., 1:]
+            check_range(scored, vocab_size=vocab_size, ignore_index=ignore_index)
+        loss = call.arguments(self.recipe)
+        loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+        return Checked(head, labels, is_aligned, loss)
+
+    def decide(
+        self, call: Call, checked: Checked | None, *, wants_logits: bool
+    ) -> tuple[LossCall | None, dict[str, Any]]:
+        """The loss call, or None for the model's own loss; and the keywords of the model's forward.
+
+        Raises:
+            LigerDistError: options are asked of a loss that does not have them.
+        """
+        kwargs = call.kwargs
+        if call.named.get("labels") is None:
+            # Without labels the models of transformers compute no loss, whatever other arguments they get.
+            return None, kwargs
+        if "use_cache" in self.signature.names[len(call.args) :] and kwargs.get("use_cache") is None:
+            # A loss never reads a cache, and some attention masks depend on one: fused or not, the loss is the same.
+            kwargs["use_cache"] = False
+        asked = self.asked(call)
+        if wants_logits and not asked:
+            return None, kwargs
+        if checked is None:
+            self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {TRAINED_ROWS}.")
+            return None, kwargs | (self._passed_on(call, asked, TRAINED_ROWS) if asked else {})
+        self.access.adapter(checked.head)
+        self._check_wrapper(checked.head)
+        reason = "logits are asked for" if wants_logits else self._reason_to_leave(checked.head)
+        if reason is not None and not wants_logits:
+            self.warn_once(
+                f"liger_dist leaves the loss of {call.model_name} unfused: {reason}. The loss is the model's own."
+            )
+        if reason is None or (asked and self._can_score()):
+            return self._loss_call(call, checked, on_logits=reason is not None), kwargs
+        if asked:
+            kwargs = kwargs | self._passed_on(call, asked, reason)
+        return None, kwargs
+
+    def _loss_call(self, call: Call, checked: Checked, *, on_logits: bool) -> LossCall:
+        loss = checked.loss
+        if self.recipe.transform.bias is not None:
+            loss = replace(loss, logit_bias=self.model.get_buffer(self.recipe.transform.bias).reshape(-1))
+        if loss.token_weight is not None and not checked.is_aligned:
+            # One weight per label, so they are shifted together.
+            loss = replace(loss, token_weight=nn.functional.pad(loss.token_weight[..., 1:], (0, 1)))
+        given = (call.named[name] for name in ("labels", "shift_labels") if call.named.get(name) is not None)
+        execution = self._execution(call, checked, with_summary=not on_logits)
+        self._has_scored = self._has_scored or not on_logits
+        compute = partial(self.access.adapter(checked.head).linear_cross_entropy, loss=loss, execution=execution)
+        return LossCall(
+            model_name=call.model_name,
+            recipe=self.recipe,
+            labels=checked.labels,
+            is_aligned=checked.is_aligned,
+            loss=loss,
+            outputs=tuple(name for name in call.outputs if name != LOGITS),
+            given=tuple(GivenLabels.of(tensor) for tensor in given),
+            compute_loss=compute,
+            execution=execution,
+            on_logits=on_logits,
+            alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
+        )
+
+    def _execution(self, call: Call, checked: Checked, *, with_summary: bool) -> Execution:
+        mean_over = self.access.data_parallel(checked.head)
+        summary = None
+        if with_summary:
+            labels = checked.labels if checked.is_aligned else checked.labels[..., 1:]
+            summary = LabelSummary.start(labels, call.ignore_index)
+        return Execution(
+            backend=self.config.backend,
+            memory_budget=self.config.memory_budget,
+            label_summary=summary,
+            max_valid_tokens=self.config.max_valid_tokens,
+            is_first=not self._has_scored,
+            mean_groups=mean_over.groups,
+            divide_factor=mean_over.divide_factor,
+        )
+
+    def asked(self, call: Call) -> tuple[str, ...]:
+        """Names that are asked of the loss and that the model's own loss does not have. In evaluation the mean of a
+        loss beside full logits may be the rank's own."""
+        is_global = self.config.token_mean == "global" and call.named.get("num_items_in_batch") is None
+        counts = is_global and (torch.is_grad_enabled() or self._can_score())
+        return call.asks_of_the_loss + (("token_mean='global'",) if counts else ())
+
+    def _can_score(self) -> bool:
+        """True if the installed loss function will get the full logits, in a call that autograd follows as usual."""
+        return self.has_installed() and not is_transformed()
+
+    def has_installed(self) -> bool:
+        """True if the owner's loss function is still the one that the seam has installed."""
+        return self.owner is not None and vars(self.owner).get("_loss_function") == self.installed
+
+    def _passed_on(self, call: Call, asked: tuple[str, ...], reason: str) -> dict[str, Any]:
+        """The options of a loss that is the user's own function, as keywords for it.
+
+        Raises:
+            LigerDistError: it has no parameters for them, or the model's forward computes its loss itself.
+        """
+        if self.owner is not None and not self.has_installed() and set(asked) == set(call.asks_of_the_loss):
+            own: Any = self.owner.loss_function
+            return options_for(own, call, reason=reason)
+        raise LigerDistError(
+            f"{asked[-1]} was asked of {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
+            "would compute it. Leave it out of such calls."
+        )
+
+    def _check_wrapper(self, head: nn.Module) -> None:
+        """Refuses a loss outside of the forward of an FSDP1 wrapper that other code has made, and warns of one whose
+        gradients nothing averages."""
+        if not self.warns_of_wrappers or is_transformed():
+            return
+        name = type(self.model).__name__
+        if is_outside_forward(self.model, embedding_of(self.model)):
+            raise LigerDistError(
+                f"a loss was asked of the {name} inside FullyShardedDataParallel, outside the wrapper's forward, which "
+                "unshards weights and reduces gradients. Call the wrapper, or wrap the model itself with "
+                "strategy='fsdp1'."
+            )
+        is_replicated = self.access.adapter(head).name == "replicated"
+        is_averaged = world_size() == 1 or ddp.may_be_running() or deepspeed.has_started()
+        # A checkpoint of the whole model is recomputed in the backward, outside of every forward.
+        if torch.is_grad_enabled() and is_replicated and not is_averaged and not in_backward():
+            self.warn_once(
+                f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
+                "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
+                "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
+            )
+
+    def _reason_to_leave(self, head: nn.Module) -> str | None:
+        """Why this call's loss is the model's own, from what may have changed since wrapping."""
+        if has_active_dropout(head):
+            return (
+                "the LoRA layer on its lm_head has dropout, which gives every token another weight; set "
+                "lora_dropout=0.0 or leave the head out of target_modules"
+            )
+        if is_transformed():
+            return "torch.func or forward-mode differentiation is at work, where the fused loss is not defined"
+        if self.owner is not None and not self.has_installed():
+            loss_function = vars(self.owner).get("_loss_function")
+            return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
+        return None
+
+    def warn_once(self, sentence: str) -> None:
+        """Warns with a sentence, the first time."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            warnings.warn(sentence, stacklevel=2)
+
+    def _targets(self, named: dict[str, Any], ignore_index: int) -> tuple[Tensor, bool]:
+        """The labels that the loss is computed with, and whether each stands at its own token's position."""
+        labels, shifted = named["labels"], named.get("shift_labels")
+        if self.recipe.targets == "same":
+            return labels, True
+        if shifted is not None:
+            return shifted, True
+        attention_mask = named.get("attention_mask")
+        if self.recipe.targets == "next_attended" and attention_mask is not None:
+            if attention_mask.shape != labels.shape:
+                raise LigerDistError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)} and labels have shape "
+                    f"{tuple(labels.shape)}; {type(self.model).__name__} scores the tokens that its mask has, so "
+                    "expected one shape. Pass the mask of the labels, or use WrapConfig(fused_loss=False)."
+                )
+            labels = labels.masked_fill(attention_mask.to(labels.device) == 0, ignore_index)
+        return labels, False
+
+    def has_target(self, call: Call) -> bool:
+        """True if a label of the call is not ignored."""
+        labels, is_aligned = self._targets(call.named, call.ignore_index)
+        return bool(((labels if is_aligned else labels[..., 1:]) != call.ignore_index).any())
+
+    def shared_mean(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty for a
+        local mean. One all-reduce per group of the mean."""
+        if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
+            return {}
+        head = self.access.in_use()
+        mean_over = self.access.data_parallel(head)
+        ignore_index = batch.get("ignore_index", IGNORE_INDEX)
+        labels, is_aligned = self._targets(batch, ignore_index)
+        labels = labels if is_aligned else labels[..., 1:]
+        device = cast(nn.Linear, base_head(head)).weight.device
+        items = denominator(
+            None,
+            torch.where(labels == ignore_index, -1, labels).to(device),
+            reduction="mean",
+            num_items_in_batch=None,
+            dtype=torch.float32,
+            groups=mean_over.groups,
+            divide_factor=mean_over.divide_factor,
+        )
+        return {"num_items_in_batch": items}

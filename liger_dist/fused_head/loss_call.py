@@ -1,0 +1,403 @@
+"""State of one call of a wrapped model: labels and options in, loss and outputs out.
+
+[Note: Zero-width logits and the upstream side channel]
+The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no
+transform between lm_head and loss may change the loss. So the loss leaves lm_head as logits of shape ``[..., 0]``
+(:class:`_LossToLogits`), and the loss function turns them back into the loss (:class:`_LogitsToLoss`). Neither the
+value nor the upstream gradient fits into a tensor of width 0: the value is kept on the :class:`PendingLoss`, and in the
+backward :class:`_LogitsToLoss` leaves the upstream gradient there for :class:`_LossToLogits`, which autograd runs next
+for these logits. Both functions belong to one pending loss, so calls may nest and run in several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.collectives import device_assert
+from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.peft_layers import base_head, effective_head, has_lora
+from liger_dist.sharding.base import Head
+from liger_dist.sharding.tensor_parallel import placed_like
+
+from .logits import FusedLogits
+from .recipe import LossRecipe
+from .signature import IGNORE_INDEX, TOKEN_ACCURACY
+
+Compute = Callable[[Tensor, Head, Tensor], LossOutput]
+"""hidden states ``[..., D]``, lm_head or its effective weight, aligned labels ``[...]``"""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A running call of a wrapped model, with or without a loss of ours; frames of nested calls form a list."""
+
+    seam: object
+    """whose call it is; compared by identity"""
+    call: LossCall | None
+    outer: Frame | None
+
+
+_FRAME: ContextVar[Frame | None] = ContextVar("liger_dist_frame", default=None)
+"""the innermost running call of this context"""
+
+
+def enter(seam: object, call: LossCall | None = None) -> None:
+    """Begins a call, nested in the running one if there is one."""
+    _FRAME.set(Frame(seam, call, _FRAME.get()))
+
+
+def set_call(call: LossCall) -> None:
+    """Gives the running frame its call."""
+    frame = _FRAME.get()
+    assert frame is not None
+    _FRAME.set(replace(frame, call=call))
+
+
+def leave(seam: object) -> LossCall | None:
+    """Ends the running call. An earlier hook may have raised before it began: then nothing happens."""
+    frame = _FRAME.get()
+    if frame is None or frame.seam is not seam:
+        return None
+    _FRAME.set(frame.outer)
+    return frame.call
+
+
+def current_call(seam: object) -> LossCall | None:
+    """The running call, if it is one of ``seam``."""
+    frame = _FRAME.get()
+    return frame.call if frame is not None and frame.seam is seam else None
+
+
+def is_running(seam: object) -> bool:
+    """True inside a call of ``seam``, with or without a loss."""
+    frame = _FRAME.get()
+    while frame is not None and frame.seam is not seam:
+        frame = frame.outer
+    return frame is not None
+
+
+def take_call(seam: object) -> LossCall | None:
+    """The running call if lm_head has to compute its loss, which it does once; None where it computes logits."""
+    call = current_call(seam)
+    return None if call is None or call.pending or call.on_logits else call
+
+
+@dataclass
+class LossCall:
+    """One call with labels, checked at the model's entry."""
+
+    model_name: str
+    recipe: LossRecipe
+    labels: Tensor
+    is_aligned: bool
+    """True if each token is scored against the label at its own position, not against the next one"""
+    loss: LossArguments
+    outputs: tuple[str, ...]
+    """names that were asked for beside the loss"""
+    given: tuple[GivenLabels, ...]
+    """the labels that the model was called with, which its forward must not change"""
+    compute_loss: Compute
+    """of the sharding adapter for this lm_head"""
+    execution: Execution
+    on_logits: bool
+    """True if the loss function computes the loss from full logits, and lm_head only these"""
+    alters_loss: bool
+    """with ``on_logits``: True if the loss differs from the model's own"""
+    pending: list[PendingLoss] = field(default_factory=list)
+    """the losses of lm_head's calls; one, as long as a model has one head"""
+
+    @property
+    def mean_is_global(self) -> bool:
+        """True if the mean is over the tokens of all ranks."""
+        return bool(self.execution.mean_groups)
+
+    @property
+    def differentiable(self) -> list[str]:
+        """Outputs that carry gradients."""
+        return sorted(self.loss.differentiable_outputs)
+
+    def aligned_labels(self) -> Tensor:
+        """Each token's target; with labels of the next tokens, the last one has none."""
+        if self.is_aligned:
+            return self.labels
+        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.loss.options.ignore_index)
+
+    def compute(self, head: nn.Module, hidden_states: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+        """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
+
+        Args:
+            own: the forward of ``head`` without a loss.
+        """
+        self.check_unchanged()
+        pending = PendingLoss(self)
+        # Before the loss: a LoRA layer calls its base layer, which computes logits.
+        self.pending.append(pending)
+        used = effective_head(head, own, hidden_states) if has_lora(head) else cast(nn.Linear, base_head(head))
+        output = self._without_a_mean(self.compute_loss(hidden_states, used, self.aligned_labels()))
+        shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
+        values = [output.loss, *(getattr(output, name) for name in self.differentiable)]
+        carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
+        pending.output = _detached(output)
+        carried = placed_like(hidden_states, carried)
+        return FusedLogits.carrying(carried, pending) if type(carried) is Tensor else carried
+
+    def score(self, logits: Tensor, aligned: Tensor) -> Tensor:
+        """The loss of full logits ``[..., V]``, which the model's own code has transformed.
+
+        Args:
+            aligned: each row's target, as many as there are rows of logits.
+
+        Raises:
+            LigerDistError: the model scores other tokens than it was given labels for.
+        """
+        rows = logits.numel() // logits.shape[-1]
+        if not aligned.numel() == rows == self.labels.numel():
+            raise LigerDistError(
+                f"{self.model_name} scores {rows} tokens of {self.labels.numel()} labels, so that "
+                f"{', '.join(self.loss.outputs) or 'options of the loss'} cannot be assigned to tokens; leave them out "
+                "of calls whose loss is not fused."
+            )
+        options = replace(self.loss.options, softcap=None, logit_scale=1.0)
+        output = self._without_a_mean(
+            fused_cross_entropy(
+                logits.reshape(*self.labels.shape, logits.shape[-1]),
+                aligned.reshape(self.labels.shape),
+                loss=replace(self.loss, options=options, logit_bias=None),
+                execution=replace(self.execution, label_summary=None),
+            )
+        )
+        others = {name: getattr(output, name) for name in self.differentiable}
+        self.pending.append(PendingLoss(self, output=_detached(output), others=others, delivered=True))
+        return output.loss
+
+    def _without_a_mean(self, output: LossOutput) -> LossOutput:
+        """In evaluation the mean of no token is NaN, as the model's own: a trainer leaves it out of its mean over
+        batches. In training it is 0, so that a rank without labels does not spoil the gradients of the others."""
+        items = self.loss.num_items_in_batch
+        if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
+            return output
+        device = output.loss.device
+        is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device, non_blocking=True)
+        if items is not None:
+            is_empty &= items.reshape(()).to(device, non_blocking=True) == 0
+        return replace(output, loss=torch.where(is_empty, torch.nan, output.loss))
+
+    def check_unchanged(self) -> None:
+        """Raises:
+        LigerDistError: the forward has changed the labels in place.
+        """
+        for labels in self.given:
+            labels.check_unchanged(self.model_name)
+
+    def check_arguments(self, given: dict[str, Any]) -> None:
+        """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
+        may have been moved in between, so only their presence is compared."""
+        has_items = self.loss.num_items_in_batch is not None
+        differs = {
+            "num_items_in_batch": self.recipe.takes_num_items
+            and (given.get("num_items_in_batch") is None) == has_items,
+            "ignore_index": given.get("ignore_index", IGNORE_INDEX) != self.loss.options.ignore_index,
+        }
+        for name, is_other in differs.items():
+            if is_other:
+                raise LigerDistError(
+                    f"the loss was computed with the {name} that {self.model_name} was called with, but the model "
+                    "calls its loss function with another one; wrap it with WrapConfig(fused_loss=False)."
+                )
+
+    def reports(self) -> dict[str, Tensor]:
+        """The further outputs that were asked for, by name.
+
+        Raises:
+            LigerDistError: the loss was computed but never used.
+        """
+        pending = self.pending[-1] if self.pending else PendingLoss(self)
+        if not pending.delivered:
+            raise LigerDistError(
+                f"{self.model_name} called lm_head but never its loss_function; the fused loss was not used. Unwrap "
+                "the model, or wrap it with WrapConfig(fused_loss=False)."
+            )
+        assert pending.output is not None
+        # The graph of the others holds the pending loss, which must not hold them.
+        others, pending.others = pending.others, {}
+        found: dict[str, Tensor] = {}
+        for name in self.outputs:
+            if name == TOKEN_ACCURACY:
+                assert pending.output.is_top1 is not None
+                counted = (self.aligned_labels() != self.loss.options.ignore_index).sum()
+                found[name] = pending.output.is_top1.sum() / counted.to(pending.output.is_top1.device).clamp(min=1)
+            else:
+                found[name] = others.get(name, getattr(pending.output, name))
+        return found
+
+
+@dataclass
+class PendingLoss:
+    """The loss of one lm_head call, on its way to the model's loss function."""
+
+    call: LossCall
+    output: LossOutput | None = None
+    """the finished loss, outside of the graph"""
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """further outputs that carry gradients"""
+    upstream: tuple[Tensor | None, ...] = field(default=(), repr=False)
+    """gradients of the loss and of ``others``"""
+    delivered: bool = False
+    """True when the loss function has returned it"""
+
+    def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
+        """The loss, where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
+
+        Raises:
+            LigerDistError: the other arguments are not those that the probe saw.
+        """
+        recipe, name = self.call.recipe, self.call.model_name
+        seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": recipe.label_smoothing, "reduction": "mean"}
+        changed = [option for option, value in seen.items() if options.get(option, value) != value]
+        if recipe.owner is not None or changed or options.get("weight") is not None:
+            raise LigerDistError(
+                f"{name} calls torch.nn.functional.cross_entropy with other options ({', '.join(changed) or 'weight'}) "
+                "than when it was wrapped; the loss was computed already. Unwrap it and wrap it again, or use "
+                "WrapConfig(fused_loss=False)."
+            )
+        return self.deliver(logits, targets)
+
+    def deliver(self, logits: Tensor, targets: Any) -> Tensor:
+        """The loss, where the model computes it from ``logits`` and its targets.
+
+        Raises:
+            LigerDistError: the model computes a second one, or did something to the logits or the labels that it did
+                not do when it was wrapped.
+        """
+        name = self.call.model_name
+        if isinstance(logits, FusedLogits):
+            if logits.changes != self.call.recipe.changes:
+                raise LigerDistError(
+                    f"{name} did {_listed(logits.changes)} to its logits, but {_listed(self.call.recipe.changes)} when "
+                    "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
+                    "a change, or use WrapConfig(fused_loss=False)."
+                )
+            logits = logits.as_subclass(Tensor)
+        self._check_targets(targets)
+        if self.delivered:
+            raise LigerDistError(
+                f"{name} computes a second loss from the logits of one call, which were never computed; wrap it with "
+                "WrapConfig(fused_loss=False)."
+            )
+        self.delivered = True
+        loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        self.others = dict(zip(self.call.differentiable, others, strict=True))
+        return cast(Tensor, loss)
+
+    def values(self) -> list[Tensor]:
+        """The finished loss and the further outputs that carry gradients."""
+        assert self.output is not None
+        return [self.output.loss, *(getattr(self.output, name) for name in self.call.differentiable)]
+
+    def _check_targets(self, targets: Any) -> None:
+        """Checks that the loss function got the labels that the loss was computed with. Views share their storage;
+        copies are compared, on a GPU by an assertion on the device."""
+        call = self.call
+        call.check_unchanged()
+        if not isinstance(targets, Tensor) or _storage(targets) == _storage(call.labels):
+            return
+        aligned = call.aligned_labels()
+        expected = [x for x in (call.labels, aligned, aligned[..., :-1]) if x.numel() == targets.numel()]
+        given = targets.reshape(-1)
+        if expected:
+            same = torch.stack([(x.reshape(-1).to(given.device) == given).all() for x in expected]).any()
+            _refuse_unless(same, call.model_name)
+
+
+@dataclass(frozen=True)
+class GivenLabels:
+    """Labels as they were at the model's entry."""
+
+    labels: Tensor
+    version: int | None
+    """torch's count of in-place changes; None for inference tensors, which have none"""
+    copy: Tensor | None
+
+    @staticmethod
+    def of(labels: Tensor) -> GivenLabels:
+        """Takes note of ``labels``; copies inference tensors."""
+        if labels.is_inference():
+            return GivenLabels(labels, None, labels.clone())
+        return GivenLabels(labels, labels._version, None)
+
+    def check_unchanged(self, name: str) -> None:
+        """Raises:
+        LigerDistError: the forward of the model ``name`` has changed them; for inference tensors on a GPU an assertion
+            on the device fails.
+        """
+        if self.copy is not None:
+            _refuse_unless((self.labels == self.copy).all(), name)
+        elif self.labels._version != self.version:
+            raise LigerDistError(_CHANGED_LABELS.format(name))
+
+
+_CHANGED_LABELS = (
+    "{} changed its labels before its loss, which it did not do when it was wrapped; the loss was computed with those "
+    "of the call. Change them before the call, or use WrapConfig(fused_loss=False)."
+)
+
+
+def _refuse_unless(same: Tensor, name: str) -> None:
+    sentence = _CHANGED_LABELS.format(name)
+    if same.is_cuda:
+        device_assert(same, sentence)
+    elif not bool(same):
+        raise LigerDistError(sentence)
+
+
+def _detached(output: LossOutput) -> LossOutput:
+    values: dict[str, Any] = {name: None if value is None else value.detach() for name, value in vars(output).items()}
+    return replace(output, **values)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
+    return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
+
+
+class _LossToLogits(torch.autograd.Function):
+    """See [Note: Zero-width logits and the upstream side channel]."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingLoss, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
+        ctx.pending, ctx.nothing = pending, (None,) * len(values)
+        return values[0].new_empty((*shape, 0), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Nothing was left where only the logits themselves were asked for a gradient.
+        upstream, ctx.pending.upstream = ctx.pending.upstream or ctx.nothing, ()
+        return None, None, None, *upstream
+
+
+class _LogitsToLoss(torch.autograd.Function):
+    """See [Note: Zero-width logits and the upstream side channel]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, pending: PendingLoss) -> tuple[Tensor, ...]:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        return tuple(value.clone() for value in pending.values())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        ctx.pending.upstream = upstream
+        return torch.zeros_like(logits), None

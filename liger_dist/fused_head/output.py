@@ -1,0 +1,107 @@
+"""The output of a fused call: the model's own, without logits and with the outputs that were asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_dist.errors import LigerDistError, LogitsNotComputedError
+
+from .logits import HOW_TO_GET_LOGITS, FusedLogits
+
+
+class WithReports:
+    """Mixed into the class of a model's output that has further fields."""
+
+    items: Callable[[], Iterable[tuple[str, Any]]]
+    keys: Callable[[], Iterable[str]]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+    def __reduce__(self) -> Any:
+        cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
+        values = {name: value for name, value in self.items() if not isinstance(value, FusedLogits)}
+        return _rebuilt, (cls, reports, isinstance(self, WithoutLogits), values)
+
+
+class WithoutLogits(WithReports):
+    """Mixed into the class of the output of a fused call. ``logits`` is not a field: wrappers such as DDP walk the
+    fields and must not find it. In evaluation the key stays, with logits that refuse to be read: a trainer's metrics
+    must not be computed from the remaining fields."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        logits = vars(self).get("logits")
+        if isinstance(logits, FusedLogits):
+            keep: Any = OrderedDict.__setitem__
+            keep(self, "logits", logits)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "logits":
+            raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
+        return super().__getattribute__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits" and key not in self.keys():
+            raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
+        return super().__getitem__(key)  # type: ignore[misc]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that exist, in their order."""
+        return tuple(value for name, value in self.items() if name != "logits")
+
+
+def fused_output(output: Any, reports: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:
+    """A model's ``output`` with ``reports`` as fields. Any other container stays as it is; the logits in it refuse to
+    be read.
+
+    Raises:
+        LigerDistError: there are reports, and the model returns a tuple.
+    """
+    from transformers.utils import ModelOutput
+
+    if isinstance(output, ModelOutput):
+        if not without_logits and not reports:
+            return output
+        cls: Any = type(output)
+        fused = _class_of(cls, tuple(reports), without_logits=without_logits)
+        values = dict(output.items())
+        logits = values.get("logits")
+        if isinstance(logits, FusedLogits):
+            del values["logits"]
+            if not torch.is_grad_enabled():
+                values["logits"] = logits.refusing()
+        return fused(**values, **reports)
+    if reports:
+        raise LigerDistError(
+            f"outputs={tuple(reports)} were asked for, but {model_name} returns a {type(output).__name__}, which has "
+            "no names for them; call it with return_dict=True."
+        )
+    return output
+
+
+@lru_cache(maxsize=256)
+def _class_of(cls: Any, reports: tuple[str, ...], *, without_logits: bool) -> Any:
+    kept = [field.name for field in dataclasses.fields(cls) if not (without_logits and field.name == "logits")]
+    names = [*kept, *(name for name in reports if name not in kept)]
+    mixin = WithoutLogits if without_logits else WithReports
+    made: Any = dataclasses.make_dataclass(
+        cls.__name__, [(name, Any, None) for name in names], bases=(mixin, cls), repr=False, eq=False
+    )
+    if without_logits:
+        made.__dataclass_fields__.pop("logits", None)
+    made.__module__ = cls.__module__
+    made._liger_dist_made_of = cls, reports
+    return made
+
+
+def _rebuilt(cls: Any, reports: tuple[str, ...], without_logits: bool, values: dict[str, Any]) -> Any:
+    """From a pickle, which cannot name a class made at run time."""
+    return _class_of(cls, reports, without_logits=without_logits)(**values)

@@ -1,0 +1,331 @@
+"""Probe of what a model's own code does between its lm_head and its loss.
+
+The model's real ``forward`` runs with stand-ins for all modules but those on the path to its lm_head, on logits that
+are followed until a loss function or a cross entropy gets them. Candidates are read from the config; the probe decides.
+A second run carries a loss through the same code instead of logits, as training will.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_dist.peft_layers import heads_at
+from liger_dist.stand_ins import stand_ins, swapped
+from liger_dist.structure import Structure
+
+from .logits import FusedLogits
+from .recipe import LogitTransform, LossRecipe, NotFusableError, Targets
+
+PROBE_TOKENS = 6
+PROBE_ITEMS = 7
+"""an unusual number of items, to recognise it"""
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Arguments that a loss was called with."""
+
+    owner: str | None
+    logits: Tensor
+    targets: Tensor
+    is_aligned: bool
+    """True if each token is scored against the target at its own position"""
+    options: dict[str, Any]
+
+
+class _Head(nn.Module):
+    """Stand-in for lm_head: returns the probe's logits, and has lm_head's attributes."""
+
+    def __init__(self, real: nn.Module, logits: Tensor) -> None:
+        super().__init__()
+        vars(self).update(real=real, logits=logits)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[-2] != PROBE_TOKENS:
+            raise NotFusableError("its lm_head is called with other tokens than the labels'")
+        logits: Tensor = self.logits
+        return logits[0] if hidden_states.dim() == 2 else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["real"], name)
+
+
+def probe_recipe(model: nn.Module, structure: Structure) -> LossRecipe:
+    """How the model gets from logits to its loss, the same in training and evaluation.
+
+    Raises:
+        NotFusableError: the model does something in between that its config does not explain.
+    """
+    place = model.get_submodule(structure.head_name)
+    hooks = [
+        hook for head in heads_at(place) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    ]
+    for hook in hooks:
+        # Those of FSDP2 and of torch's tensor parallelism move tensors and change no number.
+        if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+            raise NotFusableError("its lm_head has forward hooks, which could change the logits")
+    training, evaluation = (_Probe(model, structure, training=mode).recipe() for mode in (True, False))
+    if training != evaluation:
+        raise NotFusableError("its forward treats logits differently in training and in evaluation")
+    return training
+
+
+class _Probe:
+    """One mode of one model."""
+
+    def __init__(self, model: nn.Module, structure: Structure, *, training: bool) -> None:
+        self.model, self.structure, self.training = model, structure, training
+        vocab_size = structure.head.out_features
+        count = PROBE_TOKENS * vocab_size
+        self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(1, PROBE_TOKENS, vocab_size)
+        self.labels = (torch.arange(PROBE_TOKENS)[None] + 1) % vocab_size
+        self.labels[0, 3] = IGNORED
+        self.attention_mask = (torch.arange(PROBE_TOKENS)[None] != PROBE_TOKENS - 1).long()
+        self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
+        self.arrivals: list[_Arrival] = []
+        self.finished: list[FusedLogits] = []
+
+    def recipe(self) -> LossRecipe:
+        parameters = signature(self.model.forward).parameters
+        takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        takes_items = takes_more or "num_items_in_batch" in parameters
+        self._run(self._followed_logits())
+        if not self.arrivals:
+            raise NotFusableError("its forward passes its logits to no loss function and no cross entropy")
+        if len(self.arrivals) > 1:
+            raise NotFusableError(f"its forward computes {len(self.arrivals)} losses from its logits")
+        arrival = self.arrivals[0]
+        items = arrival.options.pop("num_items_in_batch", None)
+        if items not in ((None, PROBE_ITEMS) if takes_items else (None,)):
+            raise NotFusableError("its forward gives its loss function a num_items_in_batch of its own")
+        smoothing = float(arrival.options.pop("label_smoothing", 0.0))
+        for name, usual in (("ignore_index", IGNORED), ("reduction", "mean"), ("weight", None)):
+            if arrival.options.pop(name, usual) != usual:
+                raise NotFusableError(f"its forward gives its loss a {name} of its own")
+        targets, rows = self._targets(arrival)
+        return LossRecipe(
+            targets=targets,
+            transform=self._transform(arrival.logits, self.logits[0, rows]),
+            owner=arrival.owner,
+            takes_num_items=items is not None,
+            label_smoothing=smoothing,
+            changes=self._changes(),
+        )
+
+    def _targets(self, arrival: _Arrival) -> tuple[Targets, Tensor]:
+        """Which labels arrived, and the indices of the tokens whose logits did."""
+        labels, given = self.labels[0], arrival.targets.reshape(-1)
+        vocab_size = self.logits.shape[-1]
+        arrived_rows = arrival.logits.numel() // vocab_size
+        shifted = F.pad(labels[1:], (0, 1), value=IGNORED)
+        attended = self.attention_mask[0, 1:] != 0
+        choices: list[tuple[Targets, Tensor, Tensor]] = [
+            ("same", torch.arange(PROBE_TOKENS), labels),
+            ("next", torch.arange(PROBE_TOKENS), shifted),
+            ("next", torch.arange(PROBE_TOKENS - 1), labels[1:]),
+            ("next_attended", torch.arange(PROBE_TOKENS), torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
+            ("next_attended", torch.arange(PROBE_TOKENS - 1)[attended], labels[1:][attended]),
+        ]
+        if not arrival.is_aligned:
+            given = F.pad(given[1:], (0, 1), value=IGNORED)
+        for targets, rows, expected in choices:
+            if torch.equal(given, expected) and arrived_rows == len(rows):
+                return targets, rows
+        if arrived_rows not in (PROBE_TOKENS, PROBE_TOKENS - 1) or arrival.logits.shape[-1] != vocab_size:
+            before, after = tuple(self.logits.shape), tuple(arrival.logits.shape)
+            raise NotFusableError(f"its forward changes the logits' shape from {before} to {after}")
+        raise NotFusableError("its forward changes the labels before the loss")
+
+    def _transform(self, arrived: Tensor, before: Tensor) -> LogitTransform:
+        """The transform that gives the ``arrived`` logits from those ``before``."""
+        arrived = arrived.double().reshape(-1, self.logits.shape[-1])
+        for transform in _candidates(self.model):
+            if torch.allclose(arrived, transform(before), rtol=1e-5, atol=1e-5):
+                return transform
+        for name in self._class_buffers():
+            if torch.allclose(arrived, before + self.added, rtol=1e-5, atol=1e-5):
+                return LogitTransform(bias=name)
+        raise NotFusableError(
+            "its forward changes the logits before the loss in a way that its config does not explain"
+        )
+
+    def _class_buffers(self) -> Iterator[str]:
+        """Names of the buffers on the path to lm_head that hold one number per class."""
+        path = self.structure.head_name.split(".")
+        for depth in range(len(path)):
+            owner = ".".join(path[:depth])
+            for name, buffer in self.model.get_submodule(owner)._buffers.items():
+                if buffer is not None and buffer.numel() == self.logits.shape[-1]:
+                    yield f"{owner}.{name}".lstrip(".")
+
+    def _tensors_on_the_way(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """Parameters and buffers of the modules on the path to lm_head, with values whose effect shows: a bias of 0 or
+        a scale of 1 would not."""
+        path = self.structure.head_name.split(".")
+        class_buffers = set(self._class_buffers())
+        for depth in range(len(path)):
+            owner_name = ".".join(path[:depth])
+            owner = self.model.get_submodule(owner_name)
+            for tensors in (owner._parameters, owner._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or not tensor.is_floating_point():
+                        continue
+                    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+                    numbers = torch.linspace(0.3, 0.7, max(math.prod(shape), 1), dtype=torch.float64).reshape(shape)
+                    if f"{owner_name}.{name}".lstrip(".") in class_buffers:
+                        numbers = self.added.reshape(shape)
+                    yield tensors, name, numbers
+
+    def _followed_logits(self) -> Tensor:
+        """The probe's logits; a cross entropy that gets a tensor computed from them is noted."""
+        arrivals = self.arrivals
+
+        class Followed(Tensor):
+            @classmethod
+            def __torch_function__(
+                cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                if func is not F.cross_entropy:
+                    return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
+                given = dict(signature(F.cross_entropy).bind(*args, **(kwargs or {})).arguments)
+                logits, targets = given.pop("input"), given.pop("target")
+                plain = logits.as_subclass(Tensor).movedim(1, -1)
+                arrivals.append(_Arrival(None, plain, targets.as_subclass(Tensor), True, given))
+                return torch.zeros(())
+
+        return self.logits.clone().as_subclass(Followed)
+
+    def _changes(self) -> tuple[tuple[Any, ...], ...]:
+        """What the same code does to zero-width logits, which it has to pass to its loss."""
+        self._run(FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), self))
+        if len(self.finished) != 1:
+            raise NotFusableError("its forward does not pass its logits to its loss a second time")
+        return self.finished[0].changes
+
+    def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
+        """Of :class:`.logits.CarriedLoss`."""
+        return self._finish(logits)
+
+    def _finish(self, logits: FusedLogits) -> Tensor:
+        self.finished.append(logits)
+        return torch.zeros(())
+
+    def _run(self, logits: Tensor) -> None:
+        structure, model = self.structure, self.model
+        hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
+        place = model.get_submodule(structure.head_name)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for tensors, name, instead in list(self._tensors_on_the_way()):
+                stack.enter_context(swapped(tensors, name, instead))
+            for name, owner_module in _loss_owners(model, structure.head_name):
+                stack.enter_context(swapped(vars(owner_module), "_loss_function", self._noting(name, owner_module)))
+            head = _Head(place, logits)
+            stack.enter_context(
+                stand_ins(model, structure.head_name, head=head, hidden_states=hidden_states, training=self.training)
+            )
+            try:
+                model.forward(**self._inputs())
+            except NotFusableError:
+                raise
+            except Exception as error:
+                raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
+
+    def _noting(self, name: str, owner: nn.Module) -> Callable[..., Tensor]:
+        from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+        own_loss: Any = owner.loss_function
+        if own_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
+            called = getattr(own_loss, "__qualname__", repr(own_loss))
+
+            def refuse(*args: Any, **kwargs: Any) -> Tensor:
+                raise NotFusableError(f"its loss_function is {called}, not one of transformers' token losses")
+
+            return refuse
+
+        def note(*args: Any, **kwargs: Any) -> Tensor:
+            given = dict(signature(own_loss).bind(*args, **kwargs).arguments)
+            given |= given.pop("kwargs", {})
+            logits, targets = given["logits"], given["labels"]
+            if isinstance(logits, FusedLogits):
+                return self._finish(logits)
+            shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
+            if shift_labels is not None:
+                targets = shift_labels
+            if given["vocab_size"] != logits.shape[-1]:
+                raise NotFusableError("its forward gives its loss function a vocab_size of its own")
+            options: dict[str, Any] = {
+                key: given[key] for key in ("num_items_in_batch", "ignore_index") if key in given
+            }
+            is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
+            self.arrivals.append(_Arrival(name, logits.as_subclass(Tensor), targets, is_aligned, options))
+            return torch.zeros(())
+
+        return note
+
+    def _inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward that might change its loss."""
+        parameters = signature(self.model.forward).parameters
+        takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        ids = torch.arange(PROBE_TOKENS)[None].flip(-1)
+        # A copy, for some forwards change their labels in place.
+        inputs: dict[str, Any] = {"labels": self.labels.clone()}
+        if takes_more or "num_items_in_batch" in parameters:
+            inputs["num_items_in_batch"] = PROBE_ITEMS
+        offered = {
+            "input_ids": ids,
+            "attention_mask": self.attention_mask,
+            "decoder_input_ids": ids,
+            # There are no router logits here to compute an auxiliary loss from.
+            "output_router_logits": False,
+            "use_cache": False,
+            "return_dict": True,
+        }
+        for name, parameter in parameters.items():
+            is_required = parameter.default is Parameter.empty
+            if is_required and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and name not in inputs:
+                inputs[name] = offered.get(name, torch.zeros(1, 3, 8, 8))
+        return inputs | {name: value for name, value in offered.items() if name in parameters}
+
+
+def _loss_owners(model: nn.Module, head_name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules on the path to lm_head that have a ``loss_function`` property, as transformers' models do."""
+    path = head_name.split(".")
+    for depth in range(len(path)):
+        name = ".".join(path[:depth])
+        owner = model.get_submodule(name)
+        if isinstance(getattr(type(owner), "loss_function", None), property):
+            yield name, owner
+
+
+def _candidates(model: nn.Module) -> Iterator[LogitTransform]:
+    numbers = list(_numbers(getattr(model, "config", None)))
+    caps = [value for name, value in numbers if _has_any(name, "softcap", "soft_cap", "logit_cap")]
+    factors = [value for name, value in numbers if _has_any(name, "logit", "lm_head", "multiplier")]
+    scales = [1.0, *factors, *(1.0 / factor for factor in factors)]
+    for softcap, scale in itertools.product([None, *caps], scales):
+        yield LogitTransform(softcap=softcap, scale=scale)
+
+
+def _has_any(name: str, *parts: str) -> bool:
+    return any(part in name for part in parts)
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, float]]:
+    """The numbers above 0 of a config and of the configs inside it."""
+    for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+        if isinstance(value, int | float) and value > 0:
+            yield name, float(value)
+        elif hasattr(value, "to_dict"):
+            yield from _numbers(value)

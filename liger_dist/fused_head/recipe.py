@@ -1,0 +1,55 @@
+"""How a model gets from its lm_head's logits and its labels to its loss, as the probe has seen it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Targets = Literal["next", "next_attended", "same"]
+"""What a token is scored against: the next token's label; the same, except where the next token's attention mask is 0;
+its own label (decoders whose input is shifted, masked language models)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """``softcap * tanh(scale * logit / softcap)``, or ``scale * logit`` without a soft-cap; or ``logit + bias``."""
+
+    softcap: float | None = None
+    scale: float = 1.0
+    bias: str | None = None
+    """name of a buffer ``[V]`` of the model that is added to the logits"""
+
+    def __call__(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        scaled = logits * self.scale
+        capped = scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+        return capped if bias is None else capped + bias
+
+    def __str__(self) -> str:
+        return f"softcap {self.softcap}, logit scale {self.scale:g}" + (f", bias {self.bias}" if self.bias else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRecipe:
+    """What the fused loss has to reproduce of a model's own loss."""
+
+    transform: LogitTransform
+    owner: str | None
+    """name of the module whose ``loss_function`` gets the logits ("" for the model itself); None where a forward calls
+    ``torch.nn.functional.cross_entropy`` itself"""
+    targets: Targets
+    takes_num_items: bool
+    """True if ``num_items_in_batch`` reaches the loss"""
+    label_smoothing: float = 0.0
+    changes: tuple[tuple[Any, ...], ...] = ()
+    """the arithmetic on logits between lm_head and loss; a call that does something else is refused"""
+
+    def __str__(self) -> str:
+        where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")
+        return f"fused linear cross entropy for {where}, targets {self.targets}, {self.transform}"
+
+
+class NotFusableError(Exception):
+    """The probe cannot explain the model's own code; the message says why. Never leaves this package."""

@@ -1,0 +1,228 @@
+"""Arguments of one call of a model: those of its forward, and those of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any, get_args
+
+from torch import nn
+
+from liger_dist.config import LOGITS
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import (
+    DIFFERENTIABLE_OUTPUTS,
+    OUTPUTS,
+    LossArguments,
+    as_output_names,
+    loss_arguments,
+)
+
+from .recipe import LossRecipe
+
+IGNORE_INDEX = -100
+TAKEN_BY_DECORATORS = ("return_dict", "output_")
+"""prefixes of keywords that transformers' decorators take"""
+DIFFERENTIABLE = "differentiable"
+LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs", DIFFERENTIABLE)
+"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have"""
+LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
+"""keywords that transformers' models pass to their losses"""
+FLAG_OF_TRL = "fused_lm_head"
+TOKEN_ACCURACY = "token_accuracy"
+CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of one call of a model's forward."""
+
+    named: dict[str, Any]
+    """all arguments by name, including those of :data:`LOSS_KEYWORDS`"""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """with ``args`` the arguments of the model's forward"""
+    loss: dict[str, Any]
+    """the arguments of :data:`LOSS_KEYWORDS`"""
+    outputs: tuple[str, ...]
+    """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
+    model_name: str
+    own_smoothing: float
+    """label smoothing of the model's own loss"""
+
+    @property
+    def asks_of_the_loss(self) -> tuple[str, ...]:
+        """Names that the model's own loss does not have: options of the loss, and outputs other than logits."""
+        return self.loss_options + tuple(name for name in self.outputs if name != LOGITS)
+
+    @property
+    def loss_options(self) -> tuple[str, ...]:
+        """Names of the options that change the model's own loss."""
+        given = {name: value for name, value in self.loss.items() if name not in ("outputs", DIFFERENTIABLE)}
+        neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
+        return tuple(
+            name
+            for name, value in given.items()
+            if value is not None and not (isinstance(value, int | float) and value == neutral.get(name))
+        )
+
+    @property
+    def ignore_index(self) -> int:
+        index: int = self.named.get("ignore_index", IGNORE_INDEX)
+        return index
+
+    def arguments(self, recipe: LossRecipe) -> LossArguments:
+        """The arguments of this call's loss, without the bias that the model adds to its logits."""
+        smoothing = self.loss.get("label_smoothing")
+        token_outputs = {name for name in self.outputs if name in OUTPUTS}
+        if TOKEN_ACCURACY in self.outputs:
+            token_outputs.add("is_top1")
+        return loss_arguments(
+            ignore_index=self.ignore_index,
+            label_smoothing=recipe.label_smoothing if smoothing is None else smoothing,
+            z_loss=self.loss.get("z_loss", 0.0),
+            softcap=recipe.transform.softcap,
+            logit_scale=recipe.transform.scale,
+            temperature=self.loss.get("temperature", 1.0),
+            class_weight=self.loss.get("class_weight"),
+            token_weight=self.loss.get("token_weight"),
+            num_items_in_batch=self.named.get("num_items_in_batch") if recipe.takes_num_items else None,
+            outputs=[name for name in OUTPUTS if name in token_outputs],
+            reports_only=not self.loss.get(DIFFERENTIABLE, False),
+        )
+
+
+class Signature:
+    """Signature of one model's forward, and of the modules that its further keyword arguments may reach."""
+
+    def __init__(self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float) -> None:
+        self._model = model
+        self._own_smoothing = own_smoothing
+        parameters = signature(model.forward).parameters
+        self.names = tuple(parameters)
+        self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._owner = type(model).__name__
+        self._outputs = as_output_names(outputs)
+        check_outputs(self._outputs)
+        self._known = frozenset(_keywords_below(model))
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Separates the arguments of the model from those of the loss.
+
+        Raises:
+            LigerDistError: a keyword that neither the model nor the loss has; loss options without labels.
+        """
+        named = dict(zip(self.names, args, strict=False)) | kwargs
+        loss = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
+        if named.get("labels") is not None:
+            self._check(kwargs)
+        elif loss:
+            name = next(iter(loss))
+            raise LigerDistError(
+                f"{name} was given to {self._owner} without labels, so there is no loss to apply it to; pass "
+                "labels, or leave it out."
+            )
+        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs()
+        check_outputs(outputs)
+        if loss.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
+            raise LigerDistError(
+                f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
+                f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
+            )
+        kept = {name: value for name, value in kwargs.items() if name not in loss}
+        return Call(
+            named=named,
+            args=args,
+            kwargs=kept,
+            loss=loss,
+            outputs=outputs,
+            model_name=self._owner,
+            own_smoothing=self._own_smoothing,
+        )
+
+    def _usual_outputs(self) -> tuple[str, ...]:
+        """The outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
+        return () if LOGITS in self._outputs and self._model.training else self._outputs
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
+        if not self.takes_more:
+            return  # Python itself refuses unknown keywords.
+        known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
+        further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
+        # A forward that is not transformers' may read any of them.
+        is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
+        unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
+        if FLAG_OF_TRL in unknown:
+            raise LigerDistError(
+                f"{self._owner} was called with fused_lm_head=True: a trainer of TRL asks the wrapped model for TRL's "
+                "own head. Make the trainer within `with liger_dist.integrations.trl.fused_heads():`, and leave the "
+                "wrapping to it."
+            )
+        if unknown:
+            raise LigerDistError(
+                f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "
+                f"expected an argument of theirs or an option of the loss ({', '.join(LOSS_KEYWORDS)}, "
+                "num_items_in_batch, ignore_index, shift_labels). It would have been dropped silently."
+            )
+
+
+def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -> dict[str, Any]:
+    """The loss options of a call whose loss is not fused, as keywords for ``loss_function``.
+
+    Raises:
+        LigerDistError: it has no parameter for one of them, so that it would be dropped.
+    """
+    named = signature(loss_function).parameters
+    for name in call.asks_of_the_loss:
+        if name not in named:
+            raise LigerDistError(
+                f"{name} was given to {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
+                f"would compute it: {getattr(loss_function, '__qualname__', loss_function)} has no {name}. Leave it "
+                "out, or use a loss function that names it."
+            )
+    return {name: call.loss[name] for name in call.loss_options}
+
+
+def check_outputs(outputs: tuple[str, ...]) -> None:
+    unknown = [name for name in outputs if name not in CALL_OUTPUTS]
+    if unknown:
+        raise LigerDistError(f"outputs contains {unknown[0]!r}; expected names among {', '.join(CALL_OUTPUTS)}.")
+    if LOGITS in outputs and len(outputs) > 1:
+        raise LigerDistError(
+            f"outputs is {outputs}: with its logits the model computes its own loss, which has no other outputs; ask "
+            "for the logits alone, or leave them out."
+        )
+
+
+def _keywords_below(model: nn.Module) -> Iterable[str]:
+    """Names of the arguments of all modules, and of the keywords that their annotations pass on."""
+    classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__ if "forward" in vars(cls)}
+    for cls in classes:
+        for parameter in signature(cls.forward).parameters.values():
+            yield parameter.name
+            yield from _typed_keywords(cls, parameter)
+
+
+def _typed_keywords(cls: type[nn.Module], parameter: Parameter) -> Iterable[str]:
+    """The keys of ``**kwargs: Unpack[SomeTypedDict]``."""
+    if parameter.kind is not Parameter.VAR_KEYWORD or parameter.annotation is Parameter.empty:
+        return
+    for typed in get_args(parameter.annotation):
+        yield from getattr(typed, "__annotations__", ())
+
+
+def _attention_keywords() -> frozenset[str]:
+    """Names of the arguments of the registered attention functions, including the user's own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names: set[str] = set()
+    for module, typed in (
+        ("transformers.modeling_flash_attention_utils", "FlashAttentionKwargs"),
+        ("transformers.utils", "TransformersKwargs"),
+    ):
+        names |= set(getattr(getattr(import_module(module), typed, None), "__annotations__", ()))
+    for function in ALL_ATTENTION_FUNCTIONS.values():
+        names |= set(signature(function).parameters)
+    return frozenset(names)

@@ -1,0 +1,65 @@
+"""Layers of a model that are computed by kernels: one file per kind, each with the operation, the match and the swapped
+forward. Matches are found by structure, confirmed by a probe of the module's own forward, and undone by ``unwrap``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from liger_dist_kernels import Backend
+
+from .gated_mlp import GATED_MLP
+from .norm import NORM
+from .rotary import ROTARY
+from .swap import Kind, LeftAloneError, Swapped, restore_forward, swap_forward
+
+KINDS: tuple[Kind, ...] = (NORM, GATED_MLP, ROTARY)
+"""A module is matched against the first kind whose candidate it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """Which layers of a model are computed by kernels."""
+
+    swapped: tuple[tuple[str, int], ...] = ()
+    """class and match of the swapped modules, and their number"""
+    left: tuple[tuple[str, str], ...] = ()
+    """class of modules that keep their own forward, and why"""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Rows for tables."""
+        rows = [("swapped", f"{count} x {what}") for what, count in self.swapped]
+        return rows + [("left alone", f"{what}: {why}") for what, why in self.left]
+
+
+def swap_layers(model: nn.Module, *, backend: Backend, owner: str) -> LayerReport:
+    """Swaps the forward of every module of ``model`` that one of :data:`KINDS` matches.
+
+    Args:
+        owner: id of the ``wrap`` call, for :func:`restore_layers`.
+    """
+    swapped: Counter[str] = Counter()
+    left: dict[str, str] = {}
+    for module in list(model.modules()):
+        if isinstance(module, Swapped):
+            continue
+        kind = next((kind for kind in KINDS if kind.is_candidate(module)), None)
+        if kind is None:
+            continue
+        name = type(module).__name__
+        try:
+            match = kind.match(module, backend)
+            swap_forward(module, kind, match, owner=owner)
+            swapped[f"{name}: {match}"] += 1
+        except LeftAloneError as reason:
+            left[f"{name} ({kind.name})"] = str(reason)
+    return LayerReport(swapped=tuple(swapped.items()), left=tuple(left.items()))
+
+
+def restore_layers(model: nn.Module, *, owner: str) -> None:
+    """Undoes :func:`swap_layers`, also in copies of modules."""
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            restore_forward(module, owner=owner)

@@ -1,0 +1,263 @@
+"""RMSNorm and LayerNorm: one autograd function, the match of modules that compute one, and their swapped forward.
+
+A candidate is a module without submodules, with a weight and a bias of one dimension or none. Its own forward runs on
+probe values instead of its parameters; the norm that agrees with it, forward and backward, in fp32 and bf16, is the
+match.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import refuse_second_order
+from liger_dist.stand_ins import swapped
+from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
+
+from .recompute import RecomputedFunction, drop_outputs, free_copy, is_worth_it, note_output
+from .swap import (
+    Forward,
+    Kind,
+    LeftAloneError,
+    has_settings,
+    is_local,
+    match_of,
+    own_forward,
+    probing,
+    runs_own_code,
+    settings_of,
+)
+
+TOLERANCE = 1e-5
+WIDTH = 32
+"""of the probe of a norm without parameters"""
+
+
+class _Norm(RecomputedFunction):
+    is_end_of_walk = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, options: NormOptions, backend: Backend
+    ) -> Tensor:
+        ctx.options, ctx.backend = options, backend
+        ctx.bias_dtype = None if bias_D is None else bias_D.dtype
+        output = norm_fwd(x_TD, weight_D, bias_D, options=options, backend=backend)
+        ctx.save_for_backward(x_TD, output.mean_T, output.rstd_T, weight_D)
+        if any(ctx.needs_input_grad) and is_worth_it(output.y_TD):
+            # Copies: the parameters may be resharded when the output is recomputed.
+            ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
+            note_output(ctx, output.y_TD)
+        return output.y_TD
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        weight_D, bias_D = ctx.parameters
+        return norm_fwd(ctx.saved_tensors[0], weight_D, bias_D, options=ctx.options, backend=ctx.backend).y_TD
+
+    @staticmethod
+    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Any, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        free_copy(ctx)
+        x_TD, mean_T, rstd_T, weight_D = ctx.saved_tensors
+        gradients = norm_bwd(
+            rows_of(d_y_TD),
+            x_TD,
+            mean_T,
+            rstd_T,
+            weight_D,
+            needs_weight=ctx.needs_input_grad[1],
+            needs_bias=ctx.needs_input_grad[2],
+            options=ctx.options,
+            backend=ctx.backend,
+        )
+        d_weight_D = None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_D.dtype)
+        d_bias_D = None if gradients.d_bias_D is None else gradients.d_bias_D.to(ctx.bias_dtype)
+        return gradients.d_x_TD, d_weight_D, d_bias_D, None, None
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, options: NormOptions, backend: Backend = "auto"
+) -> Tensor:
+    """The normalised ``x`` ``[..., D]``. It is recomputed in the backward instead of saved, where another norm follows.
+
+    Args:
+        x: ``[..., D]``, floating.
+        weight, bias: ``[D]``, or None.
+    """
+    drop_outputs(x)
+    result: Tensor = _Norm.apply(rows_of(x), weight, bias, options, backend)  # type: ignore[no-untyped-call]
+    return result.reshape(x.shape)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``[T, D]`` of ``[..., D]``, the last dim contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormMatch:
+    """The norm that a module computes."""
+
+    options: NormOptions
+    backend: Backend
+    parameters: tuple[str, ...]
+    """names of its weight and bias, if it has them"""
+    settings: dict[str, Any]
+    """the module's numbers when it was matched"""
+    under_autocast: bool
+    """True if the module does the same under autocast"""
+
+    def __str__(self) -> str:
+        options = self.options
+        name = "LayerNorm" if options.subtract_mean else "RMSNorm"
+        words = [f"eps {options.eps:g}"]
+        words += [f"weight + {options.offset:g}"] if options.offset else []
+        words += ["rounded before the weight"] if options.round_before_weight else []
+        return f"{name} ({', '.join(words)})"
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    named = "norm" in type(module).__name__.lower()
+    return named and not module._modules and set(module._parameters) <= {"weight", "bias"}
+
+
+def _match(module: nn.Module, backend: Backend) -> NormMatch:
+    with probing(module):
+        return _explained(module, backend)
+
+
+def _explained(module: nn.Module, backend: Backend) -> NormMatch:
+    given = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    # ZeRO-3 keeps the full shape beside an empty tensor.
+    shapes = {tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in given.values()}
+    if any(len(shape) != 1 or shape[0] < 2 for shape in shapes) or len(shapes) > 1:
+        raise LeftAloneError(f"its parameters have the shapes {sorted(shapes)}")
+    width = shapes.pop()[0] if shapes else (getattr(module, "normalized_shape", None) or (WIDTH,))[-1]
+    generator = torch.Generator().manual_seed(0)
+    # Rows of very different sizes, so that the position of eps shows.
+    x = torch.randn(1, 4, width, generator=generator) * torch.tensor([3.0, 1.0, 1e-2, 1e-3])[:, None]
+    values = {name: torch.randn(width, generator=generator) for name in given}
+    probe = _Probe(module, x, values)
+    options = probe.explain()
+    if options is None:
+        raise LeftAloneError("its forward is no RMSNorm or LayerNorm of the last dim")
+    if not probe.agrees_backward(options):
+        raise LeftAloneError("its gradients are not those of the norm that its forward is")
+    rounded = probe.rounding(options)
+    if rounded is None:
+        raise LeftAloneError("it rounds in a way that is not known")
+    # Autocast runs torch's own norms in another dtype, on GPUs at least.
+    is_torchs = type(module).__module__.startswith("torch.") or rounded.subtract_mean
+    return NormMatch(
+        options=rounded,
+        backend=backend,
+        parameters=tuple(given),
+        settings=settings_of(module),
+        under_autocast=not is_torchs and probe.same_under_autocast(rounded),
+    )
+
+
+class _Probe:
+    """One module's own forward on probe values."""
+
+    def __init__(self, module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> None:
+        self.module, self.x, self.values = module, x, values
+
+    def own(self, x: Tensor, values: dict[str, Tensor], *, training: bool = False) -> Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(swapped(vars(self.module), "training", training))
+            for name, value in values.items():
+                stack.enter_context(swapped(self.module._parameters, name, value))
+            result: Tensor = type(self.module).forward(self.module, x)
+        return result
+
+    @staticmethod
+    def ours(x: Tensor, values: dict[str, Tensor], options: NormOptions) -> Tensor:
+        return norm(x, values.get("weight"), values.get("bias"), options=options, backend="reference")
+
+    def explain(self) -> NormOptions | None:
+        with torch.no_grad():
+            expected = self.own(self.x, self.values)
+            if not isinstance(expected, Tensor) or expected.shape != self.x.shape:
+                return None
+            if not torch.equal(self.own(self.x, self.values, training=True), expected):
+                return None
+            numbers = {value for value in vars(self.module).values() if isinstance(value, float) and 0 < value < 0.1}
+            for eps in sorted(numbers | {torch.finfo(torch.float32).eps}):
+                for subtract_mean in (False, True):
+                    for offset in (0.0, 1.0) if "weight" in self.values else (0.0,):
+                        options = NormOptions(eps=eps, subtract_mean=subtract_mean, offset=offset)
+                        if _agree(self.ours(self.x, self.values, options), expected):
+                            return options
+        return None
+
+    def agrees_backward(self, options: NormOptions) -> bool:
+        upstream = torch.linspace(-1, 1, self.x.numel()).reshape(self.x.shape)
+        gradients: list[tuple[Tensor, ...]] = []
+        for run in (self.own, lambda x, values: self.ours(x, values, options)):
+            leaves = [tensor.clone().requires_grad_() for tensor in (self.x, *self.values.values())]
+            with torch.enable_grad():
+                result = run(leaves[0], dict(zip(self.values, leaves[1:], strict=True)))
+            gradients.append(torch.autograd.grad(result, leaves, upstream))
+        return all(_agree(ours, own) for own, ours in zip(*gradients, strict=True))
+
+    def rounding(self, options: NormOptions) -> NormOptions | None:
+        """The same options with the module's rounding, from bf16 rows and parameters of two dtypes."""
+        for round_before_weight in (True, False) if "weight" in self.values and not options.offset else (False,):
+            candidate = replace(options, round_before_weight=round_before_weight)
+            if all(self._rounds_alike(candidate, dtype) for dtype in (torch.bfloat16, torch.float32)):
+                return candidate
+        return None
+
+    def _rounds_alike(self, options: NormOptions, dtype: torch.dtype) -> bool:
+        x, values = self.x.bfloat16(), {name: value.to(dtype) for name, value in self.values.items()}
+        try:
+            with torch.no_grad():
+                own = self.own(x, values)
+        except RuntimeError:
+            # A module that does not mix dtypes is never called so; with one dtype it has to run.
+            return dtype != x.dtype
+        ours = self.ours(x, values, options)
+        same = (own == ours).float().mean() if own.dtype == ours.dtype else torch.tensor(0.0)
+        return float(same) > 0.97
+
+    def same_under_autocast(self, options: NormOptions) -> bool:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self._rounds_alike(options, torch.float32)
+
+
+def _agree(ours: Tensor, own: Tensor) -> bool:
+    return bool((ours - own).norm() <= TOLERANCE * own.norm()) and torch.allclose(ours, own, rtol=1e-4, atol=1e-5)
+
+
+def _make_forward(own: Forward) -> Forward:
+    def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        match: NormMatch | None = match_of(self)
+        parameters = None if match is None or args or kwargs else _parameters(self, match, own, hidden_states)
+        if match is None or parameters is None:
+            return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
+        weight, bias = parameters
+        return norm(hidden_states, weight, bias, options=match.options, backend=match.backend)
+
+    return forward
+
+
+def _parameters(module: nn.Module, match: NormMatch, own: Forward, hidden_states: Any) -> tuple[Any, Any] | None:
+    """Weight and bias for the kernel; None where the module's own code has to run."""
+    if runs_own_code(hidden_states, under_autocast=match.under_autocast) or own_forward(module, own) is not None:
+        return None
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}
+    width = hidden_states.shape[-1]
+    fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
+    if not fits or not has_settings(module, match.settings):
+        return None
+    return found.get("weight"), found.get("bias")
+
+
+NORM = Kind(name="norm", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)

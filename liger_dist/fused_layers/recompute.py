@@ -1,0 +1,179 @@
+"""Recomputes norm and activation outputs in the backward instead of saving them for the next matmul: one pass over
+tensors that are saved anyway.
+
+When a norm is called, all matmuls that read the output of the previous norm are in the graph of its input. That graph
+is walked back as far as such norms. Saved-tensor hooks of other code (activation checkpointing, offloading) take
+precedence. A backward through a part of the graph frees what a later one through another part may need to recompute an
+output: ``retain_graph=True`` keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MOST_NODES = 64
+"""of one walk; an attention has two dozen, with adapters twice as many"""
+LEAST_BYTES = 2**24
+"""of an output, and of the input of the norm after it: a walk takes 0.1 ms of host time, which small layers do not
+have"""
+PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
+"""nodes of autograd that save the operand of a weight; custom functions may as well"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Identifies an output of a function among saved tensors."""
+
+    memory: StorageWeakRef
+    first: int
+    """address"""
+    end: int
+    dtype: torch.dtype
+    version: int
+
+    def is_kept_as(self, saved: Any) -> bool:
+        """True for the same values, not their negatives."""
+        is_plain = type(saved) is Tensor and saved.layout is torch.strided
+        is_inside = is_plain and self.first <= saved.data_ptr() < self.end
+        is_same = is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
+        # A detached tensor may outlive the function that would recompute it.
+        return is_same and saved.requires_grad
+
+
+class RecomputedFunction(torch.autograd.Function):
+    """A function whose output can be recomputed from what it saves for its own backward."""
+
+    is_end_of_walk: bool
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        """The output, bit by bit."""
+        raise NotImplementedError
+
+
+def is_worth_it(x: Tensor) -> bool:
+    """True if an output of this size can be recomputed here, and should be."""
+    if torch.compiler.is_compiling() or x.nbytes < LEAST_BYTES:
+        return False
+    return _recomputes() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@functools.cache
+def _recomputes() -> bool:
+    """True if this torch has the private names that recomputation uses; without them outputs are saved."""
+    has_hooks = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    node: Any = (torch.ones(1, 1, requires_grad=True) @ torch.ones(1, 1)).grad_fn
+    return has_hooks and any(name.startswith("_raw_saved_") for name in dir(node))
+
+
+def note_output(ctx: Any, output: Tensor) -> None:
+    """In the forward of a :class:`RecomputedFunction`, whose backward calls :func:`free_copy`."""
+    storage = output.untyped_storage()
+    first = storage.data_ptr()
+    ctx.output = Output(StorageWeakRef(storage), first, first + storage.nbytes(), output.dtype, output._version)
+    ctx.copy = None
+
+
+def free_copy(ctx: Any) -> None:
+    """All consumers have run their backward; frees the recomputed copy."""
+    ctx.copy = None
+
+
+def drop_outputs(x: Tensor) -> None:
+    """Replaces outputs of norms and gated activations that products in the graph of ``x`` have saved by their
+    recomputation, back to the last norms."""
+    if x.grad_fn is None or not is_worth_it(x):
+        return
+    producers, products = _walk(x.grad_fn)
+    outputs = [(node, node.output) for node in producers if not node.output.memory.expired()]
+    for product in products if outputs else ():
+        for raw, saved in _saved_by(product):
+            for producer, output in outputs:
+                if output.is_kept_as(saved):
+                    part = _Part(producer, saved.shape, saved.stride(), int(saved.storage_offset()))
+                    raw.register_hooks(lambda _, part=part: part, _Part.compute)
+                    break
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Saved instead of a view of an output."""
+
+    producer: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def compute(self) -> Tensor:
+        # Several products unpack it one after another, and the producer's own backward follows.
+        if self.producer.copy is None:
+            kind: Any = type(self.producer)
+            function = _function_of(kind)
+            assert function is not None
+            with torch.no_grad():
+                self.producer.copy = function.again(self.producer)
+        copy: Tensor = self.producer.copy
+        return copy.as_strided(self.shape, self.stride, self.offset)
+
+
+def _function_of(node_type: Any) -> type[RecomputedFunction] | None:
+    """The :class:`RecomputedFunction` whose nodes these are, if they are one's."""
+    function = getattr(node_type, "_forward_cls", None)
+    return function if isinstance(function, type) and issubclass(function, RecomputedFunction) else None
+
+
+def _saved_names(node_type: Any) -> tuple[tuple[str, str], ...]:
+    """Attributes of a product: the handle of a saved tensor and the tensor itself; none for any other node."""
+    if hasattr(node_type, "_forward_cls"):
+        return (("_raw_saved_tensors", "saved_tensors"),)
+    return _saved_names_of_torch(node_type) if node_type.__name__ in PRODUCTS else ()
+
+
+@functools.cache
+def _saved_names_of_torch(node_type: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, name[4:]) for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def _walk(last: Any) -> tuple[list[Any], list[Any]]:
+    """Nodes whose output can be recomputed, and products; of very large graphs only a part."""
+    producers: list[Any] = []
+    products: list[Any] = []
+    seen, waiting = {last}, [last]
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        kind: Any = type(node)
+        function = _function_of(kind)
+        if function is not None and hasattr(node, "output"):
+            producers.append(node)
+            if function.is_end_of_walk:
+                continue
+        elif _saved_names(kind):
+            products.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return producers, products
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
+    """The tensors that a node has saved without hooks, each with the handle that takes hooks."""
+    kind: Any = type(node)
+    for place, name in _saved_names(kind):
+        raw = getattr(node, place)
+        several = raw if isinstance(raw, tuple) else (raw,)
+        if any(one.unpack_hook is not None for one in several):
+            continue
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            # Changed or freed since, which autograd reports in the backward.
+            continue
+        yield from zip(several, saved if isinstance(raw, tuple) else (saved,), strict=True)

@@ -1,0 +1,365 @@
+"""Rotary position embedding: one autograd function, the match of the functions that compute one, and attentions whose
+forward calls it.
+
+The function, a global of the model's module such as ``apply_rotary_pos_emb``, runs on probe values; the layout of pairs
+and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its own forward in
+whose globals that one function is replaced: no source is read, and every other global is looked up at call time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_in
+from functools import lru_cache
+from inspect import Parameter, signature
+from itertools import product
+from types import FunctionType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import refuse_second_order
+from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
+
+from .swap import Forward, Kind, LeftAloneError, below_wrappers, is_local, match_of, own_forward, runs_own_code
+
+TOLERANCE = 1e-5
+TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
+HARMLESS = ("unsqueeze_dim", "position_ids", "mrope_section")
+"""parameters beside tensors and tables whose meaning is known"""
+BATCH, HEADS, TOKENS, WIDTH = 2, 3, 5, 12
+SECTIONS = [3, 2, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryLaw:
+    """How one function rotates."""
+
+    tensors: tuple[str, ...]
+    tables: tuple[str, ...]
+    layout: RotaryLayout
+    half_tables: bool
+    """True if the tables have one number per pair instead of per feature"""
+    heads_dim: int
+    """position of the heads' dim, which the tables lack, unless the call gives it"""
+    partial: bool
+    """True if features beyond the tables are returned unchanged"""
+
+    @property
+    def is_complex(self) -> bool:
+        """True if cos and sin are one complex table."""
+        return len(self.tables) == 1
+
+    def __str__(self) -> str:
+        layout = self.layout
+        return f"pairs {layout.reads}" + (f" to {layout.writes}" if layout.reads != layout.writes else "")
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, cos: Tensor, sin: Tensor, num_rotated: int, layout: RotaryLayout, backend: Backend, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.num_rotated, ctx.layout, ctx.backend = num_rotated, layout, backend
+        ctx.save_for_backward(cos, sin)
+        return rotate(tensors, cos, sin, num_rotated=num_rotated, layout=layout, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        cos, sin = ctx.saved_tensors
+        given = [_dense(gradient) for gradient in gradients if gradient is not None]
+        rotated = iter(
+            rotate(
+                given,
+                cos,
+                sin,
+                num_rotated=ctx.num_rotated,
+                layout=ctx.layout,
+                backward=True,
+                backend=ctx.backend,
+            )
+            if given
+            else ()
+        )
+        return None, None, None, None, None, *(None if g is None else next(rotated) for g in gradients)
+
+
+def rotary(
+    tensors: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_rotated: int,
+    layout: RotaryLayout,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """Rotates the first R features of each of ``tensors``.
+
+    Args:
+        tensors: one or two (queries and keys), each ``[A, B, C, D]``, floating; they differ at most in the dim along
+            which the tables are one (the heads').
+        cos, sin: broadcastable to ``[A, B, C, R]``, a number for each rotated feature; of "shared" tables the first
+            R / 2 are read, and there may be no others.
+        num_rotated: R, even and at most D.
+        layout: where the pairs are.
+    """
+    heads_dim = 1 if cos.shape[1] == 1 else 2
+    tokens_of = {(x.shape[0], x.shape[3 - heads_dim]) for x in tensors}
+    if len(tensors) > 1 and (cos.shape[heads_dim] != 1 or len(tokens_of) > 1):
+        return tuple(
+            rotary((x,), cos, sin, num_rotated=num_rotated, layout=layout, backend=backend)[0] for x in tensors
+        )
+    if heads_dim == 1:
+        tensors, cos, sin = [x.transpose(1, 2) for x in tensors], cos.transpose(1, 2), sin.transpose(1, 2)
+    batch, tokens = tensors[0].shape[:2]
+    cos, sin = (_dense(table).expand(batch, tokens, *table.shape[2:]) for table in (cos, sin))
+    rotated: tuple[Tensor, ...] = _Rotary.apply(  # type: ignore[no-untyped-call]
+        cos, sin, num_rotated, layout, backend, *map(_dense, tensors)
+    )
+    return tuple(x.transpose(1, 2) for x in rotated) if heads_dim == 1 else rotated
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _arguments(given: dict[str, Any], law: RotaryLaw) -> tuple[list[Tensor], Tensor, Tensor, int] | None:
+    """Tensors, tables and number of rotated features of a call; None for one that is not understood."""
+    tensors = [given[name] for name in law.tensors]
+    tables = [given[name] for name in law.tables]
+    if any(map(runs_own_code, tensors)) or not all(map(is_local, tables)):
+        return None
+    if any(table.requires_grad for table in tables) or given.get("position_ids") is not None:
+        return None
+    if all(x.dim() == 3 for x in tensors) and tables[0].dim() == 2 and law.heads_dim == 2:
+        # Vision towers pack their sequences into one.
+        tensors, tables = [x[None] for x in tensors], [table[None] for table in tables]
+    if any(x.dim() != 4 for x in tensors):
+        return None
+    cos, sin = _cos_and_sin(tables, law)
+    if given.get("mrope_section") is not None:
+        cos, sin = (_sections(table, given["mrope_section"]) for table in (cos, sin))
+    if cos.dim() == 3:
+        heads_dim = given.get("unsqueeze_dim", law.heads_dim)
+        cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    width = cos.shape[-1] * (2 if law.half_tables else 1)
+    for x in tensors:
+        fits = width == x.shape[-1] or (law.partial and width < x.shape[-1])
+        broadcasts = all(a in (1, b) for a, b in zip(cos.shape[:-1], x.shape[:-1], strict=True))
+        # Tables of a wider dtype would widen what many functions return.
+        if not fits or not broadcasts or (cos.dtype != x.dtype and not law.is_complex):
+            return None
+    return tensors, cos, sin, width
+
+
+def _cos_and_sin(tables: list[Tensor], law: RotaryLaw) -> tuple[Tensor, Tensor]:
+    if law.is_complex:
+        return tables[0].real, tables[0].imag
+    by_name = dict(zip(law.tables, tables, strict=True))
+    return by_name["cos"], by_name["sin"]
+
+
+def _sections(table: Tensor, sections: list[int]) -> Tensor:
+    """Multimodal tables ``[3, ...]`` (time, height, width) merged: each section of features from one of them, twice."""
+    parts = table.split([*sections, *sections], dim=-1)
+    return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
+
+
+class _Call:
+    """Replaces one rotary function in the globals of one attention's forward."""
+
+    def __init__(self, function: FunctionType, name: str, law: RotaryLaw, backend: Backend) -> None:
+        self.function, self.name, self.law, self.backend = function, name, law, backend
+        self._signature = signature(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = self.function.__globals__.get(self.name, self.function)
+        if current is not self.function:
+            return current(*args, **kwargs)  # Patched since.
+        given = self._signature.bind(*args, **kwargs).arguments
+        arguments = _arguments(given, self.law)
+        if arguments is None:
+            return self.function(*args, **kwargs)
+        tensors, cos, sin, num_rotated = arguments
+        results = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=self.law.layout, backend=self.backend)
+        rotated = tuple(x.reshape(given[name].shape) for x, name in zip(results, self.law.tensors, strict=True))
+        return rotated if len(rotated) > 1 else rotated[0]
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function, some of them replaced: names that are not here are looked up in ``own`` at call time.
+
+    Python looks a global up by ``__getitem__`` when a function's globals are a subclass of dict.
+    """
+
+    def __init__(self, own: dict[str, Any], replaced: dict[str, Any]) -> None:
+        super().__init__(replaced)
+        self.own = own
+
+    def __missing__(self, name: str) -> Any:
+        return self.own[name]
+
+
+class RotaryMatch:
+    """An attention's forward with its rotary functions replaced."""
+
+    def __init__(self, forward: FunctionType, backend: Backend) -> None:
+        """
+        Raises:
+            LeftAloneError: no function that ``forward`` calls has a known layout.
+        """
+        self.forward, self.backend = forward, backend
+        laws = {name: law_of(forward.__globals__[name]) for name in _names(forward)}
+        self._laws = {name: law for name, law in laws.items() if law is not None}
+        if not self._laws:
+            raise LeftAloneError("its rotary function is none of the known layouts")
+        own = forward.__globals__
+        calls = {name: _Call(own[name], name, law, backend) for name, law in self._laws.items()}
+        # Names of builtins are not looked up through __missing__.
+        replaced = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **calls}
+        self._copy = FunctionType(
+            forward.__code__, _Globals(own, replaced), forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        self._copy.__kwdefaults__ = forward.__kwdefaults__
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._copy(module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return RotaryMatch, (self.forward, self.backend)
+
+    def __str__(self) -> str:
+        return f"rotary ({', '.join(map(str, self._laws.values()))})"
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    """True if its forward calls a function with a name of one that rotates."""
+    return bool(_names(below_wrappers(type(module)).forward))
+
+
+def _names(forward: Any) -> list[str]:
+    """Names of the globals that ``forward`` calls to rotate."""
+    if not isinstance(forward, FunctionType):
+        return []
+    named = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
+    return [name for name in named if isinstance(forward.__globals__.get(name), FunctionType)]
+
+
+def _match(module: nn.Module, backend: Backend) -> RotaryMatch:
+    forward = below_wrappers(type(module)).forward
+    if hasattr(forward, "__wrapped__"):
+        raise LeftAloneError("its forward is decorated")
+    return RotaryMatch(forward, backend)
+
+
+def _make_forward(own: Forward) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        match: RotaryMatch | None = match_of(self)
+        if match is None or torch.compiler.is_compiling() or own_forward(self, own) is not None:
+            return (own_forward(self, own) or own)(self, *args, **kwargs)
+        return match(self, *args, **kwargs)
+
+    return forward
+
+
+@lru_cache(maxsize=64)
+def law_of(function: Any) -> RotaryLaw | None:
+    """The law that reproduces ``function``; None when none does."""
+    parameters = signature(function).parameters
+    known = next((names for names in TABLES if all(name in parameters for name in names)), None)
+    if known is None:
+        return None
+    places = list(parameters)
+    first = min(places.index(name) for name in known)
+    further = [name for name in places[first:] if name not in known]
+    optional = all(name in HARMLESS or parameters[name].default is not Parameter.empty for name in further)
+    if first == 0 or not optional or any(name not in HARMLESS for name in further):
+        return None
+    tables = tuple(name for name in places if name in known)
+    for law in _laws(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
+        # Where a call may give the heads' dim, both positions have to be right.
+        dims = (1, 2) if "unsqueeze_dim" in parameters else (law.heads_dim,)
+        if all(_reproduces(function, replace_in(law, heads_dim=dim)) for dim in dims):
+            narrow = replace_in(law, partial=True)
+            law = narrow if not law.half_tables and _reproduces(function, narrow) else law
+            default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else law.heads_dim
+            return replace_in(law, heads_dim=default)
+    return None
+
+
+def _laws(tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: bool) -> Iterator[RotaryLaw]:
+    is_complex = len(tables) == 1
+    pairings: tuple[Pairing, ...] = get_args(Pairing)
+    for heads_dim, half_tables in product(
+        (1, 2), (True,) if is_complex else (False,) if is_multimodal else (False, True)
+    ):
+        for reads, writes in product(pairings, pairings):
+            for places in ("shared",) if half_tables else (*pairings, "shared"):
+                yield RotaryLaw(
+                    tensors=tensors,
+                    tables=tables,
+                    layout=RotaryLayout(reads=reads, writes=writes, tables=places),  # type: ignore[arg-type]
+                    half_tables=half_tables,
+                    heads_dim=heads_dim,
+                    partial=False,
+                )
+
+
+def _reproduces(function: Callable[..., Any], law: RotaryLaw) -> bool:
+    """True if the law gives the outputs and gradients of the function, on tables whose halves differ."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, HEADS, TOKENS, WIDTH) if law.heads_dim == 1 else (BATCH, TOKENS, HEADS, WIDTH)
+    width = WIDTH // 2 if law.half_tables else WIDTH - 4 if law.partial else WIDTH
+    parameters = signature(function).parameters
+    lead: tuple[int, ...] = (BATCH, TOKENS)
+    given: dict[str, Any] = {}
+    if "mrope_section" in parameters:
+        lead, given["mrope_section"] = (3, *lead), SECTIONS
+        if law.partial:
+            return False
+    if law.layout.tables == "shared" and not law.half_tables:
+        half = torch.randn(2, *lead, width // 2, generator=generator)
+        cos, sin = torch.cat([half, half], -1)
+    else:
+        cos, sin = torch.randn(2, *lead, width, generator=generator)
+    if law.is_complex:
+        given[law.tables[0]] = torch.complex(cos, sin)
+    else:
+        given |= {"cos": cos, "sin": sin}
+    if "unsqueeze_dim" in parameters:
+        given["unsqueeze_dim"] = law.heads_dim
+    results: list[tuple[Tensor, ...]] = []
+    for own in (True, False):
+        leaves = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            for seed in range(len(law.tensors))
+        ]
+        named = dict(zip(law.tensors, leaves, strict=True)) | given
+        with torch.enable_grad():
+            if own:
+                try:
+                    outputs = function(**named)
+                except Exception:
+                    # Whatever the model's function raises on these shapes: this law is not its layout. An attention
+                    # without any keeps its own forward, with that reason in explain.
+                    return False
+            else:
+                arguments = _arguments(named, law)
+                if arguments is None:
+                    return False
+                tensors, cos, sin, num_rotated = arguments
+                outputs = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=law.layout, backend="reference")
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if len(outputs) != len(leaves) or any(output.shape != torch.Size(shape) for output in outputs):
+            return False
+        upstream = [torch.linspace(-1, 1, output.numel()).reshape(shape) for output in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, upstream)
+        results.append((*(output.detach() for output in outputs), *gradients))
+    return all(bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in zip(*results, strict=True))
+
+
+ROTARY = Kind(name="rotary embedding", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)

@@ -1,0 +1,217 @@
+"""Swaps the forward of one module, reversibly: by a subclass of its own class, set on the instance.
+
+Parameters, names, state dict, ``isinstance`` and the class's name stay; only the instance changes. A swapped forward
+falls back to the module's own wherever the module is not what it was when it was matched.
+
+[Note: Swapping a class below FSDP2's]
+``fully_shard`` gives a module a class ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on the
+instance, and reads nothing from the class but ``FSDPModule``'s methods, so exchanging ``X`` for a subclass of ``X``
+below it changes none of FSDP2's behaviour, and ``isinstance`` holds for all three. :func:`below_wrappers` finds ``X``
+by the order of bases that ``fully_shard`` makes; another order is taken for a class of the user's own, which is then
+subclassed as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+
+from liger_dist.tracing import is_transformed
+from liger_dist_kernels import Backend
+
+Forward = Callable[..., Any]
+_MATCH = "_liger_dist_match"
+_OWNER = "_liger_dist_owner"
+_SIMPLE = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FRAMEWORKS = ("torch.distributed.", "deepspeed.")
+"""whose hooks unshard, move and free tensors, and change no number"""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""fp64 models keep their own arithmetic to the last digit"""
+
+
+class LeftAloneError(Exception):
+    """A module keeps its own forward; the message says why. Never leaves this package."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of layer that kernels compute. A new kind is a file that defines one, and an entry in
+    :data:`liger_dist.fused_layers.KINDS`."""
+
+    name: str
+    is_candidate: Callable[[nn.Module], bool]
+    """True if a module looks like one of this kind"""
+    match: Callable[[nn.Module, Backend], Any]
+    """What the swapped forward needs to know of a candidate, found by running its own forward on probe values. Its
+    ``str`` is shown by ``explain``. Raises :class:`LeftAloneError` if the module computes something else."""
+    make_forward: Callable[[Forward], Forward]
+    """The swapped forward, from the forward of the module's own class; it reads :func:`match_of` the module."""
+
+
+class Swapped:
+    """Mixed into the classes that :func:`swap_forward` makes."""
+
+    _liger_dist_kind: Kind
+    _liger_dist_base: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle cannot name a class made at run time.
+        return _blank, (self._liger_dist_kind, self._liger_dist_base), vars(self)
+
+
+@contextmanager
+def probing(module: nn.Module) -> Iterator[None]:
+    """Within: what the module's own code raises on probe values is a reason to leave it alone. Random number generators
+    and the module's attributes are restored afterwards."""
+    before = dict(vars(module))
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    except LeftAloneError:
+        raise
+    except Exception as error:
+        raise LeftAloneError(f"its own forward cannot be probed ({type(error).__name__}: {error})") from error
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> None:
+    """Gives the instance the forward of ``kind``, which reads its ``match``.
+
+    Args:
+        owner: id of the ``wrap`` call; :func:`restore_forward` restores only the modules swapped under it.
+
+    Raises:
+        LeftAloneError: the instance has a patched forward.
+    """
+    if "forward" in vars(module):
+        raise LeftAloneError("its forward has been patched on the instance")
+    base = below_wrappers(type(module))
+    if type(module) is not base and "forward" in vars(type(module)):
+        # transformers defines a forward on every subclass of its checkpointed layers, FSDP2's included, which calls the
+        # base's: a swap below it would never run.
+        raise LeftAloneError(f"{type(module).__name__}, made by fully_shard, defines its own forward")
+    setattr(module, _MATCH, match)
+    setattr(module, _OWNER, owner)
+    module.__class__ = with_base(type(module), base, _class_for(kind, base))
+
+
+def restore_forward(module: nn.Module, *, owner: str) -> None:
+    """Undoes :func:`swap_forward` of the same owner."""
+    if vars(module).get(_OWNER) != owner:
+        return
+    swapped: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
+    module.__class__ = with_base(type(module), swapped, swapped._liger_dist_base)
+    delattr(module, _MATCH)
+    delattr(module, _OWNER)
+
+
+def match_of(module: nn.Module) -> Any:
+    """The module's match, or None after :func:`restore_forward` (a caller may still hold the old bound method)."""
+    return vars(module).get(_MATCH)
+
+
+def own_forward(module: nn.Module, probed: Forward) -> Forward | None:
+    """The forward that the module's class has now, if it is another one than was probed."""
+    base = getattr(type(module), "_liger_dist_base", None)
+    current = None if base is None else base.forward
+    return current if current is not probed else None
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The numbers, strings and flags on a module that its forward may read."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in _SIMPLE and name not in _OF_EVERY_MODULE and not name.startswith("_is_hf")
+    }
+
+
+def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
+    """True if all of them are unchanged. Attributes that FSDP and DeepSpeed have added since do not count, unless the
+    module's class has a default for them."""
+    now = settings_of(module)
+    changed = [name for name, value in settings.items() if name not in now or now[name] != value]
+    return not changed and not any(hasattr(type(module), name) for name in now.keys() - settings.keys())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if the module has hooks, or a patched forward, that do not belong to FSDP or DeepSpeed."""
+    return "forward" in vars(module) or any(not _is_of_framework(hook) for hook in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for own in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ):
+        yield from own.values()
+    everywhere = nn.modules.module
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
+        yield from getattr(everywhere, name, {}).values()
+
+
+def _is_of_framework(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_FRAMEWORKS)
+
+
+def is_local(tensor: object) -> bool:
+    """True for a full ordinary tensor: no DTensor or other subclass."""
+    return type(tensor) in (Tensor, Parameter)
+
+
+def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
+    """True if a layer with this input runs its own code: while it is compiled (the compiler fuses it itself), under
+    torch.func, under autocast if the layer behaves differently there, and for dtypes without kernels."""
+    if torch.compiler.is_compiling() or is_transformed() or not is_local(tensor):
+        return True
+    assert isinstance(tensor, Tensor)
+    return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))
+
+
+def below_wrappers(cls: Any) -> Any:
+    """The module's class under the one that FSDP2 makes of it. See [Note: Swapping a class below FSDP2's]."""
+    return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
+
+
+def with_base(cls: type, old: type, new: type) -> Any:
+    """``cls`` with ``new`` instead of ``old``, which is itself or an ancestor."""
+    if cls is old:
+        return new
+    bases = tuple(with_base(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, dict(vars(cls)))
+
+
+def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -> Any:
+    """A subclass of ``mixin`` and ``base`` with the name of ``base``. One that exists already, with equal ``members``
+    that are not functions, is used again: modules of one class then stay of one class."""
+    members = members or {}
+    for found in base.__subclasses__():
+        is_same = all(vars(found).get(name) is value for name, value in members.items() if name != "forward")
+        if found.__bases__ == (mixin, base) and is_same:
+            return found
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (mixin, base), {**members, **named})
+
+
+def _class_for(kind: Kind, base: Any) -> Any:
+    forward = base.forward
+    members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_own": forward}
+    return subclass_of(base, Swapped, {**members, "forward": kind.make_forward(forward)})
+
+
+def _blank(kind: Kind, base: Any) -> nn.Module:
+    cls = _class_for(kind, base)
+    module: nn.Module = cls.__new__(cls)
+    return module

@@ -1,0 +1,149 @@
+"""PEFT on a model and on its lm_head: every name of PEFT that this library reads.
+
+LoRA and DoRA give a map that is linear in the hidden states, whatever their ranks, scalings and magnitudes. Its weight
+is the map of the identity, computed by PEFT's own code: every parameter is read inside its own module's call, where
+wrappers have unsharded it, and autograd takes the weight's gradient back to each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+WAY_OUT = "exclude lm_head from target_modules, or train it fully with modules_to_save."
+TRAINED_ROWS = (
+    "PEFT trains some rows of its lm_head (trainable_token_indices on a tied model); train all of them with "
+    "modules_to_save to have the loss fused"
+)
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The base model inside a ``PeftModel``, which contains the PEFT layers; any other model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else model
+    return base if isinstance(base, nn.Module) else model
+
+
+def call_with_hooks(outer: nn.Module, model: nn.Module) -> None:
+    """Makes releases of PEFT before 0.21, which call ``model.forward`` directly, call ``model`` with its hooks."""
+    tuner: Any = getattr(outer, "base_model", None)
+    is_around = isinstance(tuner, nn.Module) and getattr(tuner, "model", None) is model
+    code = getattr(type(tuner).forward, "__code__", None) if is_around else None
+    if code is not None and "forward" in code.co_names:
+        tuner.forward = functools.partial(model)
+
+
+def restore_calls(outer: nn.Module, model: nn.Module) -> None:
+    """Undoes :func:`call_with_hooks`."""
+    for module in outer.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is model:
+            del module.forward
+
+
+def has_lora(head: nn.Module) -> bool:
+    """True if a LoRA layer (or another tuner layer of PEFT) computes the output of ``head``."""
+    return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")
+
+
+def lora_objection(head: nn.Module) -> str | None:
+    """Why the PEFT layer on ``head`` is not linear in the hidden states, as a clause with the way out; None if it is,
+    or if there is none."""
+    if not has_lora(head):
+        return None
+    if not hasattr(head, "lora_A"):
+        return f"an adapter of type {type(head).__module__}.{type(head).__qualname__}; expected LoRA or DoRA: {WAY_OUT}"
+    variants = getattr(head, "lora_variant", {})
+    others = [type(variant).__name__ for variant in variants.values() if not type(variant).__name__.startswith("Dora")]
+    return f"LoRA of the variant {others[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if others else None
+
+
+def has_active_dropout(head: nn.Module) -> bool:
+    """True if LoRA dropout is active: the effective weight then differs per token."""
+    return has_lora(head) and any(
+        isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in head.modules()
+    )
+
+
+def under_trained_rows(head: nn.Module) -> nn.Module | None:
+    """The lm_head inside a module of PEFT that trains some of its rows; None for any other module."""
+    inside = getattr(head, "token_adapter", None)
+    if not isinstance(inside, nn.Module) or not hasattr(inside, "get_merged_weights"):
+        return None
+    base = getattr(inside, "base_layer", None)
+    return base if isinstance(base, nn.Module) else None
+
+
+def active_head(module: nn.Module) -> nn.Module:
+    """The module that is called at lm_head's place: inside FSDP1's wrapper and PEFT's ``modules_to_save``."""
+    module = without_fsdp1(module)
+    saved = getattr(module, "modules_to_save", None)
+    if not isinstance(saved, nn.ModuleDict):
+        return module
+    active = [name for name in module.active_adapters if name in saved]  # type: ignore[union-attr]
+    is_original = module.disable_adapters or not active
+    return active_head(module.original_module if is_original else saved[active[0]])  # type: ignore[arg-type]
+
+
+def base_head(head: nn.Module) -> nn.Module:
+    """The base layer of a LoRA layer; any other module itself."""
+    return without_fsdp1(head.get_base_layer()) if has_lora(head) else head  # type: ignore[operator]
+
+
+def heads_at(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Every module that may be called at lm_head's place: a LoRA layer and its base layer, or an original module and
+    those of ``modules_to_save``."""
+    module = without_fsdp1(module)
+    saved = getattr(module, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):
+        return tuple(head for one in (module.original_module, *saved.values()) for head in heads_at(one))  # type: ignore[arg-type]
+    with_trained_rows = under_trained_rows(module)
+    if with_trained_rows is not None:
+        return (with_trained_rows,)
+    return (module, *heads_at(base_head(module))) if has_lora(module) else (module,)
+
+
+def without_fsdp1(module: nn.Module) -> nn.Module:
+    """The module inside an FSDP1 unit; any other module itself."""
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
+
+
+@dataclass(frozen=True)
+class EffectiveHead:
+    """The linear map of an lm_head with LoRA: ``weight`` ``[V, D]`` and ``bias`` ``[V]``, with their graph."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def effective_head(lora: nn.Module, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
+    """The weight of ``forward`` of the LoRA layer ``lora``: its outputs for the rows of the identity.
+
+    A bias is added to every row and would round the weight to its own size. So the rows are scaled by a power of two,
+    compared with which the bias is small, and their outputs are scaled back, both exactly.
+    """
+    D = hidden_states.shape[-1]
+    inputs = torch.eye(D, dtype=hidden_states.dtype, device=hidden_states.device)
+    # The bias of lm_head, or of lora_B with LoraConfig(lora_bias=True).
+    if all(getattr(module, "bias", None) is None for module in lora.modules()):
+        return EffectiveHead(forward(inputs).T, None)
+    scale = _LARGE[_compute_dtype(hidden_states)]
+    outputs = forward(torch.cat([inputs * scale, inputs.new_zeros(1, D)]))
+    return EffectiveHead(((outputs[:D] - outputs[D]) / scale).T, outputs[D])
+
+
+_LARGE = {torch.float64: 2.0**40, torch.float32: 2.0**40, torch.bfloat16: 2.0**40, torch.float16: 2.0**8}
+"""scale of the identity's rows; fp16 ends at 2 ** 16"""
+
+
+def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
+    device_type = hidden_states.device.type
+    if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return hidden_states.dtype

@@ -1,0 +1,63 @@
+"""DistributedDataParallel: the strategy "ddp", and whether one is running. The weight is full on every rank, so the
+adapter is :class:`.single.Replicated`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.structure import Structure
+
+from .base import Initializer
+from .materialize import materialize
+from .mesh import require_process_group
+from .process_groups import compute_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP:
+    """Replicates the model on every rank and averages its gradients."""
+
+    name: ClassVar[str] = "ddp"
+    has_collectives: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = False
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        require_process_group(self.name, world_size)
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise LigerDistError(
+                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing for DDP to "
+                "average; use strategy='auto' for evaluation."
+            )
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        device = compute_device()
+        if initialize is not None:
+            materialize(model, initialize, layers=structure.all_layers, device=device)
+        return DistributedDataParallel(outer.to(device))
+
+
+def may_be_running() -> bool:
+    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile), which does not tell."""
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if str(getattr(dynamo, "optimize_ddp", "")).startswith("python_reducer"):
+        return True
+    ask = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    return ask is None or ask() is not None

@@ -1,0 +1,182 @@
+"""DeepSpeed: strategy, sharding adapter for ZeRO-3, and its private names.
+
+ZeRO-3's own module hooks all-gather the weight for lm_head's forward and again for its backward, and reduce its
+gradient; the loss adds no collective. ``GatheredParameters`` is not used: inside a forward it frees the weight before
+the backward. ZeRO-0, 1 and 2 keep the full weight on every rank, which :class:`.single.Replicated` serves.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.structure import Structure
+
+from .base import DataParallel, Facts, Head, Initializer, Storage
+from .materialize import materialize
+from .process_groups import compute_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed:
+    """Fuses only; ``deepspeed.initialize`` shards the model afterwards, at any ZeRO stage."""
+
+    name: ClassVar[str] = "deepspeed"
+    has_collectives: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        if config.token_mean == "global":
+            raise LigerDistError(
+                "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
+                "model."
+            )
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        """Nothing to refuse."""
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        if initialize is not None:
+            materialize(model, initialize, layers=structure.all_layers, device=compute_device())
+        return outer
+
+
+class Zero3:
+    """ZeRO-3's hooks all-gather the weight for lm_head's forward; the loss runs inside it on the full weight."""
+
+    name: ClassVar[str] = "zero3"
+
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        if not is_stored_by_zero3(head.weight):
+            return None
+        return Storage(
+            engine="zero3",
+            clause="ZeRO-3 partitions the weight",
+            weight=head.weight,
+            apart_from_embedding=not tied_to,
+            zero_quantized=_is_quantized(head.weight),
+        )
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        reasons = []
+        if facts.engine != "zero3":
+            reasons.append(facts.storage)
+        if facts.zero_quantized:
+            reasons.append(
+                "DeepSpeed sends weights or gradients quantised (zero_quantized_weights, "
+                "zero_quantized_nontrainable_weights, zero_quantized_gradients), with which this loss has not been "
+                "shown to be right; turn them off"
+            )
+        if facts.token_mean == "global":
+            reasons.append(
+                "token_mean='global' is not available under DeepSpeed, whose engine scales the loss itself; pass "
+                "num_items_in_batch to the model"
+            )
+        return reasons
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        raise LigerDistError(
+            "token_mean='global' is not available under DeepSpeed; pass num_items_in_batch to the model."
+        )
+
+    def linear_cross_entropy(
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+    ) -> LossOutput:
+        if head.weight.dim() != 2:
+            raise LigerDistError(
+                f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: ZeRO-3 has not all-gathered "
+                "it. Call the engine that deepspeed.initialize returned rather than the model inside."
+            )
+        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+
+
+def is_stored_by_zero3(weight: object) -> bool:
+    """True if ZeRO-3 has partitioned ``weight``."""
+    return hasattr(weight, "ds_id") and hasattr(weight, "ds_shape")
+
+
+def _is_quantized(weight: object) -> bool:
+    """True if ZeRO-3 sends ``weight`` or its gradient quantised (ZeRO++)."""
+    optimizer = getattr(weight, "_z3_optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", None)
+    return (
+        bool(getattr(offload, "zero_quantized_weights", False))
+        or bool(getattr(offload, "zero_quantized_nontrainable_weights", False))
+        or getattr(optimizer, "all2all_process_group", None) is not None
+    )
+
+
+def has_started() -> bool:
+    """True if DeepSpeed has started in this process: its engine averages gradients."""
+    return getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None) is not None
+
+
+def is_engine(root: nn.Module) -> bool:
+    """True if ``deepspeed.initialize`` returned ``root``."""
+    return callable(getattr(root, "set_gradient_accumulation_boundary", None))
+
+
+def backward(engine: Any, loss: Tensor) -> None:
+    """The backward of a micro-batch after which the engine reduces gradients."""
+    before = engine._is_gradient_accumulation_boundary
+    engine.set_gradient_accumulation_boundary(True)
+    try:
+        engine.backward(loss)
+    finally:
+        engine._is_gradient_accumulation_boundary = before
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The full gradient of a parameter of an engine (a collective under ZeRO)."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradient: Tensor | None = safe_get_full_grad(parameter)
+    return gradient
+
+
+def clear_gradients(engine: Any) -> None:
+    """Clears what ZeRO and the bf16 optimizer have reduced and keep until the step, without the step."""
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    if hasattr(optimizer, "clear_hp_grads"):
+        optimizer.clear_hp_grads()
+    if hasattr(optimizer, "averaged_gradients"):
+        optimizer.averaged_gradients.clear()
+    if hasattr(optimizer, "micro_step_id"):
+        optimizer.micro_step_id = _first_micro_step(optimizer)
+
+
+def has_unfinished_step(engine: Any) -> bool:
+    """True if gradients wait for ``engine.step()``."""
+    optimizer = engine.optimizer
+    in_window = engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    counted = getattr(optimizer, "micro_step_id", -1) > _first_micro_step(optimizer)
+    reduced = _is_stage_3(optimizer) and bool(getattr(optimizer, "_epilogue_ran_this_backward", False))
+    kept = (getattr(parameter, "_hp_grad", None) for parameter in engine.parameters())
+    return in_window or counted or reduced or any(g is not None and bool((g != 0).any()) for g in kept)
+
+
+def _first_micro_step(optimizer: Any) -> int:
+    """ZeRO-1 and 2 count from -1, so that a backward makes it 0; ZeRO-3 counts from 0 and keeps a flag until the next
+    forward."""
+    return 0 if _is_stage_3(optimizer) else -1
+
+
+def _is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "parameter_offload")

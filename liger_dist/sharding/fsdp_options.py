@@ -1,0 +1,70 @@
+"""Options and refusals that FSDP1 and FSDP2 share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from liger_dist.config import WrapConfig, check_dtype
+from liger_dist.errors import LigerDistError
+from liger_dist.structure import Structure
+
+from .mesh import Mesh, check_mesh, require_process_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullySharded:
+    """Options of :class:`FSDP1` and :class:`FSDP2`.
+
+    Raises:
+        LigerDistError: a dtype that is not floating.
+    """
+
+    name: ClassVar[str]
+    has_collectives: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = True
+
+    mesh: Mesh | None = None
+    """A DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; None: all ranks in one shard group."""
+    param_dtype: torch.dtype | None = None
+    """Compute dtype, while masters keep theirs (``torch.bfloat16`` is usual); None for the masters' own."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Dtype of gradient reduction; a lower one than fp32 loses small gradients as ranks grow."""
+    reshard_after_forward: bool = True
+    """Free a decoder layer's full weights between its forward and its backward."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory."""
+
+    def __post_init__(self) -> None:
+        check_dtype("param_dtype", self.param_dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype)
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        refuse_sharded(model)
+        if not structure.layers:
+            raise LigerDistError(
+                f"{type(model).__name__} has no list of decoder layers that could be sharded one by one; shard it "
+                "yourself and wrap with strategy='auto'."
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise LigerDistError(
+                    f"{name} has no dimension and {self.name!r} shards the first one of every parameter; make it a "
+                    "parameter of shape (1,), or a buffer."
+                )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuses a model with FSDP units."""
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        raise LigerDistError(
+            f"this {type(model).__name__} is sharded by FSDP already; wrap it with strategy='auto', or wrap a model "
+            "that is not sharded yet."
+        )

@@ -1,0 +1,84 @@
+"""Marks on models that :func:`liger_dist.wrap` has sharded, or has left half sharded when it failed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from liger_dist.errors import LigerDistError
+
+_PREPARED = "_is_accelerate_prepared"
+_FAILED = "_liger_dist_failed"
+
+
+@dataclass(frozen=True)
+class RefusesPrepare:
+    """Value of the attribute by which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings with
+    which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
+
+    strategy: str
+
+    def __bool__(self) -> bool:
+        state = sys.modules.get("accelerate.state")
+        kinds = None if state is None else state.DistributedType
+        kind = None if state is None else state.AcceleratorState._shared_state.get("distributed_type")
+        if kinds is None or kind in (kinds.FSDP, kinds.NO):
+            return False
+        raise LigerDistError(
+            f"accelerator.prepare was given a model that liger_dist.wrap has sharded by {self.strategy!r}; prepare the "
+            "optimizer and the data loader alone, or wrap and prepare at once with "
+            "liger_dist.integrations.accelerate.prepare(accelerator, model, ...) under Accelerate's own FSDP settings."
+        )
+
+
+def mark_sharded(model: nn.Module, strategy: str) -> None:
+    """Makes Accelerate's ``prepare`` refuse what would wrap the shards."""
+    vars(model)[_PREPARED] = RefusesPrepare(strategy)
+
+
+def unmark_sharded(model: nn.Module) -> None:
+    """Undoes :func:`mark_sharded`."""
+    if isinstance(vars(model).get(_PREPARED), RefusesPrepare):
+        del vars(model)[_PREPARED]
+
+
+def num_sharded_parts(model: nn.Module) -> tuple[int, int]:
+    """Numbers of FSDP units and of DTensor parameters."""
+    units = sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    return units, sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def refuse_half_sharded(
+    model: nn.Module, before: tuple[int, int], kind: object, error: BaseException | None, trace: object
+) -> None:
+    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding, the units that are sharded cannot be
+    restored without their full parameters, so the model refuses to be wrapped or called.
+
+    Args:
+        before: :func:`num_sharded_parts` before sharding.
+    """
+    if num_sharded_parts(model) == before:
+        return
+    sentence = (
+        f"liger_dist.wrap failed while it sharded this {type(model).__name__} ({type(error).__name__}: {error}), and "
+        "some of its parameters are sharded already; build the model anew."
+    )
+
+    def refuse(*_: Any) -> None:
+        raise LigerDistError(sentence)
+
+    vars(model)[_FAILED] = sentence
+    model.register_forward_pre_hook(refuse, prepend=True)
+
+
+def check_not_failed(model: nn.Module) -> None:
+    """Raises:
+    LigerDistError: a failed wrap has left the model half sharded.
+    """
+    if _FAILED in vars(model):
+        raise LigerDistError(vars(model)[_FAILED])

@@ -1,0 +1,98 @@
+"""Stand-ins for a model's modules while its own forward is probed: same attributes, no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class StandIn(nn.Module):
+    """Responds to calls instead of ``real``; its attributes are those of ``real``, and modules among them stand-ins."""
+
+    def __init__(self, real: nn.Module, respond: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        # Not as a submodule: names and parameters of the model must not change.
+        vars(self).update(real=real, respond=respond)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.respond(self.real, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._instead(getattr(vars(self)["real"], name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._instead(item) for item in self.real)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._instead(self.real[key])
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def _instead(self, value: Any) -> Any:
+        return StandIn(value, self.respond) if isinstance(value, nn.Module) else value
+
+
+def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """Responds with ``hidden_states``: a model with its usual output, any other module with the tensor."""
+    # Not from the top-level package, whose lazy namespace keeps every name that was asked for.
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_utils import PreTrainedModel
+
+    class Output(BaseModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            # Some families read fields of other outputs here, such as router logits.
+            return None
+
+    def respond(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return Output(last_hidden_state=hidden_states) if isinstance(real, PreTrainedModel) else hidden_states
+
+    return respond
+
+
+def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's own code, without the hooks around it."""
+    return real.forward(*args, **kwargs)
+
+
+@contextmanager
+def stand_ins(
+    model: nn.Module, head_name: str, *, head: nn.Module, hidden_states: Tensor, training: bool
+) -> Iterator[None]:
+    """Within: only the modules on the path from ``model`` to its lm_head run their own code, in the given mode;
+    ``head`` replaces lm_head, and all other modules return ``hidden_states``."""
+    respond = hidden_states_of(hidden_states)
+    path = head_name.split(".")
+    with ExitStack() as stack:
+        owner = model
+        for depth, on_path in enumerate(path):
+            stack.enter_context(swapped(vars(owner), "training", training))
+            below = owner._modules[on_path]
+            for name, child in list(owner._modules.items()):
+                if child is None:
+                    continue
+                instead: nn.Module = StandIn(child, respond)
+                if name == on_path:
+                    instead = head if depth == len(path) - 1 else StandIn(child, without_hooks)
+                stack.enter_context(swapped(owner._modules, name, instead))
+            assert below is not None
+            owner = below
+        yield
+
+
+@contextmanager
+def swapped(mapping: dict[str, Any], key: str, value: Any) -> Iterator[None]:
+    """Within: ``mapping[key] = value``. A key that was absent is absent again afterwards."""
+    missing = object()
+    before = mapping.get(key, missing)
+    mapping[key] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del mapping[key]
+        else:
+            mapping[key] = before

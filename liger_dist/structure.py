@@ -1,0 +1,240 @@
+"""Structure of a Hugging Face model: decoder layers, final norm, embeddings, lm_head, and how it initialises a
+module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import nn
+
+from .errors import LigerDistError
+from .peft_layers import TRAINED_ROWS, active_head, base_head, lora_objection, under_trained_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """The modules of a causal language model that are sharded and fused in different ways."""
+
+    head_name: str
+    """name of lm_head in the model; PEFT may have put its own module there"""
+    head: nn.Linear
+    """lm_head itself, inside of PEFT's module"""
+    tied_to: tuple[nn.Module, ...]
+    """the input embeddings whose weight is the parameter of lm_head"""
+    layers: tuple[nn.Module, ...]
+    """the decoder layers, in order; empty when the model keeps no list of them"""
+    unfusable: str | None
+    """why no loss can be fused into this lm_head, although the model works with it; None if one can"""
+    decoder: nn.Module
+    """the text decoder around ``layers``: the module that takes ``inputs_embeds``"""
+    other_stacks: tuple[tuple[nn.Module, ...], ...]
+    """the layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
+    final_norm: nn.Module | None
+    """the norm between the last layer and lm_head, found by its place and name; None if it was not found"""
+
+    @property
+    def all_layers(self) -> tuple[nn.Module, ...]:
+        """The layers of the decoder and of every encoder."""
+        return (*self.layers, *chain(*self.other_stacks))
+
+    @property
+    def tied(self) -> bool:
+        """True if an input embedding and lm_head are one parameter."""
+        return bool(self.tied_to)
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """Reads the structure of a Hugging Face model.
+
+    Raises:
+        LigerDistError: no lm_head, or one that is not an ``nn.Linear``.
+    """
+    place = _output_embedding(model)
+    if place is None:
+        raise LigerDistError(
+            f"{type(model).__name__} has no lm_head (get_output_embeddings() returns None); expected a language "
+            "model with one, such as AutoModelForCausalLM builds. A base model or a classifier has no token loss to "
+            "fuse."
+        )
+    in_use = active_head(place)
+    with_trained_rows = under_trained_rows(in_use)
+    objection = lora_objection(in_use)
+    if objection is not None:
+        raise LigerDistError(f"the lm_head of {type(model).__name__} has {objection}")
+    head = base_head(in_use) if with_trained_rows is None else with_trained_rows
+    if hasattr(head, "_hf_hook"):
+        raise LigerDistError(
+            f"the lm_head of {type(model).__name__} has a hook of accelerate, which a device_map puts on each "
+            "module; load the model with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy "
+            "place it."
+        )
+    own_forward = vars(head).get("forward")
+    is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
+        raise LigerDistError(
+            f"the lm_head of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
+            "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
+            "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
+        )
+    head_name = next(name for name, module in model.named_modules() if module is place)
+    decoder = _decoder_of(model)
+    layers, parent = _find_layers(model, decoder)
+    decoder = decoder or parent
+    return Structure(
+        head_name=head_name,
+        head=head,
+        tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
+        layers=layers,
+        unfusable=None if with_trained_rows is None else TRAINED_ROWS,
+        decoder=decoder,
+        other_stacks=_find_other_stacks(model, decoder),
+        final_norm=_find_final_norm(parent, layers),
+    )
+
+
+def is_tensor_parallel_forward(forward: object) -> bool:
+    """True for the forward that transformers' tensor parallelism sets on an lm_head: it only moves and gathers."""
+    module = getattr(forward, "__module__", "")
+    return module.startswith("transformers.") and module.endswith(".tensor_parallel")
+
+
+def _output_embedding(model: nn.Module) -> nn.Module | None:
+    """That of the model, or of the only model inside it that has one."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    place = get_head() if callable(get_head) else None
+    if isinstance(place, nn.Module):
+        return place
+    inside = {_output_embedding(child) for child in model.children()} - {None}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def input_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The model's input embedding, if no other module uses its weight."""
+    embedding = embedding_of(model)
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    users = [module for module in model.modules() if embedding.weight in set(module._parameters.values())]
+    return embedding if users == [embedding] else None
+
+
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """The model's ``get_input_embeddings()``; None when it has none, or several."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None
+
+
+def _decoder_of(model: nn.Module) -> nn.Module | None:
+    """The text decoder from the model's ``get_decoder()``, if it contains a list of decoder layers.
+
+    A vision-language model declares the classes of its vision blocks as well, and often has more of those than of text
+    layers, so length alone does not tell the decoder.
+    """
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) and not _is_encoder_decoder(model) else None
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return None
+    return decoder if any(_stacks(decoder, _declared(model))) else None
+
+
+def _find_layers(model: nn.Module, decoder: nn.Module | None) -> tuple[tuple[nn.Module, ...], nn.Module]:
+    """The longest stack of ``decoder`` (of the model without one), with its owner; of an encoder-decoder, all stacks of
+    declared classes, with the owner of the last."""
+    declared = _declared(model)
+    best: tuple[tuple[nn.Module, ...], nn.Module] = ((), model)
+    for stack, owner in _stacks(decoder or model, declared):
+        if declared and _is_encoder_decoder(model):
+            best = (*best[0], *stack), owner
+        elif len(stack) > len(best[0]):
+            best = stack, owner
+    return best
+
+
+def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.Module, ...], ...]:
+    """Stacks of declared classes outside the decoder. Of a stack inside another one's layers, the outer counts."""
+    declared = _declared(model)
+    if not declared or _is_encoder_decoder(model):
+        return ()
+    taken = set(decoder.modules())
+    others: list[tuple[nn.Module, ...]] = []
+    for stack, owner in _stacks(model, declared):
+        if owner not in taken and stack[0] not in taken:
+            others.append(stack)
+            taken.update(inner for layer in stack for inner in layer.modules())
+    return tuple(others)
+
+
+def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module]]:
+    """Every list of modules of declared classes (of one class when none is declared) inside ``root``, with its
+    owner."""
+    for owner in root.modules():
+        for child in owner.children():
+            if not isinstance(child, nn.ModuleList) or len(child) == 0:
+                continue
+            if all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1:
+                yield tuple(child), owner
+
+
+def _declared(model: nn.Module) -> frozenset[str]:
+    """Names of the layer classes that the model declares unsplittable; transformers adds those of the models inside."""
+    return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _is_one_of(layer: nn.Module, declared: frozenset[str]) -> bool:
+    """By the names of all its classes: FSDP2 puts another class on top."""
+    return any(cls.__name__ in declared for cls in type(layer).__mro__)
+
+
+def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Module | None:
+    if not layers:
+        return None
+    children = list(parent.children())
+    place = next(i for i, child in enumerate(children) if layers[-1] in child.children())
+    after = [child for child in children[place + 1 :] if "norm" in type(child).__name__.lower()]
+    return after[-1] if after else None
+
+
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that initialises one module: ``_init_weights`` of the nearest enclosing pretrained model, or
+    ``reset_parameters`` of the module where there is none.
+
+    Raises:
+        LigerDistError: a module has parameters and neither rule; nothing has been changed then.
+    """
+    rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
+
+    def collect(module: nn.Module, rule: Callable[[nn.Module], None] | None) -> None:
+        rule = getattr(module, "_init_weights", rule)
+        own = rule if rule is not None else _reset_parameters(module)
+        if own is not None:
+            rules[module] = own
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise LigerDistError(
+                f"{type(module).__name__} has parameters on the meta device and no rule to initialise them "
+                "(_init_weights of its model, or reset_parameters of its own); define one, or build the model on a "
+                "real device."
+            )
+        for child in module.children():
+            collect(child, rule)
+
+    collect(model, None)
+
+    def initialize(module: nn.Module) -> None:
+        if module in rules:
+            rules[module](module)
+
+    return initialize
+
+
+def _reset_parameters(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    if not callable(getattr(module, "reset_parameters", None)):
+        return None
+    return lambda owner: owner.reset_parameters()  # type: ignore[operator]

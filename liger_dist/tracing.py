@@ -1,0 +1,28 @@
+"""Under which transforms of torch a call runs: torch.compile, torch.func, forward-mode differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Breaks a compiled graph at ``function``, which then runs in Python: a graph cannot see the state of a call."""
+    return cast(F, torch.compiler.disable(function))
+
+
+def is_transformed() -> bool:
+    """True under ``torch.func`` or forward-mode differentiation, where the kernels are not defined."""
+    is_functorch: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return bool(is_functorch and is_functorch()) or getattr(fwAD, "_current_level", -1) >= 0
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward, for example to recompute a checkpoint."""
+    task: Any = getattr(torch._C, "_current_graph_task_id", None)
+    return bool(task and task() != -1)
