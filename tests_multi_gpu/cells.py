@@ -43,14 +43,10 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the WrapConfig, beside those of the layout."""
+        """Options of the WrapConfig."""
         options: dict[str, Any] = {"fused_loss": self.fused}
         if self.data == "global mean":
             options["token_mean"] = "global"
-        if self.use == "checkpointing":
-            options["activation_checkpointing"] = True
-        if self.layout.get("rows"):
-            options |= {"head": "vocab_parallel", "head_shard_size": self.layout.get("rows_of")}
         if self.use == "many chunks":
             options["memory_budget"] = 3 * 101 * 8
         return options
@@ -77,7 +73,6 @@ WORDS: dict[tuple[str, Any], str] = {
     ("head", "tail"): "head with the norm",
     ("head", "own"): "head alone",
     ("rows", True): "vocab-parallel head",
-    ("rows_of", 2): "on pairs",
     ("reshard", True): "",
     ("reshard", False): "no reshard",
     ("offload", True): "CPU offload",
@@ -132,7 +127,6 @@ OURS = [
     _fsdp2(axes=HSDP),
     _fsdp2(rows=True),
     _fsdp2(rows=True, axes=HSDP),
-    replace(_fsdp2(rows=True, rows_of=2), world=4),
     _fsdp2(axes=GRID),
     _fsdp2(axes=GRID, head="root"),
 ]

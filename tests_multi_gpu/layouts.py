@@ -29,7 +29,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 
 class Session:
@@ -48,9 +48,10 @@ class Session:
         groups = [{"params": parameters} for parameters in by_mesh.values()]
         self.optimizer: Any = torch.optim.SGD(groups, lr=LEARNING_RATE)
 
-    def wrap(self, strategy: str, mesh: Any = None, **options: Any) -> Any:
-        config = liger_dist.WrapConfig(**self.cell.options, **options)
-        return liger_dist.wrap(self.inner, strategy, mesh=mesh, config=config)  # type: ignore[arg-type]
+    def wrap(self, strategy: str | liger_dist.Strategy) -> Any:
+        if self.cell.use == "checkpointing":
+            self.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return liger_dist.wrap(self.inner, strategy, config=liger_dist.WrapConfig(**self.cell.options))
 
     def shard(self) -> None:
         self.root = self.wrap("none")
@@ -120,7 +121,7 @@ class FSDP1(Session):
             options: dict[str, Any] = {"cpu_offload": bool(layout.get("offload"))}
             if strategy == "SHARD_GRAD_OP":
                 options["reshard_after_forward"] = False
-            self.root = self.wrap("fsdp1", mesh=mesh, **_precision(layout), **options)
+            self.root = self.wrap(liger_dist.FSDP1(mesh=mesh, **_precision(layout), **options))
             return
         model = self.wrap("auto")
         units = {*_layers(model)}
@@ -180,8 +181,14 @@ class FSDP2(Session):
             self.data_rank, self.data_world = mesh.get_local_rank(axes[0]), 2
         reshard = layout.get("reshard", True)
         if not layout.get("head"):
-            offload = {"cpu_offload": True} if layout.get("offload") else {}
-            self.root = self.wrap("fsdp2", mesh=mesh, reshard_after_forward=reshard, **_precision(layout), **offload)
+            strategy = liger_dist.FSDP2(
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                cpu_offload=bool(layout.get("offload")),
+                lm_head="vocab_parallel" if layout.get("rows") else "gather",
+                **_precision(layout),
+            )
+            self.root = self.wrap(strategy)
             return
         model = self.wrap("auto")
         options = {

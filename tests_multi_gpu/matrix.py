@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import torch
 from cells import CELLS, DATA, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
 
-from liger_dist.dispatch import SERVES_TOO, reasons_against
+from liger_dist.explain import SERVES_TOO
+from liger_dist.sharding import reasons_against
 from liger_dist.sharding.base import Facts
 
 HEAD = """# Support matrix
@@ -107,12 +109,13 @@ def _accumulating(cell: Cell) -> Cell:
     return replace(cell, accumulation=2)
 
 
-WHOLE = Facts(
+FULL = Facts(
     strategy="auto",
     engine="plain",
+    storage="every rank has the full weight",
     world_size=4,
     weight_shape=(32000, 2048),
-    weight_dtype="torch.float32",
+    weight_dtype=torch.float32,
     placements=None,
     mesh_shape=None,
     mesh_axes=None,
@@ -122,33 +125,55 @@ WHOLE = Facts(
     tied=False,
     apart_from_embedding=False,
     padded_in_two_groups=False,
-    adapted=False,
+    has_lora=False,
     trains=True,
     zero_quantized=False,
-    head_choice="gather",
     token_mean="local",
 )
 SITUATIONS = {
-    "whole on every process (DDP, ZeRO-0 to 2)": WHOLE,
-    "the same, global mean, averaged by nobody known": replace(WHOLE, token_mean="global"),
-    "FSDP1": replace(WHOLE, engine="fsdp1"),
-    "FSDP1, tied, in a unit of its own": replace(WHOLE, engine="fsdp1", tied=True, apart_from_embedding=True),
-    "FSDP2": replace(WHOLE, engine="fsdp2"),
-    "FSDP2, tied, apart from the embedding": replace(WHOLE, engine="fsdp2", tied=True, apart_from_embedding=True),
-    "FSDP2, tied, in two groups, with rows that the ranks do not divide": replace(
-        WHOLE, engine="fsdp2", tied=True, padded_in_two_groups=True
+    "full on every rank (DDP, ZeRO-0 to 2)": FULL,
+    "the same, global mean, averaged by nothing that is known": replace(FULL, token_mean="global"),
+    "FSDP1": replace(FULL, engine="fsdp1", storage="FSDP1 shards the weight"),
+    "FSDP1, tied, in a unit of its own": replace(
+        FULL, engine="fsdp1", storage="FSDP1 shards the weight", tied=True, apart_from_embedding=True
     ),
-    "FSDP2 x TP": replace(WHOLE, engine="fsdp2", tensor_parallel="S(0)", tensor_parallel_size=2),
-    "TP": replace(WHOLE, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4),
-    "a DTensor split by columns": replace(WHOLE, engine="dtensor", tensor_parallel="S(1)", tensor_parallel_size=4),
-    "ZeRO-3": replace(WHOLE, engine="zero3"),
-    "ZeRO-3, quantised": replace(WHOLE, engine="zero3", zero_quantized=True),
-    "ZeRO-3, global mean": replace(WHOLE, engine="zero3", token_mean="global"),
+    "FSDP2": replace(FULL, engine="fsdp2", storage="FSDP2 shards the weight"),
+    "FSDP2, tied, apart from the embedding": replace(
+        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tied=True, apart_from_embedding=True
+    ),
+    "FSDP2, tied, in two groups, with rows that the ranks do not divide": replace(
+        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tied=True, padded_in_two_groups=True
+    ),
+    "FSDP2 x TP": replace(
+        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tensor_parallel="S(0)", tensor_parallel_size=2
+    ),
+    "TP": replace(
+        FULL,
+        engine="dtensor",
+        storage="the weight is a DTensor that no framework unshards",
+        tensor_parallel="S(0)",
+        tensor_parallel_size=4,
+    ),
+    "a DTensor sharded by columns": replace(
+        FULL,
+        engine="dtensor",
+        storage="the weight is a DTensor that no framework unshards",
+        tensor_parallel="S(1)",
+        tensor_parallel_size=4,
+    ),
+    "vocab-parallel under FSDP2": replace(
+        FULL,
+        engine="vocab-parallel",
+        storage="the weight is vocab-parallel: its row shards are never all-gathered for the loss",
+    ),
+    "ZeRO-3": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight"),
+    "ZeRO-3, quantised": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight", zero_quantized=True),
+    "ZeRO-3, global mean": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight", token_mean="global"),
 }
 
 
 def _reasons() -> str:
-    lines = ["| the head's weight | adapter | the others |\n", "| --- | --- | --- |\n"]
+    lines = ["| weight of lm_head | adapter | the others |\n", "| --- | --- | --- |\n"]
     for situation, facts in SITUATIONS.items():
         reasons = reasons_against(facts)
         chosen = next((name for name, why in reasons.items() if not why), None)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 VOCAB_SIZE = 101
 """prime: no world size divides it"""

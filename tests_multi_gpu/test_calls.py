@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 
 def targets(batch: dict[str, Tensor]) -> Tensor:

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from truth import relative_error
 
 import liger_dist
-from liger_dist.patching.replaced import Replaced
-from liger_dist.sharding.devices import compute_device
+from liger_dist.fused_layers.swap import Swapped
+from liger_dist.sharding.process_groups import compute_device
 
 Model = Any
 
@@ -81,7 +81,7 @@ def test_an_mlp_that_does_more_keeps_its_own_code(cls: Any) -> None:
         layer.mlp.load_state_dict(own.state_dict(), strict=False)
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    assert not any(isinstance(layer.mlp, Replaced) for layer in model.model.layers)
+    assert not any(isinstance(layer.mlp, Swapped) for layer in model.model.layers)
     assert_same(model, reference)
 
 
@@ -113,7 +113,7 @@ def test_a_norm_that_is_unusual_keeps_its_own_code(make: Any) -> None:
     model.eval()
     liger_dist.wrap(model)
     model.train()
-    assert not isinstance(model.model.layers[0].input_layernorm, Replaced)
+    assert not isinstance(model.model.layers[0].input_layernorm, Swapped)
     assert_same(model, reference)
 
 
@@ -354,11 +354,11 @@ def test_unwrapping_one_of_two_nested_models_leaves_the_other() -> None:
     student, teacher = build(), build()
     student.add_module("teacher", teacher)
     liger_dist.wrap(teacher)
-    replaced = [name for name, module in teacher.named_modules() if isinstance(module, Replaced)]
+    replaced = [name for name, module in teacher.named_modules() if isinstance(module, Swapped)]
     liger_dist.wrap(student)
     liger_dist.unwrap(student)
-    assert [name for name, module in teacher.named_modules() if isinstance(module, Replaced)] == replaced
-    assert not isinstance(student.model.norm, Replaced)
+    assert [name for name, module in teacher.named_modules() if isinstance(module, Swapped)] == replaced
+    assert not isinstance(student.model.norm, Swapped)
     assert not hasattr(teacher(**make_batch(0)), "logits")
 
 

@@ -134,9 +134,9 @@ def train(cell: Cell) -> dict[str, float]:
 @contextmanager
 def all_by_kernels(model: nn.Module, *, forwards: int) -> Iterator[None]:
     """Within, every norm and gated MLP is computed by its kernel, ``forwards`` times, and none keeps its output."""
-    norms, gated_mlps = (import_module(f"liger_dist.patching.{name}") for name in ("norms", "gated_mlps"))
+    norms, gated_mlps = (import_module(f"liger_dist.fused_layers.{name}") for name in ("norm", "gated_mlp"))
     with (
-        mock.patch.object(import_module("liger_dist.layers.recomputation"), "LEAST_BYTES", 1),
+        mock.patch.object(import_module("liger_dist.fused_layers.recompute"), "LEAST_BYTES", 1),
         mock.patch.object(norms, "norm", wraps=norms.norm) as norm,
         mock.patch.object(gated_mlps, "gated_activation", wraps=gated_mlps.gated_activation) as activation,
     ):
@@ -290,9 +290,9 @@ def evaluate(session: Session, reference: nn.Module) -> dict[str, float]:
     reference.eval()
     batch = make_batch(session.data_rank)
     with ExitStack() as patched:
-        for name in ("liger_dist_kernels.linear_cross_entropy", "liger_dist.losses.vocab_parallel"):
-            refusal = AssertionError("a gradient buffer in evaluation")
-            patched.enter_context(mock.patch.object(import_module(name), "WeightGradient", side_effect=refusal))
+        refusal = AssertionError("a gradient buffer in evaluation")
+        kernel = import_module("liger_dist_kernels.linear_cross_entropy")
+        patched.enter_context(mock.patch.object(kernel, "WeightGradient", side_effect=refusal))
         output = session.forward(batch)
     total, count = true_loss_sum(reference, batch)
     logits = session.forward({"input_ids": batch["input_ids"]}).logits

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
-from liger_dist.patching.request import LossRequest
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 CELLS = {
     "DDP": Cell(engine="ddp"),
@@ -63,7 +62,7 @@ def test_a_call_leaves_nothing_behind() -> None:
     for _ in range(3):
         model(**make_batch(0), outputs=NAMES, differentiable=True)
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is LossRequest]
+    assert not [thing for thing in gc.get_objects() if type(thing) is LossCall]
 
 
 def test_what_carries_no_gradient_is_refused() -> None:

@@ -29,7 +29,7 @@ from training_runs import ROOT
 
 import liger_dist
 from liger_dist.cli import _parser
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]

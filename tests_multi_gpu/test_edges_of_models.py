@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels.cross_entropy import tile_arguments
 
 SEEN, UNSEEN = 5, 7
@@ -118,7 +118,7 @@ def test_the_loss_of_lora_on_a_head_with_a_large_bias(dtype: torch.dtype) -> Non
     model.to(dtype)
     exact = copy.deepcopy(model).double()
     hidden = torch.randn(4, 16, dtype=dtype, device=compute_device())
-    from liger_dist.patching.adapted import effective_head
+    from liger_dist.peft_layers import effective_head
 
     head = model.lm_head
     used = effective_head(head.get_base_layer(), head.forward, hidden)
@@ -281,8 +281,8 @@ def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.Monke
 def test_the_reason_comes_first_when_no_adapter_serves() -> None:
     from matrix import SITUATIONS
 
-    from liger_dist.dispatch import choose
     from liger_dist.errors import NoAdapterError
+    from liger_dist.sharding import choose
 
     for situation, words in (
         ("FSDP2, tied, apart from the embedding", "the head is tied to the embedding but FSDP2 stores them apart"),

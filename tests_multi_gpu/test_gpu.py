@@ -108,7 +108,7 @@ def test_the_host_never_waits_in_a_wrapped_model() -> None:
 
 
 @pytest.mark.parametrize(("T", "D", "V"), SHAPES)
-def test_memory_holds_no_whole_logits(T: int, D: int, V: int) -> None:
+def test_memory_holds_no_full_logits(T: int, D: int, V: int) -> None:
     hidden, weight, labels = make_inputs(T, D, V)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -16,7 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from truth import relative_error
 
-from liger_dist.layers import gated_activation, norm, recomputation, rotary
+from liger_dist.fused_layers import recompute
+from liger_dist.fused_layers.gated_mlp import gated_activation
+from liger_dist.fused_layers.norm import norm
+from liger_dist.fused_layers.rotary import rotary
 from liger_dist_kernels import ACTIVATIONS, NormOptions, RotaryLayout
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -124,7 +127,7 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
 
 @pytest.fixture
 def outputs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputation, "LEAST_BYTES", 1)
+    monkeypatch.setattr(recompute, "LEAST_BYTES", 1)
 
 
 class Block(torch.nn.Module):

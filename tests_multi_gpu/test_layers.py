@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.fused_layers import LayerReport, restore_layers, swap_layers
+from liger_dist.fused_layers.swap import Swapped
 from liger_dist.patching import norms
-from liger_dist.patching.layers import LayerReport, replace_layers, restore_layers
-from liger_dist.patching.replaced import Replaced
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 
 def replaced_in(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, Replaced)]
+    return [name for name, module in model.named_modules() if isinstance(module, Swapped)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
@@ -40,7 +40,7 @@ def test_every_kind_is_replaced_and_restored(family: str) -> None:
     }
     for name, modules in expected.items():
         for module in modules:
-            assert isinstance(module, Replaced)
+            assert isinstance(module, Swapped)
             assert type(module).__name__ == type(model).__name__.replace("ForCausalLM", name)
     assert all(isinstance(module, classes[name]) for name, module in model.named_modules())
     assert model.state_dict().keys() == state.keys()
@@ -137,7 +137,7 @@ def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     model = nn.Sequential(Norm(way))
     x = torch.randn(3, 16)
     expected = model(x)
-    report = replace_layers(model, (), backend="reference", owner="test")
+    report = swap_layers(model, (), backend="reference", owner="test")
     assert bool(replaced_in(model)) == (way == "exact"), report
     assert bool(report.left) == (way != "exact")
     assert relative_error(model(x), expected) < 1e-6
@@ -156,8 +156,8 @@ def test_an_attention_of_its_own_module_rotates_as_before() -> None:
     model.model.layers[0].self_attn.__class__ = attention
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    assert not isinstance(model.model.layers[0].self_attn, Replaced)
-    assert isinstance(model.model.layers[1].self_attn, Replaced)
+    assert not isinstance(model.model.layers[0].self_attn, Swapped)
+    assert isinstance(model.model.layers[1].self_attn, Swapped)
     assert "none of the known layouts" in str(liger_dist.explain(model))
     assert relative_error(model(**make_batch(0)).loss, reference(**make_batch(0)).loss) < 1e-6
 
@@ -189,7 +189,7 @@ def test_a_layer_whose_instance_has_a_forward_is_left_alone() -> None:
     norm.forward = lambda x: 3 * x
     expected = model(**make_batch(0)).loss
     liger_dist.wrap(model)
-    assert not isinstance(norm, Replaced)
+    assert not isinstance(norm, Swapped)
     assert relative_error(model(**make_batch(0)).loss, expected) < 1e-5
 
 
@@ -235,7 +235,7 @@ def test_second_order_gradients_are_refused_with_a_way_out() -> None:
 def test_restoring_twice_does_nothing() -> None:
     model = make_model("llama", dtype=torch.float32)
     restore_layers(model, owner="test")
-    assert replace_layers(model, (), backend="auto", owner="test") != LayerReport()
+    assert swap_layers(model, (), backend="auto", owner="test") != LayerReport()
     restore_layers(model, owner="test")
     restore_layers(model, owner="test")
     assert not replaced_in(model)

@@ -11,7 +11,7 @@ from truth import cross_entropy_truth, relative_error
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments, as_output_names, loss_options
-from liger_dist.losses.compaction import put_rows, take_rows
+from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist_kernels import GradientNeeds, LossOptions, TokenGradients
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel

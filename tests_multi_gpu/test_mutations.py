@@ -20,12 +20,11 @@ import liger_dist
 from liger_dist.losses import linear_cross_entropy, vocab_parallel
 from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.patching import norms, probe, request
-from liger_dist.patching.redirect import Redirect
 from liger_dist.sharding import fsdp1, split_head, tensor_parallel
 from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1
 from liger_dist.sharding.fsdp2 import FSDP2Gathered
-from liger_dist.sharding.replicated import Replicated
+from liger_dist.sharding.single import Replicated
 from liger_dist.sharding.split_head import SplitRows
 
 # Their packages name functions alike.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 CHECKPOINTING = liger_dist.WrapConfig(activation_checkpointing=True)
 
@@ -223,7 +223,7 @@ def sharded_first() -> tuple[int, int]:
 
     from torch.distributed.fsdp import fully_shard
 
-    from liger_dist.layers import norm
+    from liger_dist.fused_layers.norm import norm
     from liger_dist.patching import norms
 
     model: Any = make_model("llama", dtype=torch.float32)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from truth import relative_error
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 
 def naive_forward(model: Any, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import liger_dist
 from liger_dist.errors import NoAdapterError
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist.wrap import is_wrapped
 
 LEARNING_RATE = 0.1

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import liger_dist
-from liger_dist.dispatch import reasons_against
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding import reasons_against
+from liger_dist.sharding.process_groups import compute_device
 
 
 def test_different_tokens_are_refused_at_any_step(workers_2: Workers) -> None:

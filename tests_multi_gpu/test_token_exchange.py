@@ -20,7 +20,7 @@ from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import LossOptions
 
 TOKENS = {

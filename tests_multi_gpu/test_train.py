@@ -303,7 +303,7 @@ def test_the_order_of_data_is_a_function_of_seed_and_step() -> None:
     assert [Order(10, seed=4)[i] for i in range(10)] != [first[i] for i in range(10)]
 
 
-def test_the_meter_sees_whole_logits_and_their_absence() -> None:
+def test_the_meter_sees_full_logits_and_their_absence() -> None:
     head = torch.nn.Linear(4, 50, bias=False)
     with measured(head) as largest:
         head(torch.zeros(3, 4))

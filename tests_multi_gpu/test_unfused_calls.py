@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truth import cross_entropy_truth
 
 import liger_dist
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing": 0.3},
@@ -272,8 +272,6 @@ def test_forward_called_without_its_hooks_is_warned_of() -> None:
 def test_pausing_one_thread_does_not_change_another() -> None:
     import threading
 
-    from liger_dist.integrations.trainer import whole_logits
-
     model = make_model("llama")
     liger_dist.wrap(model)
     seen: list[bool] = []
@@ -281,7 +279,7 @@ def test_pausing_one_thread_does_not_change_another() -> None:
     def train() -> None:
         seen.append(hasattr(model(**make_batch(0)), "logits"))
 
-    with whole_logits(model):
+    with full_logits(model):
         assert hasattr(model(**make_batch(0)), "logits")
         thread = threading.Thread(target=train)
         thread.start()

@@ -15,7 +15,7 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import LossOptions
 
 T, D = 13, 8
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("vocab_size", [101, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_whole_logits(name: str, vocab_size: int, backend: str, workers_on_all: Workers) -> None:
+def test_equals_full_logits(name: str, vocab_size: int, backend: str, workers_on_all: Workers) -> None:
     # Triton takes the scale, the soft-cap and the temperature as fp32 numbers.
     tolerance = 1e-10 if backend == "reference" else 1e-6
     for errors in workers_on_all.run(errors_of, name, vocab_size, backend):

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_dist
-from liger_dist.layers import recomputation
+from liger_dist.fused_layers import recompute
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.token_exchange import numbers_of_token
 from liger_dist.sharding import fsdp2
-from liger_dist.sharding.devices import compute_device
+from liger_dist.sharding.process_groups import compute_device
 
 HEADS = ("gather", "vocab_parallel")
 
@@ -131,7 +131,7 @@ def garbage_of_a_step() -> dict[str, list[tuple[int, ...]]]:
     for head in HEADS:
         model = make_model("llama", tied=True, dtype=torch.float32)
         model = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head=head, memory_budget=4000))  # type: ignore[arg-type]
-        with mock.patch.object(recomputation, "LEAST_BYTES", 1):
+        with mock.patch.object(recompute, "LEAST_BYTES", 1):
             for _ in range(2):
                 model(**make_batch(dist.get_rank())).loss.backward()
             # What earlier calls left may take several passes.

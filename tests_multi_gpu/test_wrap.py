@@ -16,8 +16,8 @@ from torch import nn
 from truth import relative_error
 
 import liger_dist
-from liger_dist.patching.head import FusedLMHead
-from liger_dist.sharding.devices import compute_device
+from liger_dist.fused_head.lm_head import FusedLMHead
+from liger_dist.sharding.process_groups import compute_device
 
 
 def test_names_state_dict_and_globals_stay() -> None:
