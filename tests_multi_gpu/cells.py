@@ -211,7 +211,7 @@ def _cells() -> list[Cell]:
 def _refusal(cell: Cell) -> str:
     """Words of the sentence that refuses the cell; empty for one that is exact."""
     if cell.tied and cell.engine == "fsdp1" and cell.layout.get("own_unit"):
-        return "leave the head out of the wrapping policy"
+        return "leave lm_head out of the wrapping policy"
     if cell.tied and cell.layout.get("head") in ("own", "tail"):
         return "fully_shard"
     if cell.use == "outside the root" and cell.engine == "fsdp1" and cell.by_others:

@@ -185,7 +185,7 @@ class FSDP2(Session):
                 mesh=mesh,
                 reshard_after_forward=reshard,
                 cpu_offload=bool(layout.get("offload")),
-                lm_head="vocab_parallel" if layout.get("rows") else "gather",
+                lm_head="vocab_parallel" if layout.get("rows") and self.cell.fused else "gather",
                 **_precision(layout),
             )
             self.root = self.wrap(strategy)

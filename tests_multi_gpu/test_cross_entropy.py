@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_cross_entropy import BACKENDS, DEVICE, NUMBERS, OPTIONS, fill_weights
+from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE, OPTIONS, fill_weights
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, LossArguments, loss_options
+from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist_kernels import (
     GradientCoefficients,
@@ -39,8 +39,7 @@ def make_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, ...] = (), **options: Any) -> Any:
-    numbers = {name: options.pop(name) for name in list(options) if name in NUMBERS}
-    loss = LossArguments(options=loss_options(**(NUMBERS | numbers), outputs=outputs), outputs=outputs, **options)
+    loss = loss_arguments(**(DEFAULTS | options), outputs=outputs)
     return fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))
 
 
@@ -107,7 +106,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     (want,) = torch.autograd.grad(fused(leaf, labels, backend=backend).loss, leaf)
     logits = leaf * 1.0
     before = logits.detach().clone()
-    loss = LossArguments(options=loss_options(**NUMBERS))
+    loss = loss_arguments(**DEFAULTS, outputs=())
     execution = Execution(backend=backend, overwrite_logits=True)
     value = fused_cross_entropy(logits, labels, loss=loss, execution=execution).loss
     assert relative_error(value, truth) < 2e-6

@@ -42,14 +42,13 @@ def true_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "after an addition"])
-def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any, with_residual: bool) -> None:
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any) -> None:
     cases = product([False, True], [0.0, 1.0], [False, True], ["both", "weight", "neither"])
     for subtract_mean, offset, round_before_weight, parameters in cases:
         options = NormOptions(
             eps=1e-5, subtract_mean=subtract_mean, offset=offset, round_before_weight=round_before_weight
         )
-        check_norm(shape, dtype, backend, with_residual, parameters, options)
+        check_norm(shape, dtype, backend, parameters, options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,31 +56,28 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any, with_re
 @pytest.mark.parametrize("D", [16384, 20000])
 def test_a_norm_of_wide_rows(D: int, subtract_mean: bool, backend: Any) -> None:
     options = NormOptions(eps=1e-5, subtract_mean=subtract_mean)
-    check_norm((9, D), torch.float32, backend, False, "both" if subtract_mean else "weight", options)
+    check_norm((9, D), torch.float32, backend, "both" if subtract_mean else "weight", options)
 
 
 def check_norm(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     backend: Any,
-    with_residual: bool,
     parameters: str,
     options: NormOptions,
 ) -> None:
     """Results and all gradients against fp64."""
     D = shape[-1]
-    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1) if with_residual else None
+    x = random(*shape, dtype=dtype)
     weight = None if parameters == "neither" else random(D, dtype=dtype, seed=2)
     bias = random(D, dtype=dtype, seed=3) if parameters == "both" else None
-    inputs = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
-    y, total = norm(x, weight, bias, residual=residual, options=options, backend=backend)
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    y = norm(x, weight, bias, options=options, backend=backend)
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    true_total = leaves[0] + leaves[-1] if with_residual else leaves[0]
     true_weight, true_bias = None if weight is None else leaves[1], None if bias is None else leaves[2]
-    truth = true_norm(true_total, true_weight, true_bias, options)
-    up_y, up_total = random(*shape, dtype=dtype, seed=4), random(*shape, dtype=dtype, seed=5)
-    loss = (y * up_y).sum() + ((total * up_total).sum() if with_residual else 0)
-    true_loss = (truth * up_y.double()).sum() + ((true_total * up_total.double()).sum() if with_residual else 0)
+    truth = true_norm(leaves[0], true_weight, true_bias, options)
+    upstream = random(*shape, dtype=dtype, seed=4)
+    loss, true_loss = (y * upstream).sum(), (truth * upstream.double()).sum()
     assert y.dtype == dtype
     assert relative_error(y, truth) <= TOLERANCE[dtype]
     got = torch.autograd.grad(loss, inputs)
@@ -94,8 +90,8 @@ def test_a_norm_rounds_where_its_model_rounds(backend: Any) -> None:
     x = random(9, 64, dtype=torch.bfloat16).detach()
     weight = random(64, dtype=torch.float32, seed=1).detach()
     n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    before, _ = norm(x, weight, options=NormOptions(eps=1e-6, round_before_weight=True), backend=backend)
-    after, _ = norm(x, weight, options=NormOptions(eps=1e-6), backend=backend)
+    before = norm(x, weight, options=NormOptions(eps=1e-6, round_before_weight=True), backend=backend)
+    after = norm(x, weight, options=NormOptions(eps=1e-6), backend=backend)
     assert before.dtype == torch.float32
     # The interpreter cuts numbers off where hardware rounds them.
     cuts_off = backend == "triton" and DEVICE == "cpu"
@@ -149,12 +145,12 @@ class Block(torch.nn.Module):
             y = true_norm(x, self.scales[0], self.shift, self.options)
             hidden = self.down(F.silu(self.gate(y)) * self.up(y))
             return true_norm(x + hidden, self.scales[1], None, self.options)
-        y = norm(x, self.scales[0], self.shift, options=self.options)[0]
+        y = norm(x, self.scales[0], self.shift, options=self.options)
         activated = gated_activation(self.gate(y), self.up(y), activation="silu")
         self.memories = [StorageWeakRef(part.untyped_storage()) for part in (y, activated)]
         hidden = self.changed(self.down, activated)
         del y, activated
-        return norm(hidden, self.scales[1], None, residual=x, options=self.options)[0]
+        return norm(x + hidden, self.scales[1], None, options=self.options)
 
     def changed(self, down: Any, activated: Tensor) -> Tensor:
         result: Tensor = down(activated)
@@ -237,21 +233,21 @@ def test_forwards_that_have_no_backward() -> None:
     """What autograd would refuse in the backward is no reason to refuse the forward."""
     block, x = Block(), random(5, 16, dtype=torch.float64)
     scale = block.scales[0]
-    y = norm(x, scale, None, options=block.options)[0]
+    y = norm(x, scale, None, options=block.options)
     hidden = block.up(y)
     y.add_(1.0)
     norm(hidden @ block.down.weight.T, block.scales[1], None, options=block.options)
-    hidden = block.up(norm(x, scale, None, options=block.options)[0])
+    hidden = block.up(norm(x, scale, None, options=block.options))
     first = hidden @ block.down.weight.T
     torch.autograd.grad(first.sum(), block.up.weight)
-    again = norm(first, block.scales[1], None, options=block.options)[0]
+    again = norm(first, block.scales[1], None, options=block.options)
     torch.autograd.grad(again.sum(), [block.scales[1], first])
 
 
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_a_detached_branch_may_outlive_its_norm() -> None:
     block, x = Block(), random(5, 16, dtype=torch.float64)
-    y = norm(x, block.scales[0], None, options=block.options)[0]
+    y = norm(x, block.scales[0], None, options=block.options)
     branch = block.up(y.detach())
     hidden = block.gate(y) + branch
     norm(hidden @ block.down.weight.T, block.scales[1], None, options=block.options)
@@ -278,8 +274,8 @@ def test_functions_of_others_are_not_remembered() -> None:
 
     constant = torch.ones(16, dtype=torch.float64, device=DEVICE)
     constants.append(ref(constant))
-    hidden = plus(constant)(norm(x, block.scales[0], None, options=block.options)[0])
-    norm(hidden, block.scales[1], None, options=block.options)[0].sum().backward()
+    hidden = plus(constant)(norm(x, block.scales[0], None, options=block.options))
+    norm(hidden, block.scales[1], None, options=block.options).sum().backward()
     del constant, hidden
     gc.collect()
     assert constants[0]() is None
@@ -386,7 +382,7 @@ def test_a_layer_norm_too_wide_for_both_sums(backend: Any) -> None:
     x, weight, bias = (
         random(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate([(3, 8200), (8200,), (8200,)])
     )
-    y, _ = norm(x, weight, bias, options=NormOptions(eps=1e-5, subtract_mean=True), backend=backend)
+    y = norm(x, weight, bias, options=NormOptions(eps=1e-5, subtract_mean=True), backend=backend)
     leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     truth = torch.nn.functional.layer_norm(leaves[0], (8200,), leaves[1], leaves[2], 1e-5)
     upstream = random(3, 8200, dtype=torch.float32, seed=5).detach()

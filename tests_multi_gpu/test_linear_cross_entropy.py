@@ -10,7 +10,7 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, LossArguments, as_output_names, loss_options
+from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist_kernels import GradientNeeds, LossOptions, TokenGradients
@@ -89,20 +89,21 @@ def fused(
     **options: Any,
 ) -> liger_dist.LossOutput:
     """The op with its execution spelled out, which the public function leaves at its defaults."""
-    numbers = {name: options.pop(name) for name in list(options) if name in NUMBERS}
-    names = as_output_names(outputs)
-    loss = LossArguments(options=loss_options(**(NUMBERS | numbers), outputs=names), outputs=names, **options)
+    loss = loss_arguments(**(DEFAULTS | options), outputs=outputs)
     execution = Execution(backend=backend, memory_budget=memory_budget)
     return fused_linear_cross_entropy(hidden, weight, bias, labels, loss=loss, execution=execution)
 
 
-NUMBERS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "ignore_index": IGNORED,
     "label_smoothing": 0.0,
     "z_loss": 0.0,
     "softcap": None,
     "logit_scale": 1.0,
     "temperature": 1.0,
+    "class_weight": None,
+    "token_weight": None,
+    "num_items_in_batch": None,
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -17,20 +16,17 @@ from test_conformance import skip_without, train
 from torch.distributed.tensor import Replicate
 
 import liger_dist
-from liger_dist.losses import linear_cross_entropy, vocab_parallel
+from liger_dist.fused_head import loss_call, probe
+from liger_dist.fused_head.wrapped_calls import WrappedCalls
+from liger_dist.fused_layers import norm
+from liger_dist.losses import embedding, linear_cross_entropy, vocab_parallel
 from liger_dist.losses.token_exchange import ExchangedTokens
-from liger_dist.patching import norms, probe, request
-from liger_dist.sharding import fsdp1, split_head, tensor_parallel
+from liger_dist.sharding import fsdp2, tensor_parallel
 from liger_dist.sharding.base import DataParallel
-from liger_dist.sharding.fsdp1 import FSDP1
+from liger_dist.sharding.fsdp1 import FSDP1Adapter
 from liger_dist.sharding.fsdp2 import FSDP2Gathered
 from liger_dist.sharding.single import Replicated
-from liger_dist.sharding.split_head import SplitRows
-
-# Their packages name functions alike.
-norm = import_module("liger_dist.layers.norm")
-exchanged_embedding = import_module("liger_dist.layers.exchanged_embedding")
-wrap_module = import_module("liger_dist.wrap")
+from liger_dist.sharding.vocab_parallel import RowShards
 
 TP = Cell(engine="tp", world=4)
 PLANNED = Cell(engine="tp", layout={"plan": "transformers"})
@@ -39,7 +35,7 @@ TIED_APART = replace(_fsdp1(own_unit=True, use_orig_params=False), model="tied")
 
 def no_reduction_of_the_hidden_gradient() -> Any:
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient, None, None
+        return gradient, None
 
     return mock.patch.object(vocab_parallel.SumGradient, "backward", staticmethod(backward))
 
@@ -74,11 +70,11 @@ def no_divide_factor(adapter: type) -> Any:
 
 
 def no_check_of_tied_weights() -> Any:
-    return mock.patch.object(fsdp1.FSDP1, "not_supported_reasons", return_value=[])
+    return mock.patch.object(FSDP1Adapter, "not_supported_reasons", return_value=[])
 
 
 def no_redirect() -> Any:
-    return mock.patch.object(Redirect, "takes", return_value=False)
+    return mock.patch.object(WrappedCalls, "takes", return_value=False)
 
 
 def upstream_gradient_forgotten() -> Any:
@@ -90,66 +86,57 @@ def upstream_gradient_forgotten() -> Any:
     )
 
 
-def adapter_ignored() -> Any:
-    return mock.patch.object(request, "effective_head", lambda base, forward, hidden_states: base)
+def lora_ignored() -> Any:
+    return mock.patch.object(loss_call, "effective_head", lambda base, forward, hidden_states: base)
 
 
 def every_label_taken_for_the_next_tokens() -> Any:
     return mock.patch.object(probe._Probe, "_targets", _targets_next)
 
 
-def _targets_next(self: Any, arrival: Any) -> str:
-    self.rows = slice(None)
-    return "next"
+def _targets_next(self: Any, arrival: Any) -> Any:
+    return "next", slice(None)
 
 
 def one_embedding_split_of_several() -> Any:
-    own = wrap_module.parallelize_heads
+    own = tensor_parallel.parallelize_heads
 
-    def parallelize(model: Any, heads: Any, embeddings: Any, *, mesh: Any) -> None:
-        own(model, heads, embeddings[:1], mesh=mesh)
+    def parallelize(model: Any, structure: Any, **options: Any) -> None:
+        own(model, replace(structure, tied_to=structure.tied_to[:1]), **options)
 
-    return mock.patch.object(wrap_module, "parallelize_heads", parallelize)
+    return mock.patch.object(tensor_parallel, "parallelize_heads", parallelize)
 
 
 def norm_gradient_without_its_projection() -> Any:
     own = norm.norm_bwd
 
-    def norm_bwd(d_y: Any, d_sum: Any, saved: Any, weight: Any, **options: Any) -> Any:
-        gradients = own(d_y, d_sum, saved, weight, **options)
-        scale = 1.0 if weight is None else weight
-        return gradients._replace(d_x_TD=d_y * scale * saved.rstd_T[:, None] + (0 if d_sum is None else d_sum))
+    def norm_bwd(d_y: Any, x: Any, mean: Any, rstd: Any, weight: Any, **options: Any) -> Any:
+        gradients = own(d_y, x, mean, rstd, weight, **options)
+        return gradients._replace(d_x_TD=d_y * (1.0 if weight is None else weight) * rstd[:, None])
 
     return mock.patch.object(norm, "norm_bwd", norm_bwd)
-
-
-def residual_gradient_lost() -> Any:
-    own = norm.norm_bwd
-    return mock.patch.object(
-        norm, "norm_bwd", lambda d_y, d_sum, saved, weight, **options: own(d_y, None, saved, weight, **options)
-    )
 
 
 def trusting_every_probe() -> Any:
     """So that a wrong kernel is not simply left out by its probe."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(norms._Probe, "agrees_backward", return_value=True))
+    stack.enter_context(mock.patch.object(norm._Probe, "agrees_backward", return_value=True))
     return stack
 
 
 def rows_not_averaged() -> Any:
-    return mock.patch.object(split_head, "divide_factor", return_value=1.0)
+    return mock.patch.object(fsdp2, "_divide_factor", return_value=1.0)
 
 
 def rows_of_replicas_not_added_up() -> Any:
-    return mock.patch.object(SplitRows, "local", lambda self, parameter: parameter.to_local())
+    return mock.patch.object(RowShards, "local", lambda self, parameter: parameter.to_local())
 
 
 def part_of_the_own_rows_taken_for_the_sum() -> Any:
     def add_received(self: Any) -> None:
         if self._sent is not None:
-            received = self._transport.received()
-            received[len(received) // 2 :] = 0
+            self._leaving.wait()
+            self._received_GmD[self._size // 2 :] = 0
         own(self)
 
     own = ExchangedTokens._add_received
@@ -157,29 +144,31 @@ def part_of_the_own_rows_taken_for_the_sum() -> Any:
 
 
 def ids_of_others_not_looked_up() -> Any:
-    own = exchanged_embedding._Lookup.own_rows
+    own = embedding._Lookup.own_rows
 
     def own_rows(self: Any, ids_Gm: Any, num_rows: int) -> Any:
         rows, is_own = own(self, ids_Gm, num_rows)
         return rows, is_own & (torch.arange(len(rows), device=rows.device) % 5 > 0)
 
-    return mock.patch.object(exchanged_embedding._Lookup, "own_rows", own_rows)
+    return mock.patch.object(embedding._Lookup, "own_rows", own_rows)
 
 
 FP32 = replace(DDP, model="fp32")
 ROWS = _fsdp2(rows=True)
 MUTATIONS = {
-    "adapter on the head": (adapter_ignored, replace(_fsdp2(), model="LoRA on the head")),
+    "LoRA on the head": (lora_ignored, replace(_fsdp2(), model="LoRA on the head")),
     "labels of an encoder-decoder": (every_label_taken_for_the_next_tokens, replace(DDP, model="encoder-decoder")),
     "several tied embeddings": (one_embedding_split_of_several, replace(TP, model="encoder-decoder")),
     "norm gradient": (norm_gradient_without_its_projection, FP32),
-    "residual gradient": (residual_gradient_lost, FP32),
     "gradient reduction": (no_reduction_of_the_hidden_gradient, PLANNED),
     "gradient reduction of DTensors": (gradient_taken_for_reduced, TP),
     "row offset": (rows_counted_from_the_local_number, TP),
     "common maximum": (statistics_added_without_a_common_maximum, TP),
     "divide factor of DDP": (lambda: no_divide_factor(Replicated), replace(DDP, data="global mean")),
-    "divide factor of FSDP1": (lambda: no_divide_factor(FSDP1), replace(_fsdp1(own_unit=True), data="global mean")),
+    "divide factor of FSDP1": (
+        lambda: no_divide_factor(FSDP1Adapter),
+        replace(_fsdp1(own_unit=True), data="global mean"),
+    ),
     "divide factor of FSDP2": (lambda: no_divide_factor(FSDP2Gathered), replace(_fsdp2(), data="global mean")),
     "divide factor of rows": (rows_not_averaged, ROWS),
     "replicas of rows": (rows_of_replicas_not_added_up, _fsdp2(rows=True, axes=("replicate", "shard"))),

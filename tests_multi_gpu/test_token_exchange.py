@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from truth import cross_entropy_truth, relative_error
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.peer_memory import PeerMemory
 from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import LossOptions
@@ -58,47 +55,7 @@ def check(results: list[dict[str, float]]) -> None:
         assert max(errors.values()) < tolerance, errors
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 5, 17])
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_copies_between_peers(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:
-    check(workers_on_all.run(errors_with_copies, TOKENS[tokens], num_chunks))
-
-
-def errors_with_copies(counts: tuple[int, ...], num_chunks: int) -> dict[str, float]:
-    """The same memory for two losses of different sizes, one behind the other."""
-    memory = peer_memory()
-    errors = errors_of("plain", 101, (5, 5, 5, 5), 1, memory=memory)
-    return {
-        **{f"{name}, first": error for name, error in errors.items()},
-        **errors_of("log-probabilities and entropy", 101, counts, num_chunks, memory=memory),
-        **errors_of("plain", 101, counts, num_chunks, (0, 1, 0), memory=memory),
-    }
-
-
-def peer_memory() -> PeerMemory:
-    world: Any = dist.group.WORLD
-    device = compute_device()
-    if device.type == "cuda":
-        return PeerMemory(world, dist.new_group(backend="gloo"), device)
-    return SharedFile(world, world, device)
-
-
-class SharedFile(PeerMemory):
-    """Memory that processes without GPUs share."""
-
-    def _allocated(self, num_bytes: int) -> tuple[list[Tensor], Any]:
-        folder: list[Any] = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        arenas = [
-            torch.from_file(f"{folder[0]}/{rank}", shared=True, size=num_bytes, dtype=torch.uint8)
-            for rank in range(self.size)
-        ]
-        return arenas, SimpleNamespace(barrier=dist.barrier)
-
-
-def shard_of(
-    vocab_size: int, *, divide_factor: float, memory: PeerMemory | None = None
-) -> tuple[ExchangingShard, slice]:
+def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangingShard, slice]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = -(-vocab_size // size)
     own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
@@ -111,7 +68,6 @@ def shard_of(
         start=own.start,
         vocab_size=vocab_size,
         divide_factor=divide_factor,
-        peer_memory=memory,
     )
     return shard, own
 
@@ -122,8 +78,6 @@ def errors_of(
     counts: tuple[int, ...],
     num_chunks: int,
     needs: tuple[int, int, int] = (1, 1, 1),
-    *,
-    memory: PeerMemory | None = None,
 ) -> dict[str, float]:
     case, device, rank = dict(CASES[name]), compute_device(), dist.get_rank()
     counts = counts[: dist.get_world_size()]
@@ -158,7 +112,7 @@ def errors_of(
     objective.backward()
 
     hidden, labels, token_weight, upstream, truth = everyone[rank]
-    shard, own = shard_of(vocab_size, divide_factor=factor, memory=memory)
+    shard, own = shard_of(vocab_size, divide_factor=factor)
     mine = [hidden.detach().clone(), weight[own].clone(), bias[own].clone()]
     for tensor, need in zip(mine, needs, strict=True):
         tensor.requires_grad_(bool(need))
@@ -177,7 +131,7 @@ def errors_of(
             **plain,
         ),
         execution=Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8),
-        split=shard,
+        rows=shard,
     )
     objective = (result.loss * upstream["loss"]).sum()
     for output in ("log_prob", "entropy"):
@@ -229,7 +183,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     shard, own = shard_of(V, divide_factor=float(len(counts)))
     mine = [hidden[rank].clone().requires_grad_(), weight[own].clone().requires_grad_()]
     loss = fused_linear_cross_entropy(
-        mine[0], mine[1], None, labels[rank], loss=LossArguments(), execution=Execution(), split=shard
+        mine[0], mine[1], None, labels[rank], loss=LossArguments(), execution=Execution(), rows=shard
     ).loss
     (loss * 2.0**10).backward()
     assert mine[1].grad is not None
@@ -251,7 +205,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
 @pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")
 def test_losses_scaled_differently_are_refused(workers_on_all: Workers) -> None:
     for sentence in workers_on_all.run(scaled_by_rank):
-        assert "use WrapConfig(head='gather')" in sentence
+        assert "use FSDP2(lm_head='gather')" in sentence
         assert "scale their losses differently" in sentence
 
 
@@ -260,7 +214,7 @@ def scaled_by_rank() -> str:
     hidden, weight = torch.randn(5, D, requires_grad=True), torch.randn(own.stop - own.start, D, requires_grad=True)
     labels = torch.arange(5)
     loss = fused_linear_cross_entropy(
-        hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), split=shard
+        hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), rows=shard
     ).loss
     with pytest.raises(liger_dist.LigerDistError) as caught:
         (loss * (1.0 + dist.get_rank())).backward()
@@ -269,7 +223,7 @@ def scaled_by_rank() -> str:
 
 def test_processes_that_freeze_different_parameters_are_refused(workers_on_all: Workers) -> None:
     for sentence in workers_on_all.run(frozen_on_one):
-        assert "do not ask for the same: process 0 for a loss of" in sentence
+        assert "called the model with different arguments: rank 0 of the group for a loss of" in sentence
         assert "weight=False" in sentence
 
 
@@ -280,7 +234,7 @@ def frozen_on_one() -> str:
     weight.requires_grad_(dist.get_rank() != 1)
     with pytest.raises(liger_dist.LigerDistError) as caught:
         fused_linear_cross_entropy(
-            hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), split=shard
+            hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), rows=shard
         )
     return str(caught.value)
 
@@ -292,5 +246,5 @@ def test_a_plan_covers_every_token_once() -> None:
             for process, count in enumerate(counts):
                 shares = [plan.share(process, chunk) for chunk in range(plan.num_chunks)]
                 assert [token for start, end in shares for token in range(start, end)] == list(range(count))
-            assert all(max(plan.sizes(chunk)) <= plan.rows for chunk in range(plan.num_chunks))
+                assert all(end - start <= plan.rows for start, end in shares)
             assert plan.rows * len(counts) * 14 <= max(budget, len(counts) * 14)

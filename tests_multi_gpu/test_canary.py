@@ -1,0 +1,211 @@
+"""Every private name of torch, transformers, PEFT, Accelerate and DeepSpeed that the library reads: a new release that
+renames one fails here, with what stops working."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from liger_dist.sharding.process_groups import compute_device
+
+LIBRARY = Path(__file__).parent.parent / "liger_dist"
+
+NAMES: dict[tuple[str, str], str] = {
+    # module, attribute path: what breaks without it
+    (
+        "torch.distributed.fsdp",
+        "FSDPModule._get_fsdp_state",
+    ): "no adapter finds FSDP2's groups",
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup._init_mp_dtypes",
+    ): "FSDP2's parameter groups have moved: fsdp2.py reads fsdp_params, mesh_info and reduce_grads of them",
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "ParamModuleInfo",
+    ): "fsdp2.py cannot tell which modules share lm_head's weight, so tied models are refused",
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel._is_using_optim_input",
+    ): "FSDP1 has been rewritten: fsdp1.py reads its divide factors and flat parameters",
+    (
+        "torch.distributed.fsdp",
+        "ShardingStrategy._HYBRID_SHARD_ZERO2",
+    ): "fsdp1.py cannot use HSDP",
+    (
+        "torch.nn.parallel",
+        "DistributedDataParallel._get_active_ddp_module",
+    ): "ddp.py takes every loss for averaged: no warning of a loss outside of DDP",
+    (
+        "torch._C._autograd",
+        "_get_current_graph_task_keep_graph",
+    ): "scales.py copies the gradient in every backward: 1 GiB more memory for a weight of 128256 x 4096",
+    (
+        "torch._C._autograd",
+        "_top_saved_tensors_default_hooks",
+    ): "recompute.py saves outputs of norms and activations instead of recomputing them",
+    ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",
+    (
+        "torch._C",
+        "_are_functorch_transforms_active",
+    ): "tracing.py does not see torch.func: kernels run where they are not defined",
+    ("torch.autograd.forward_ad", "_current_level"): "tracing.py does not see forward-mode differentiation",
+    ("torch", "_assert_async"): "collectives.py cannot check labels on a GPU without waiting for it",
+    ("torch", "Tensor._make_subclass"): "logits.py cannot make zero-width logits",
+    ("torch.distributed.distributed_c10d", "_world"): "vocab_parallel.py cannot tell which groups were destroyed",
+    (
+        "torch.distributed.distributed_c10d",
+        "get_backend_config",
+    ): "no device for collectives",
+    ("torch.multiprocessing.reductions", "StorageWeakRef"): "recompute.py cannot recognise outputs among saved tensors",
+    ("torch.nn.modules.module", "_global_forward_hooks"): "swap.py does not see global hooks on layers",
+    (
+        "transformers.loss.loss_utils",
+        "ForCausalLMLoss",
+    ): "probe.py knows no loss function of transformers: every loss stays unfused",
+    ("transformers.loss.loss_utils", "ForMaskedLMLoss"): "probe.py leaves masked language models unfused",
+    (
+        "transformers.modeling_utils",
+        "PreTrainedModel.loss_function",
+    ): "losses stay unfused",
+    ("transformers.modeling_utils", "PreTrainedModel._init_weights"): "structure.py cannot initialise meta models",
+    (
+        "transformers.modeling_utils",
+        "PreTrainedModel._no_split_modules",
+    ): "decoder layers are guessed",
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"): "signature.py refuses keywords of attention functions",
+    ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "stand_ins.py cannot probe a model",
+    ("transformers.utils", "ModelOutput"): "output.py cannot remove logits from outputs",
+    ("accelerate.state", "AcceleratorState._shared_state"): "marks.py does not refuse Accelerate around sharded models",
+    ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft_layers.py takes a LoRA layer for a quantised lm_head",
+    ("peft.utils.other", "ModulesToSaveWrapper"): "peft_layers.py does not find the lm_head that PEFT trains",
+    ("peft.tuners.lora.dora", "DoraLinearLayer"): "peft_layers.py cannot tell DoRA from other variants",
+    ("deepspeed.comm.comm", "cdb"): "deepspeed.py warns of DDP in programs that DeepSpeed averages",
+    ("deepspeed.utils", "safe_get_full_grad"): "verify cannot compare gradients under DeepSpeed",
+    (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.set_gradient_accumulation_boundary",
+    ): "verify takes DeepSpeed's engine for a plain model",
+}
+"""Names of modules and classes."""
+
+ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
+    # module whose source sets them on instances: the attributes, and what breaks without them
+    "torch.distributed.fsdp._fully_shard._fsdp_state": (
+        ("_fsdp_param_group",),
+        "fsdp2.py finds no parameter groups: no adapter serves FSDP2",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        (
+            "fsdp_params",
+            "mesh_info",
+            "gradient_divide_factor",
+            "reduce_grads",
+            "all_reduce_grads",
+            "_reset_sharded_params",
+        ),
+        "fsdp2.py cannot read mesh, divide factor and no-sync of a group",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": (
+        ("_module_info", "sharded_param", "unsharded_accumulated_grad", "shared_modules", "shared_param_names"),
+        "fsdp2.py cannot tell which modules share lm_head's weight: tied models are refused or wrong",
+    ),
+    "torch.distributed.fsdp._init_utils": (
+        ("_gradient_predivide_factor", "_gradient_postdivide_factor", "_inter_node_pg"),
+        "fsdp1.py cannot compute a global token mean",
+    ),
+    "torch.distributed.fsdp._flat_param": (
+        ("_fsdp_flattened", "flat_param"),
+        "fsdp1.py does not recognise FSDP1's storage",
+    ),
+    "torch.distributed.fsdp._common_utils": (("_handle",), "encoders under FSDP1 with images on some ranks fail"),
+    "accelerate.accelerator": (
+        ("_is_accelerate_prepared",),
+        "marks.py does not refuse Accelerate around sharded models",
+    ),
+    "deepspeed.runtime.zero.partition_parameters": (
+        ("ds_id", "ds_shape"),
+        "deepspeed.py does not recognise ZeRO-3's storage",
+    ),
+    "deepspeed.runtime.zero.stage3": (
+        ("parameter_offload", "micro_step_id", "averaged_gradients", "_epilogue_ran_this_backward"),
+        "verify cannot run under ZeRO-3",
+    ),
+    "deepspeed.runtime.bf16_optimizer": (("_hp_grad", "clear_hp_grads"), "verify cannot run with DeepSpeed's bf16"),
+    "deepspeed.runtime.engine": (("_is_gradient_accumulation_boundary",), "verify cannot run under DeepSpeed"),
+    "transformers.modeling_utils": (
+        ("_loss_function",),
+        "seam.py cannot install its loss function on an instance",
+    ),
+    "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft_layers.py cannot tell LoRA from other tuners"),
+    "peft.utils.other": (
+        ("modules_to_save", "original_module", "token_adapter", "get_merged_weights"),
+        "peft_layers.py does not find the lm_head that PEFT trains",
+    ),
+}
+"""Names on instances."""
+
+
+@pytest.mark.parametrize(("module", "path"), NAMES, ids=lambda value: str(value))
+def test_a_private_name_still_exists(module: str, path: str) -> None:
+    package = module.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        assert hasattr(found, name), f"{module}.{path} is gone: {NAMES[module, path]}"
+        found = getattr(found, name)
+
+
+def test_a_product_tells_its_saved_operands() -> None:
+    node: Any = (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).grad_fn
+    assert any(name.startswith("_raw_saved_") for name in dir(node)), (
+        "autograd's nodes hide their saved tensors: recompute.py saves outputs instead of recomputing them"
+    )
+    assert type(node).__name__ == "MmBackward0", "products have another name: recompute.py does not find them"
+
+
+@pytest.mark.parametrize("module", ATTRIBUTES)
+def test_instances_still_have_a_private_name(module: str) -> None:
+    package = module.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    folder = Path(importlib.import_module(module).__file__ or "").parent
+    names, what_breaks = ATTRIBUTES[module]
+    source = "".join(file.read_text() for file in folder.glob("*.py"))
+    for name in names:
+        assert re.search(rf"\b{name}\b", source), f"{name} is gone from {module}: {what_breaks}"
+
+
+def test_fully_shard_puts_its_class_first(workers_2: Workers) -> None:
+    for bases in workers_2.run(bases_of_a_sharded_module):
+        assert bases == ["FSDPModule", "Linear"], (
+            "fully_shard makes its classes in another way: swap.below_wrappers takes FSDP2's class for the model's own"
+        )
+
+
+def bases_of_a_sharded_module() -> list[str]:
+    module = nn.Linear(4, 4).to(compute_device())
+    fully_shard(module)
+    return [base.__name__ for base in type(module).__bases__]
+
+
+def test_every_underscored_torch_call_is_listed_here() -> None:
+    """Names such as ``torch._C._x`` or ``dist.distributed_c10d._x`` in the library."""
+    here = Path(__file__).read_text()
+    used: set[str] = set()
+    for file in LIBRARY.rglob("*.py"):
+        used |= set(re.findall(r"\b(?:torch|dist|fwAD)(?:\.\w+)*\.(_[a-zA-Z]\w+)", file.read_text()))
+    missing = sorted(
+        name for name in used - {"_C", "_dynamo", "_pytree"} if f'{name}"' not in here and f".{name}" not in here
+    )
+    assert not missing, f"add {missing} to NAMES, with what breaks without each"
