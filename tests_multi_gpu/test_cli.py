@@ -65,7 +65,7 @@ def test_verify(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{script}:make_wrapped", "--batch", f"{script}:make_batch"]) == 0
     assert "verdict          ok" in capsys.readouterr().out
     assert main(["verify", f"{script}:make_broken"]) == 1
-    assert "twice the loss does not give twice the head's gradient" in capsys.readouterr().out
+    assert "twice the loss does not give twice lm_head's gradient" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

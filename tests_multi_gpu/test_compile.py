@@ -11,7 +11,9 @@ from torch import Tensor
 from truth import relative_error
 
 import liger_dist
-from liger_dist.layers import gated_activation, norm, rotary
+from liger_dist.fused_layers.gated_mlp import gated_activation
+from liger_dist.fused_layers.norm import norm
+from liger_dist.fused_layers.rotary import rotary
 from liger_dist_kernels import NormOptions, RotaryLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,9 +37,8 @@ TABLES = [leaf(2, T, 1, D, seed=seed).detach() for seed in (11, 12)]
 RMS, LAYER = NormOptions(eps=1e-6), NormOptions(eps=1e-6, subtract_mean=True)
 
 OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
-    "RMSNorm": ([(2, T, D), (D,)], lambda x, w: norm(x, w, options=RMS)[0]),
-    "add and RMSNorm": ([(2, T, D), (D,), (2, T, D)], lambda x, w, r: norm(x, w, residual=r, options=RMS)),
-    "LayerNorm": ([(2, T, D), (D,), (D,)], lambda x, w, b: norm(x, w, b, options=LAYER)[0]),
+    "RMSNorm": ([(2, T, D), (D,)], lambda x, w: norm(x, w, options=RMS)),
+    "LayerNorm": ([(2, T, D), (D,), (D,)], lambda x, w, b: norm(x, w, b, options=LAYER)),
     "SwiGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="silu")),
     "GeGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="gelu_tanh")),
     "rotary": (

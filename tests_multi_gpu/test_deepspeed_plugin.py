@@ -32,7 +32,7 @@ SECTION = {"memory_budget": ROWS * VOCAB_SIZE * 4}
         ({"liger_dist": {"outputs": ["entropy", 3]}}, "liger_dist.outputs.1 is 3"),
         ({"liger_dist": {"outputs": ["entropyy"]}}, "liger_dist.outputs.0 is 'entropyy'"),
         ({"liger_dist": {}, "tensor_parallel": {"autotp_size": "auto"}}, "tensor_parallel.autotp_size is 'auto'"),
-        ({"liger_dist": {"kernels": "cuda"}}, "liger_dist.kernels is 'cuda'"),
+        ({"liger_dist": {"backend": "cuda"}}, "liger_dist.backend is 'cuda'"),
         ({"liger_dist": True}, "liger_dist is True"),
         ({"liger_dist": {}, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
         ({"liger_dist": {}, "hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled is True"),
@@ -49,9 +49,9 @@ def test_what_a_section_says() -> None:
     assert read_section({}) is None
     assert read_section({"liger_dist": {"enabled": False}, "tensor_parallel": {"autotp_size": 2}}) is None
     assert set(get_args(Output)) == set(CALL_OUTPUTS)
-    section = read_section({"liger_dist": {"outputs": ["entropy"], "kernels": "reference"}})
+    section = read_section({"liger_dist": {"outputs": ["entropy"], "backend": "reference"}})
     assert section is not None
-    assert section.wrap_config() == liger_dist.WrapConfig(outputs=("entropy",), kernels="reference")
+    assert section.wrap_config() == liger_dist.WrapConfig(outputs=("entropy",), backend="reference")
     assert all(field.description for field in Section.model_fields.values())
 
 

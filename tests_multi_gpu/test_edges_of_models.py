@@ -214,7 +214,7 @@ def test_a_norm_that_raises_is_not_taken_for_one_that_agrees() -> None:
     model.model.norm = NormThatFails(16, 1e-6).to(compute_device())
     liger_dist.wrap(model)
     report = liger_dist.explain(model).layers
-    assert not any("NormThatFails" in what for what, _ in report.replaced)
+    assert not any("NormThatFails" in what for what, _ in report.swapped)
     assert any("NormThatFails" in what and "rounds in a way" in why for what, why in report.left)
 
 
@@ -223,12 +223,12 @@ def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
     liger_dist.wrap(model)
     batch: dict[str, Any] = make_batch(0)
     batch["labels"] = torch.full_like(batch["labels"], 3)
-    with pytest.raises(liger_dist.LigerDistError, match="no label that counts"):
+    with pytest.raises(liger_dist.LigerDistError, match="all labels of the batch are ignored"):
         liger_dist.verify(model, batch | {"ignore_index": 3})
     assert liger_dist.verify(model, batch | {"ignore_index": 4}).ok
     shifted = make_batch(0)
     shifted["shift_labels"] = torch.full_like(shifted["labels"], -100)
-    with pytest.raises(liger_dist.LigerDistError, match="no label that counts"):
+    with pytest.raises(liger_dist.LigerDistError, match="all labels of the batch are ignored"):
         liger_dist.verify(model, shifted)
 
 
@@ -285,15 +285,15 @@ def test_the_reason_comes_first_when_no_adapter_serves() -> None:
     from liger_dist.sharding import choose
 
     for situation, words in (
-        ("FSDP2, tied, apart from the embedding", "the head is tied to the embedding but FSDP2 stores them apart"),
-        ("ZeRO-3, quantised", "DeepSpeed quantises weights"),
-        ("a DTensor split by columns", "the weight is placed S(1)"),
-        ("the same, global mean, averaged by nobody known", "token_mean='global' needs to know"),
+        ("FSDP2, tied, apart from the embedding", "lm_head is tied to the embedding but FSDP2 stores them in two groups"),
+        ("ZeRO-3, quantised", "DeepSpeed sends weights or gradients quantised"),
+        ("a DTensor sharded by columns", "the weight is placed S(1)"),
+        ("the same, global mean, averaged by nothing that is known", "token_mean='global' needs to know"),
     ):
         with pytest.raises(NoAdapterError) as caught:
             choose(SITUATIONS[situation])
         first = str(caught.value).splitlines()[0]
-        assert first.startswith(f"no adapter can compute the loss of this output embedding: {words}")
+        assert first.startswith(f"no sharding adapter can compute the loss of this lm_head: {words}")
         assert "engine=" not in first
 
 

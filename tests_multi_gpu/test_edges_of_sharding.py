@@ -19,7 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 
-ROWS = liger_dist.WrapConfig(head="vocab_parallel", reduce_dtype=torch.float64)
+
+def row_shards(mesh: Any = None) -> liger_dist.FSDP2:
+    return liger_dist.FSDP2(lm_head="vocab_parallel", mesh=mesh, reduce_dtype=torch.float64)
+
 
 
 def test_a_rank_may_scale_its_loss_by_its_own_tokens(workers_2: Workers) -> None:
@@ -31,9 +34,8 @@ def test_a_rank_may_scale_its_loss_by_its_own_tokens(workers_2: Workers) -> None
 def weighed_by_tokens() -> dict[str, float]:
     model, world = make_model("llama"), dist.get_world_size()
     reference = copy.deepcopy(model)
-    config = liger_dist.WrapConfig(reduce_dtype=torch.float64)
-    liger_dist.wrap(model, "fsdp2", config=config)
-    assert liger_dist.WrapConfig().head == "gather"
+    liger_dist.wrap(model, liger_dist.FSDP2(reduce_dtype=torch.float64))
+    assert liger_dist.FSDP2().lm_head == "gather"
     batches = [make_batch(rank) for rank in range(world)]
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     mine = batches[dist.get_rank()]
@@ -68,7 +70,7 @@ def test_a_label_that_one_rank_refuses_is_refused_by_all_replicas(workers_4: Wor
 
 
 def refused_by_one(what: str, mesh: tuple[int, ...] | None = None) -> tuple[str, float]:
-    model = liger_dist.wrap(make_model("llama", tied=True), "fsdp2", mesh=mesh, config=ROWS)
+    model = liger_dist.wrap(make_model("llama", tied=True), row_shards(mesh))
     batch: dict[str, Any] = make_batch(dist.get_rank())
     wrong = copy.deepcopy(batch)
     if dist.get_rank() == 1 and what == "an id of the embedding":
@@ -90,8 +92,8 @@ def test_replicas_of_rows_reduce_once_in_an_accumulation(tied: bool, workers_4: 
         assert error < 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_a_saved_head_whose_original_is_tied(strategy: str, workers_2: Workers) -> None:
+@pytest.mark.parametrize("strategy", [liger_dist.FSDP1, liger_dist.FSDP2])
+def test_a_saved_head_whose_original_is_tied(strategy: Any, workers_2: Workers) -> None:
     pytest.importorskip("peft")
     for error in workers_2.run(saved_beside_a_tied_original, strategy):
         assert error < 1e-6
@@ -104,7 +106,7 @@ def saved_beside_a_tied_original(strategy: Any) -> float:
     model = peft.get_peft_model(make_model("llama", tied=True), settings)
     model.to(torch.float64)
     expected = float(model(**make_batch(dist.get_rank())).loss)
-    root = liger_dist.wrap(model, strategy, config=liger_dist.WrapConfig(reduce_dtype=torch.float64))
+    root = liger_dist.wrap(model, strategy(reduce_dtype=torch.float64))
     output = root(**make_batch(dist.get_rank()))
     output.loss.backward()
     return abs(float(output.loss) - expected)
@@ -132,7 +134,7 @@ def accumulated(tied: bool) -> tuple[list[int], float]:
 
     model: Any = make_model("llama", tied=tied)
     reference = copy.deepcopy(model)
-    liger_dist.wrap(model, "fsdp2", mesh=(2, 2), config=ROWS)
+    liger_dist.wrap(model, row_shards((2, 2)))
     rows = full(model.lm_head.weight).shape[0] // 2
     counts = []
     own = dist.all_reduce
@@ -164,8 +166,7 @@ def test_logits_on_request_send_the_compute_dtype(workers_2: Workers) -> None:
 
 def dtypes_of_gathered_rows() -> set[torch.dtype]:
     model: Any = make_model("llama", dtype=torch.float32)
-    config = liger_dist.WrapConfig(head="vocab_parallel", param_dtype=torch.bfloat16)
-    liger_dist.wrap(model, "fsdp2", config=config)
+    liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel", param_dtype=torch.bfloat16))
     rows = -(-VOCAB_SIZE // 2)
     with torch.no_grad(), Collectives() as collectives:
         logits = model(input_ids=make_batch(0)["input_ids"]).logits
@@ -182,7 +183,6 @@ def test_a_state_dict_taken_during_a_forward_is_whole(workers_2: Workers) -> Non
 def saved_during_a_forward() -> list[tuple[int, ...]]:
     """Gemma's embedding has a class of its own, which reads the dtype of the weight."""
     model: Any = make_model("gemma2", tied=True, dtype=torch.float32)
-    config = liger_dist.WrapConfig(head="vocab_parallel", param_dtype=torch.bfloat16)
     embedding = model.model.embed_tokens
     scaled = type(embedding)
     seen: set[tuple[int, ...]] = set()
@@ -197,7 +197,7 @@ def saved_during_a_forward() -> list[tuple[int, ...]]:
             return super().forward(input)
 
     embedding.__class__ = Watched
-    liger_dist.wrap(model, "fsdp2", config=config)
+    liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel", param_dtype=torch.bfloat16))
     model(**make_batch(dist.get_rank())).loss.backward()
     return sorted(seen)
 
@@ -215,7 +215,7 @@ def numbers_of_communicators() -> tuple[int, int, int, float]:
     groups = dist.distributed_c10d._world.pg_map
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (2,), mesh_dim_names=("shard",))
     before = len(groups)
-    model: Any = liger_dist.wrap(make_model("llama"), "fsdp2", mesh=mesh, config=ROWS)
+    model: Any = liger_dist.wrap(make_model("llama"), row_shards(mesh))
     during = len(groups)
     ids = make_batch(0)["input_ids"]
     with torch.no_grad():

@@ -243,23 +243,23 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
 @pytest.mark.parametrize(
     ("shape", "world_size", "options", "peak"),
     [
-        ({}, 4, ("--strategy", "fsdp2"), 48.0),
-        ({}, 4, ("--strategy", "fsdp2", "--head", "gather"), 49.7),
-        ({}, 4, ("--strategy", "fsdp2", "--compile", "true"), 59.1),
-        ({}, 4, ("--strategy", "fsdp2", "--activation_checkpointing", "true"), 33.2),
+        ({}, 4, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel"), 48.0),
+        ({}, 4, ("--strategy", "fsdp2"), 49.7),
+        ({}, 4, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--compile", "true"), 59.1),
+        ({}, 4, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--activation_checkpointing", "true"), 33.2),
         ({}, 4, (*ZERO, str(DEEPSPEED / "zero3.json")), 60.9),
-        ({}, 2, ("--strategy", "fsdp2"), 71.1),
-        ({}, 2, ("--strategy", "fsdp2", "--head", "gather"), 72.5),
-        ({}, 2, ("--strategy", "fsdp2", "--compile", "true"), 82.1),
-        ({}, 2, ("--strategy", "fsdp2", "--activation_checkpointing", "true"), 62.8),
+        ({}, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel"), 71.1),
+        ({}, 2, ("--strategy", "fsdp2"), 72.5),
+        ({}, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--compile", "true"), 82.1),
+        ({}, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--activation_checkpointing", "true"), 62.8),
         ({}, 2, (*ZERO, str(DEEPSPEED / "zero3.json")), 90.8),
         (SMALL, 2, (*ZERO, str(DEEPSPEED / "zero2.json")), 13.4),
         (SMALL, 2, (*ZERO, str(DEEPSPEED / "zero1.json")), 13.4),
         (SMALL, 2, ("--strategy", "ddp"), 23.5),
         (SMALL, 2, ("--strategy", "fsdp1"), 11.7),
-        (SMALL, 2, ("--strategy", "fsdp2", "--layer_kernels", "false"), 14.4),
-        (SMALL, 2, ("--strategy", "fsdp2", "--attend_across_documents", "false"), 12.1),
-        (SMALL, 2, ("--strategy", "fsdp2", "--dtype", "float32"), 57.4),
+        (SMALL, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--layer_kernels", "false"), 14.4),
+        (SMALL, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--attend_across_documents", "false"), 12.1),
+        (SMALL, 2, ("--strategy", "fsdp2", "--lm_head", "vocab_parallel", "--dtype", "float32"), 57.4),
     ],
     ids=str,
 )
@@ -273,7 +273,7 @@ def test_a_dry_run_knows_what_was_measured(
     config = find_config(arguments, arguments.vocab_size)
     plans = plan(arguments, layout_of(arguments, world_size), shell(arguments, config), config).plans
     assert [p.head for p in plans] == (["gather", "vocab_parallel"] if "fsdp2" in options else ["gather"])
-    found = plans[0] if arguments.head == "gather" else plans[-1]
+    found = plans[0] if arguments.lm_head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.08)
 
 

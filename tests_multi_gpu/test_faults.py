@@ -431,9 +431,9 @@ def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
 
 def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path) -> None:
     for changes, words in (
-        ({"strategy": "ddp", "head": "vocab_parallel"}, "head is 'vocab_parallel'"),
+        ({"strategy": "ddp", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
         ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload is True but strategy='ddp'"),
-        ({"strategy": "fsdp1", "head": "vocab_parallel"}, "head is 'vocab_parallel'"),
+        ({"strategy": "fsdp1", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
         ({"strategy": "fsdp1", "dp_replicate": 4}, "averages no gradients"),
     ):
         plan = arguments_for(data, cache, tmp_path, dry_run=True, world_size=4, **changes)

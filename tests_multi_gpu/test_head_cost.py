@@ -1,30 +1,35 @@
-"""The costs that speak for a gathered head or for rows that stay, and which of them wrap chooses."""
+"""Costs of a gathered and of a vocab-parallel lm_head, as functions of shapes and in ``explain``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from harness import Workers
-from models import make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, make_model
 
 import liger_dist
-from liger_dist.sharding.head_cost import HeadShapes, gathered, vocab_parallel
-from liger_dist.sharding.split_head import rows_of
+from liger_dist import HeadCost, HeadShapes, head_costs
 
 LLAMA_8B = HeadShapes(
     tokens=8192,
     hidden_size=4096,
     vocab_size=128256,
-    processes=8,
+    ranks=8,
     tied=False,
     trains=True,
     itemsize=2,
     memory_budget=None,
 )
+
+
+def gathered(shapes: HeadShapes) -> HeadCost:
+    return head_costs(shapes)["gather"]
+
+
+def vocab_parallel(shapes: HeadShapes) -> HeadCost:
+    return head_costs(shapes)["vocab_parallel"]
 
 
 def test_of_a_large_head() -> None:
@@ -49,54 +54,38 @@ def test_a_tied_embedding_travels_as_well() -> None:
     assert both == 2 * 8192 * 4096 * 2 * 7
 
 
-def test_auto_compares_what_is_sent_and_held(workers_2: Workers) -> None:
-    for choices in workers_2.run(choices_of_a_head):
-        assert choices == {
-            "few tokens": "vocab_parallel: it sends less and holds less",
-            "more tokens": "gather: vocab_parallel would hold more",
-            "many tokens": "gather: vocab_parallel would send more",
-            "frozen": "gather: vocab_parallel would hold more",
-            "two nodes": "gather: the shard axis goes beyond a node (vocab_parallel keeps replicas of the rows there)",
-            "replicas": "gather: the shard axis has one process",
-            "unfused": "gather: the loss is not fused",
-            "as asked for": "vocab_parallel, as asked for",
-        }
+def test_explain_shows_both_costs_for_given_tokens(workers_2: Workers) -> None:
+    for costs, tables in workers_2.run(explained_costs):
+        few, many, frozen = (dict(cost) for cost in costs)
+        expected = HeadShapes(
+            tokens=8,
+            hidden_size=HIDDEN_SIZE,
+            vocab_size=VOCAB_SIZE,
+            ranks=2,
+            tied=False,
+            trains=True,
+            itemsize=8,
+            memory_budget=None,
+        )
+        for cost, shapes in (
+            (few, expected),
+            (many, replace(expected, tokens=10**6)),
+            (frozen, replace(expected, tokens=10**6, trains=False)),
+        ):
+            assert cost == {name: str(value) for name, value in head_costs(shapes).items()}
+        assert many["vocab_parallel"] != few["vocab_parallel"]
+        for name in ("gather", "vocab_parallel"):
+            assert f"lm_head={name!r}" in tables[0]
+        assert not tables[1]
 
 
-def choices_of_a_head() -> dict[str, str | None]:
-    def choice(tokens: int, head: str = "auto", *, model: Any = None, **options: Any) -> str | None:
-        mesh = options.pop("mesh", None)
-        config = liger_dist.WrapConfig(head=head, expected_tokens=tokens, **options)  # type: ignore[arg-type]
-        model = liger_dist.wrap(model or make_model("llama"), "fsdp2", mesh=mesh, config=config)
-        split = "vocab_parallel" in str(liger_dist.explain(model).head).partition(":")[0]
-        assert (rows_of(model.lm_head) is not None) == split
-        return liger_dist.explain(model).head
-
+def explained_costs() -> tuple[list[Any], tuple[str, tuple[Any, ...]]]:
+    """Costs of both layouts for few and many tokens and for a frozen lm_head; the table; the costs of DDP."""
+    model = liger_dist.wrap(make_model("llama"), liger_dist.FSDP2(lm_head="vocab_parallel"))
     frozen: Any = make_model("llama")
     frozen.lm_head.requires_grad_(False)
-    found = {
-        "few tokens": choice(8),
-        "more tokens": choice(24),
-        "many tokens": choice(100),
-        "frozen": choice(8, model=frozen),
-        "replicas": choice(8, mesh=(2, 1)),
-        "unfused": choice(8, fused_loss=False),
-        "as asked for": choice(100, "vocab_parallel"),
-    }
-    with mock.patch("socket.gethostname", return_value=f"host {dist.get_rank()}"):
-        found["two nodes"] = choice(8)
-    return found
-
-
-def test_processes_that_would_choose_differently_are_refused(workers_2: Workers) -> None:
-    for sentence in workers_2.run(chosen_differently):
-        assert (
-            "rank 0 vocab_parallel: it sends less and holds less; rank 1 gather: vocab_parallel would send" in sentence
-        )
-
-
-def chosen_differently() -> str:
-    config = liger_dist.WrapConfig(head="auto", expected_tokens=8 if dist.get_rank() == 0 else 10**6)
-    with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
-    return str(caught.value)
+    frozen = liger_dist.wrap(frozen, "fsdp2")
+    found = [liger_dist.explain(model, tokens=tokens).costs for tokens in (8, 10**6)]
+    found.append(liger_dist.explain(frozen, tokens=10**6).costs)
+    ddp = liger_dist.wrap(make_model("llama"), "ddp")
+    return found, (str(liger_dist.explain(model)), liger_dist.explain(ddp).costs)

@@ -1,9 +1,11 @@
-"""The house keeps its rules: each check of ``make check`` fails on a planted violation."""
+"""Rules of the code: each check of ``make check`` fails on a planted violation, and so do those made here."""
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,21 +66,113 @@ def test_ruff_refuses(place: str, line: str, rule: str, copy_of_the_house: Path)
     ("place", "line"),
     [
         ("liger_dist/losses/planted.py", "from liger_dist.sharding import base as base\n"),
-        ("liger_dist/sharding/planted.py", "from liger_dist import dispatch as dispatch\n"),
-        ("liger_dist/patching/planted.py", "from liger_dist import wrap as wrap\n"),
+        ("liger_dist/sharding/planted.py", "from liger_dist.fused_head import seam as seam\n"),
+        ("liger_dist/fused_head/planted.py", "from liger_dist import wrap as wrap\n"),
         ("kernels/liger_dist_kernels/planted.py", "from liger_dist.losses import labels as labels\n"),
         ("liger_dist/errors.py", "from liger_dist.losses import labels as labels\n"),
     ],
-    ids=["losses", "sharding", "patching", "kernels", "errors"],
+    ids=["losses", "sharding", "fused_head", "kernels", "errors"],
 )
-def test_an_arrow_that_points_up_is_refused(place: str, line: str, copy_of_the_house: Path) -> None:
+def test_an_import_of_a_higher_layer_is_refused(place: str, line: str, copy_of_the_house: Path) -> None:
     (copy_of_the_house / place).write_text(line)
     status, output = check(copy_of_the_house, "lint-imports", "--no-cache")
     assert status != 0
-    assert "Arrows point down BROKEN" in output
+    assert "lower layers never import higher ones BROKEN" in output
 
 
-def test_losses_know_no_dtensor() -> None:
+def imports_of(file: Path, root: Path) -> set[str]:
+    """Modules of the library that a file imports at its top level, under TYPE_CHECKING too."""
+    module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    statements = list(ast.parse(file.read_text()).body)
+    for statement in statements:
+        if isinstance(statement, ast.If):
+            statements += statement.body
+        elif isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
+            source = ".".join([*above, *filter(None, [statement.module])])
+            for alias in statement.names:
+                target = root / f"{source}.{alias.name}".replace(".", "/")
+                is_module = target.is_dir() or target.with_suffix(".py").is_file()
+                found.add(f"{source}.{alias.name}" if is_module else source)
+    return {name for name in found - {module} if name.startswith("liger_dist")}
+
+
+def cycle_of(root: Path) -> list[str]:
+    """A cycle of imports among the modules below ``root``; empty without one."""
+    files = list((root / "liger_dist").rglob("*.py"))
+    modules = {".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    graph = {module: sorted(imports_of(file, root) & modules.keys()) for module, file in modules.items()}
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for following in graph[module]:
+            found = search(following, [*path, module])
+            if found:
+                return found
+        done.add(module)
+        return []
+
+    return next(filter(None, (search(module, []) for module in graph)), [])
+
+
+def test_no_import_cycle() -> None:
+    assert not cycle_of(ROOT)
+
+
+def test_a_planted_import_cycle_is_found(copy_of_the_house: Path) -> None:
+    file = copy_of_the_house / "liger_dist" / "fused_head" / "logits.py"
+    planted = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from .loss_call import LossCall\n"
+    file.write_text(file.read_text() + planted)
+    cycle = cycle_of(copy_of_the_house)
+    assert {"liger_dist.fused_head.logits", "liger_dist.fused_head.loss_call"} <= set(cycle)
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    """Outside of kernels, without decorators and docstring."""
+    for folder in ("liger_dist", "launch", "benchmarks", "tests_multi_gpu"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(node, ast.FunctionDef):
+                    continue
+                first = node.body[0]
+                has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                docstring = first.end_lineno - first.lineno + 1 if has_docstring and first.end_lineno else 0
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1 - docstring
+                assert length <= 60, f"{file.relative_to(ROOT)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize(
+    "banned", [r"\bexec\(", r"gc\.get_objects", r"unittest", r"get_ident", r"inspect\.getsource"], ids=str
+)
+def test_the_library_does_not_use(banned: str) -> None:
+    for file in (ROOT / "liger_dist").rglob("*.py"):
+        assert not re.search(banned, file.read_text()), file
+
+
+def test_the_training_program_imports_only_what_is_public() -> None:
+    public = {
+        line.split(" as ")[1]
+        for line in (ROOT / "liger_dist" / "__init__.py").read_text().splitlines()
+        if " as " in line
+    }
+    for file in (ROOT / "launch").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_dist"):
+                is_integration = (node.module or "").startswith("liger_dist.integrations.")
+                assert is_integration or node.module == "liger_dist", f"{file.name} imports {node.module}"
+                assert is_integration or {alias.name for alias in node.names} <= public, file
+
+
+def test_losses_use_no_dtensor() -> None:
     """Ruff cannot vary its bans by folder."""
     for file in (ROOT / "liger_dist" / "losses").glob("*.py"):
         assert "distributed.tensor" not in file.read_text(), file

@@ -16,7 +16,7 @@ from truth import relative_error
 import liger_dist
 from liger_dist.fused_layers import LayerReport, restore_layers, swap_layers
 from liger_dist.fused_layers.swap import Swapped
-from liger_dist.patching import norms
+from liger_dist.fused_layers import norm as norms
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -34,7 +34,6 @@ def test_every_kind_is_replaced_and_restored(family: str) -> None:
     layer = model.model.layers[0]
     expected = {
         "RMSNorm": [model.model.norm, layer.input_layernorm, layer.post_attention_layernorm],
-        "DecoderLayer": [layer],
         "Attention": [layer.self_attn],
         "MLP": [layer.mlp],
     }
@@ -59,7 +58,6 @@ def test_explain_lists_what_was_replaced_and_what_was_left() -> None:
     assert "5 x LlamaRMSNorm: RMSNorm (eps 1e-06, rounded before the weight)" in table
     assert "1 x LlamaMLP: silu(gate_proj) * up_proj" in table
     assert "2 x LlamaAttention: rotary (pairs halves)" in table
-    assert "2 x LlamaDecoderLayer: addition and norm at once" in table
     assert "Clamped (gated MLP): it does not compute down(activation(gate) * up)" in table
     off = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(layer_kernels=False))
     assert not replaced_in(off)
@@ -137,7 +135,7 @@ def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     model = nn.Sequential(Norm(way))
     x = torch.randn(3, 16)
     expected = model(x)
-    report = swap_layers(model, (), backend="reference", owner="test")
+    report = swap_layers(model, backend="reference", owner="test")
     assert bool(replaced_in(model)) == (way == "exact"), report
     assert bool(report.left) == (way != "exact")
     assert relative_error(model(x), expected) < 1e-6
@@ -235,7 +233,7 @@ def test_second_order_gradients_are_refused_with_a_way_out() -> None:
 def test_restoring_twice_does_nothing() -> None:
     model = make_model("llama", dtype=torch.float32)
     restore_layers(model, owner="test")
-    assert swap_layers(model, (), backend="auto", owner="test") != LayerReport()
+    assert swap_layers(model, backend="auto", owner="test") != LayerReport()
     restore_layers(model, owner="test")
     restore_layers(model, owner="test")
     assert not replaced_in(model)
@@ -255,7 +253,7 @@ def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
             return self.scale * (self.weight * wide.to(x.dtype))
 
     module = ScaledNorm()
-    norms.replace(module, "reference", owner="test")
+    swap_layers(module, backend="reference", owner="test")
     x = torch.rand(3, 8)
     once = module(x)
     module.note_of_an_engine = True  # type: ignore[assignment]

@@ -90,7 +90,7 @@ def test_bf16_compute_with_fp32_masters(workers_2: Workers) -> None:
 def precision_of_a_step() -> dict[str, str]:
     model = make_model("llama", dtype=torch.float32)
     reference = copy.deepcopy(model)
-    wrapped = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(param_dtype=torch.bfloat16))
     batch = make_batch(dist.get_rank())
     loss = wrapped(**batch).loss
     loss.backward()

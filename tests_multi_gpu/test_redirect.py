@@ -222,7 +222,7 @@ def test_fsdp1_serves_the_inner_model_before_and_after_training(workers_2: Worke
 
 def served_early() -> list[float]:
     model, reference = make_model("llama"), make_model("llama")
-    root = liger_dist.wrap(model, "fsdp1", config=liger_dist.WrapConfig(reduce_dtype=torch.float64))
+    root = liger_dist.wrap(model, liger_dist.FSDP1(reduce_dtype=torch.float64))
     batch = make_batch(dist.get_rank())
     errors = []
     for _ in range(2):

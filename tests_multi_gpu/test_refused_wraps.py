@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 
-CHECKPOINTING = liger_dist.WrapConfig(activation_checkpointing=True)
-
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Everything that a wrap may change on a model."""
@@ -71,7 +69,7 @@ def refused(strategy: Any, what: str) -> tuple[str, bool]:
     BAD[strategy, what][0](model)
     before = state_of(model)
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.wrap(model, strategy, config=CHECKPOINTING)
+        liger_dist.wrap(model, strategy)
     return str(caught.value), state_of(model) == before
 
 
@@ -83,7 +81,7 @@ def test_a_head_in_another_dtype_than_the_body_is_a_unit_of_fsdp1(workers_2: Wor
 def with_an_fp32_head() -> float:
     model: Any = make_model("llama", dtype=torch.bfloat16)
     model.lm_head.float()
-    root = liger_dist.wrap(model, "fsdp1", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    root = liger_dist.wrap(model, liger_dist.FSDP1(param_dtype=torch.bfloat16))
     return float(root(**make_batch(dist.get_rank())).loss)
 
 
@@ -161,7 +159,7 @@ def failed(strategy: Any) -> tuple[list[str], bool, bool]:
     norm = model.model.layers[1].input_layernorm
     norm.weight = norm.weight.detach().as_subclass(Unshardable)
     with pytest.raises(Exception, match="no memory for this one"):
-        liger_dist.wrap(model, strategy, config=CHECKPOINTING)
+        liger_dist.wrap(model, strategy)
     assert any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     sentences = []
     for ask in (lambda: liger_dist.wrap(model, strategy), lambda: model(**make_batch(0))):
@@ -213,29 +211,38 @@ def in_one_unit() -> float:
 
 
 def test_explain_lists_only_what_runs(workers_2: Workers) -> None:
-    for replaced, calls in workers_2.run(sharded_first):
-        assert calls == replaced
+    for swapped, calls in workers_2.run(sharded_first):
+        assert calls == swapped
+        assert swapped == {"norm": 5, "gated_activation": 2, "rotary": 2}
 
 
-def sharded_first() -> tuple[int, int]:
-    """Additions that ``explain`` calls replaced, after FSDP2 came first, and those that a step computes so."""
+def sharded_first() -> tuple[dict[str, int], dict[str, int]]:
+    """Layers that ``explain`` calls swapped, after FSDP2 came first, and kernels that a step calls."""
+    from contextlib import ExitStack
     from unittest import mock
 
     from torch.distributed.fsdp import fully_shard
 
-    from liger_dist.fused_layers.norm import norm
-    from liger_dist.patching import norms
+    from liger_dist.fused_layers import gated_mlp, norm, rotary
 
     model: Any = make_model("llama", dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer)
+        for part in (layer.input_layernorm, layer.self_attn, layer.mlp, layer):
+            fully_shard(part)
     fully_shard(model)
     liger_dist.wrap(model)
-    told = liger_dist.explain(model).layers.replaced
-    replaced = sum(count for what, count in told if "addition" in what)
-    with mock.patch.object(norms, "norm", wraps=norm) as spy:
+    told = liger_dist.explain(model).layers.swapped
+    kernels = {"norm": (norm, "RMSNorm:"), "gated_activation": (gated_mlp, "MLP:"), "rotary": (rotary, "Attention:")}
+    swapped = {
+        name: sum(count for what, count in told if f"{end} " in f"{what} ") for name, (_, end) in kernels.items()
+    }
+    with ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+            for name, (module, _) in kernels.items()
+        }
         model(**make_batch(0)).loss.backward()
-    return replaced, sum(call.kwargs.get("residual") is not None for call in spy.call_args_list)
+    return swapped, {name: spy.call_count for name, spy in spies.items()}
 
 
 def test_nothing_is_a_dtensor_after_a_refusal(workers_2: Workers) -> None:
@@ -247,5 +254,5 @@ def refused_vocab_parallel() -> bool:
     model = make_model("llama", tied=True)
     scalar(model)
     with pytest.raises(liger_dist.LigerDistError):
-        liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+        liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel"))
     return not any(isinstance(parameter, DTensor) for parameter in model.parameters())

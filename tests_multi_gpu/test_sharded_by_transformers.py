@@ -72,7 +72,7 @@ def _layout(name: str, adapter: str, sizes: dict[str, Any], **options: Any) -> L
 FSDP = _layout("fsdp", "fsdp2-gathered", {"fsdp_size": 2})
 HSDP = _layout("hsdp", "fsdp2-gathered", {"dp_replicate_size": 2, "fsdp_size": 2}, world=4)
 TP = _layout("tp", "tensor-parallel", {"tp_size": 2})
-FSDP_TP = _layout("fsdp x tp", "tensor-parallel", {"fsdp_size": 2, "tp_size": 2}, world=4)
+FSDP_TP = _layout("fsdp x tp", "fsdp2-tensor-parallel", {"fsdp_size": 2, "tp_size": 2}, world=4)
 # A batch for each rank, and each expert on one rank. Where gradients are reduced in fp64 or fp16, torch divides those
 # of a group of one rank twice by the divisor that transformers sets: half of the true ones, fused or not.
 FSDP_EP = _layout("fsdp, ep", "fsdp2-gathered", {"fsdp_size": 2, "ep_size": 2}, family="moe", dtype=torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from matrix import WHOLE
+from matrix import FULL
 from models import full, make_batch, make_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,7 +55,7 @@ def with_different_tokens() -> dict[str, str]:
 
 
 def test_rows_split_twice_are_declined_from_the_facts() -> None:
-    once = replace(WHOLE, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4)
+    once = replace(FULL, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4)
     assert reasons_against(once)["tensor-parallel"] == []
     assert "placed S(0) S(0)" in reasons_against(replace(once, tensor_parallel="S(0) S(0)"))["tensor-parallel"][0]
 
@@ -86,11 +86,11 @@ def test_the_documented_way_to_clip(strategy: str, workers_4: Workers) -> None:
 
 def clipped(strategy: str) -> float:
     """As docs/how_it_works.md has it."""
-    mesh = None
+    chosen: liger_dist.Strategy = liger_dist.TensorParallel()
     if strategy == "fsdp2":
         mesh = init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=("shard", "tp"))
-    config = liger_dist.WrapConfig(**({"reduce_dtype": torch.float64} if mesh is not None else {}))
-    model = liger_dist.wrap(make_model("llama"), strategy, mesh=mesh, config=config)
+        chosen = liger_dist.FSDP2(mesh=mesh, reduce_dtype=torch.float64)
+    model = liger_dist.wrap(make_model("llama"), chosen)
     reference = make_model("llama")
     for each in (model, reference):
         each(**make_batch(0)).loss.backward()

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +44,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         return self.rows[index]
 
 
-@pytest.mark.parametrize(("engine", "head"), [*((engine, "auto") for engine in ENGINES), ("fsdp2", "vocab_parallel")])
+@pytest.mark.parametrize(("engine", "head"), [*((engine, "gather") for engine in ENGINES), ("fsdp2", "vocab_parallel")])
 def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, workers_2: Workers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for fused, unfused in workers_2.run(trained_twice, engine, head, folder):
@@ -71,7 +70,7 @@ def trained(engine: str, head: Any, folder: str, *, fused: bool) -> dict[str, An
 
     trainer = make_trainer(engine, folder)
     if fused:
-        assert fuse(trainer, replace(CONFIG, head=head)) is trainer
+        assert fuse(trainer, CONFIG, lm_head=head) is trainer
     with watched() as seen:
         trainer.train()
         found: dict[str, Any] = {"eval_loss": trainer.evaluate()["eval_loss"]}
@@ -124,7 +123,7 @@ def trained_by_a_section(folder: str) -> tuple[int, int]:
     return seen.fused_calls, seen.most_logits
 
 
-@pytest.mark.parametrize(("version", "head"), [(1, "auto"), (2, "auto"), (2, "vocab_parallel")])
+@pytest.mark.parametrize(("version", "head"), [(1, "gather"), (2, "gather"), (2, "vocab_parallel")])
 def test_accelerate_keeps_the_loss_in_fp32(version: int, head: str, workers_2: Workers) -> None:
     """bf16 layers, fp32 masters; loss and gradients against the same without the fused loss."""
     for fused, unfused in workers_2.run(accelerated_twice, version, head):
@@ -161,7 +160,7 @@ def accelerated(version: int, head: Any, *, fused: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched() as seen:
         if fused:
-            model, optimizer = prepare(accelerator, model, optimizer, config=replace(CONFIG, head=head))
+            model, optimizer = prepare(accelerator, model, optimizer, config=CONFIG, lm_head=head)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
         losses = []
@@ -207,7 +206,7 @@ def refused_settings() -> dict[str, str]:
             accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
         model = make_model("llama", dtype=torch.float32)
         with pytest.raises(liger_dist.LigerDistError) as caught:
-            prepare(accelerator, model, config=replace(CONFIG, head="vocab_parallel"))
+            prepare(accelerator, model, config=CONFIG, lm_head="vocab_parallel")
         assert not is_wrapped(model)
         found[name] = str(caught.value)
     return found

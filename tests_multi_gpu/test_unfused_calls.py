@@ -272,6 +272,8 @@ def test_forward_called_without_its_hooks_is_warned_of() -> None:
 def test_pausing_one_thread_does_not_change_another() -> None:
     import threading
 
+    from liger_dist.wrap import full_logits
+
     model = make_model("llama")
     liger_dist.wrap(model)
     seen: list[bool] = []

@@ -380,7 +380,7 @@ def bf16_step(family: str) -> tuple[float, set[torch.dtype], list[tuple[str, int
     """Relative L2 error of all gradients, their dtypes, and the collectives."""
     model = make_model(family, dtype=torch.float32)
     reference = copy.deepcopy(model).double()
-    liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(param_dtype=torch.bfloat16))
+    liger_dist.wrap(model, liger_dist.FSDP2(param_dtype=torch.bfloat16))
     for rank, has_image in enumerate(FIRST):
         batch = make_batch(family, rank, seed=0, has_image=has_image, dtype=torch.float32)
         (true_loss(reference, batch) / len(FIRST)).backward()
@@ -478,7 +478,7 @@ def materialised(strategy: Any) -> tuple[dict[str, int], float]:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(make_config("qwen2_5_vl"))
     torch.manual_seed(7)
-    module = import_module("liger_dist.wrap")
+    module = import_module(f"liger_dist.sharding.{{'none': 'single'}.get(strategy, strategy)}")
     with mock.patch.object(module, "materialize", wraps=module.materialize) as materialize:
         wrapped = liger_dist.wrap(model, strategy)
     layers = Counter(type(layer).__name__.removeprefix("FSDP") for layer in materialize.call_args.kwargs["layers"])

@@ -36,8 +36,8 @@ HEADS = ("gather", "vocab_parallel")
 
 
 def wrapped(head: str, *, tied: bool = False, mesh: tuple[int, ...] | None = None, **options: Any) -> Any:
-    config = liger_dist.WrapConfig(head=head, reduce_dtype=torch.float64, **options)  # type: ignore[arg-type]
-    return liger_dist.wrap(make_model("llama", tied=tied), "fsdp2", mesh=mesh, config=config)
+    strategy = liger_dist.FSDP2(lm_head=head, mesh=mesh, reduce_dtype=torch.float64, **options)  # type: ignore[arg-type]
+    return liger_dist.wrap(make_model("llama", tied=tied), strategy)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -130,7 +130,8 @@ def garbage_of_a_step() -> dict[str, list[tuple[int, ...]]]:
     found = {}
     for head in HEADS:
         model = make_model("llama", tied=True, dtype=torch.float32)
-        model = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head=head, memory_budget=4000))  # type: ignore[arg-type]
+        strategy = liger_dist.FSDP2(lm_head=head)  # type: ignore[arg-type]
+        model = liger_dist.wrap(model, strategy, config=liger_dist.WrapConfig(memory_budget=4000))
         with mock.patch.object(recompute, "LEAST_BYTES", 1):
             for _ in range(2):
                 model(**make_batch(dist.get_rank())).loss.backward()
@@ -194,7 +195,7 @@ def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
             labels,
             loss=LossArguments(),
             execution=Execution(memory_budget=T // 2 * G * numbers_of_token(math.ceil(V / G), D) * 8),
-            split=shard,
+            rows=shard,
         )
         output.loss.backward()
     return dict(seen.sent)
@@ -215,8 +216,7 @@ def losses_of_meta_models(mesh: tuple[int, ...], tied: bool) -> tuple[float, flo
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(make_config("gemma2", tied=tied))
         torch.manual_seed(7 + dist.get_rank())
-        config = liger_dist.WrapConfig(head=head)  # type: ignore[arg-type]
-        built: Any = liger_dist.wrap(model, "fsdp2", mesh=mesh, config=config)
+        built: Any = liger_dist.wrap(model, liger_dist.FSDP2(lm_head=head, mesh=mesh))  # type: ignore[arg-type]
         loss = built(**make_batch(0)).loss
         loss.backward()
         losses.append(float(loss.detach()))
@@ -239,8 +239,8 @@ def scaled_embedding() -> dict[str, float]:
     for head in HEADS:
         model = make_model("llama", tied=True)
         model.model.embed_tokens.__class__ = Scaled  # type: ignore[union-attr]
-        config = liger_dist.WrapConfig(head=head, reduce_dtype=torch.float64)  # type: ignore[arg-type]
-        built: Any = liger_dist.wrap(model, "fsdp2", config=config)
+        strategy = liger_dist.FSDP2(lm_head=head, reduce_dtype=torch.float64)  # type: ignore[arg-type]
+        built: Any = liger_dist.wrap(model, strategy)
         assert type(built.model.embed_tokens).__name__ == "Scaled"
         built(**make_batch(dist.get_rank())).loss.backward()
         gradients[head] = {name: full(parameter.grad) for name, parameter in built.named_parameters()}
@@ -264,29 +264,21 @@ def unwrapped_logits() -> float:
 
 def test_what_does_not_go_with_it(workers_2: Workers) -> None:
     for sentences in workers_2.run(refusals):
-        assert "use strategy='fsdp2'" in sentences["strategy"]
         assert "cpu_offload is True" in sentences["cpu_offload"]
         assert "tensor-parallel axis" in sentences["mesh"]
-        assert "expected a divisor of the shard axis, 2" in sentences["size"]
-        assert "it is for head='vocab_parallel'" in sentences["size alone"]
         assert "has max_norm=0.1" in sentences["max_norm"]
-        assert "asks for a gathered weight" in sentences["gather after all"]
-        assert "head is 'gathered'; expected one of 'auto', 'gather', 'vocab_parallel'" in sentences["name"]
+        assert "is sharded by FSDP already" in sentences["gather after all"]
+        assert "lm_head is 'gathered'; expected one of 'gather', 'vocab_parallel'" in sentences["name"]
 
 
 def refusals() -> dict[str, str]:
     grid = init_device_mesh(compute_device().type, (1, 2), mesh_dim_names=("shard", "tp"))
     cases: dict[str, Any] = {
-        "strategy": lambda: liger_dist.wrap(
-            make_model("llama"), "fsdp1", config=liger_dist.WrapConfig(head="vocab_parallel")
-        ),
         "cpu_offload": lambda: wrapped("vocab_parallel", cpu_offload=True),
         "mesh": lambda: wrapped("vocab_parallel", mesh=grid),  # type: ignore[arg-type]
         "name": lambda: wrapped("gathered"),
-        "size": lambda: wrapped("vocab_parallel", head_shard_size=3),
         "max_norm": lambda: limited(),
         "gather after all": lambda: gathered_after_all(),
-        "size alone": lambda: wrapped("gather", head_shard_size=2),
     }
     sentences = {}
     for name, case in cases.items():
@@ -310,12 +302,12 @@ def outside() -> str:
 def limited() -> None:
     model: Any = make_model("llama", tied=True)
     model.model.embed_tokens.max_norm = 0.1
-    liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+    liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel"))
 
 
 def gathered_after_all() -> None:
     model = liger_dist.unwrap(wrapped("vocab_parallel"))
-    liger_dist.wrap(model, config=liger_dist.WrapConfig(head="gather"))(**make_batch(0))
+    liger_dist.wrap(model, liger_dist.FSDP2(lm_head="gather"))
 
 
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -334,9 +326,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def test_processes_that_do_not_do_the_same_are_refused(name: str, workers_2: Workers) -> None:
     """On all of them, without a collective that half of them never enter."""
     for sentence in workers_2.run(asked_on_one, name):
-        assert "the processes that share the output embedding's rows" in sentence
+        assert "ranks of the vocab-parallel lm_head" in sentence
         assert (
-            "have different class weights" if name == "other class weights" else "do not ask for the same"
+            "have different class weights"
+            if name == "other class weights"
+            else "called the model with different arguments"
         ) in sentence
 
 
@@ -364,9 +358,8 @@ def saved_and_tied(strategy: str) -> bool:
         make_model("llama", tied=True),  # type: ignore[arg-type]
         LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
     )
-    head = "vocab_parallel" if strategy == "fsdp2" else "auto"
-    liger_dist.wrap(peft, strategy, config=liger_dist.WrapConfig(head=head))  # type: ignore[arg-type]
     model = peft.get_base_model()
+    liger_dist.wrap(peft, liger_dist.FSDP2(lm_head="vocab_parallel") if strategy == "fsdp2" else strategy)
     peft(**make_batch(0)).loss.backward()
     saved = model.lm_head.modules_to_save.default.weight
     return model.model.embed_tokens.modules_to_save.default.weight is saved and saved.grad is not None
@@ -381,14 +374,14 @@ def test_a_wrap_that_fails_leaves_the_model_whole(workers_2: Workers) -> None:
 def failed_half_way() -> float:
     model: Any = make_model("llama", tied=True)
     before = {name: type(module) for name, module in model.named_modules()}
-    with mock.patch.object(fsdp2, "shard", side_effect=RuntimeError("out of memory")), pytest.raises(RuntimeError):
-        liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(head="vocab_parallel"))
+    failure = RuntimeError("out of memory")
+    with mock.patch.object(fsdp2, "fully_shard", side_effect=failure), pytest.raises(RuntimeError, match="memory"):
+        liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel"))
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert model.lm_head.weight is model.model.embed_tokens.weight
     batch = make_batch(dist.get_rank())
     expected = make_model("llama", tied=True)(**batch).loss
-    config = liger_dist.WrapConfig(head="gather")
-    return float((liger_dist.wrap(model, "fsdp2", config=config)(**batch).loss - expected).abs())
+    return float((liger_dist.wrap(model, "fsdp2")(**batch).loss - expected).abs())
 
 
 def test_a_forward_put_on_the_head_afterwards_still_computes_the_loss(workers_2: Workers) -> None:
@@ -426,8 +419,8 @@ def losses_of_gemma3() -> tuple[float, float]:
             initializer_range=0.3,
         )
         model = Gemma3ForCausalLM(config).to(compute_device())
-        options: Any = {"head": head, "param_dtype": torch.bfloat16}
-        model = liger_dist.wrap(model, "fsdp2", config=liger_dist.WrapConfig(**options))
+        options: Any = {"lm_head": head, "param_dtype": torch.bfloat16}
+        model = liger_dist.wrap(model, liger_dist.FSDP2(**options))
         losses.append(float(model(**make_batch(0)).loss.detach()))
     return losses[0], losses[1]
 
@@ -435,9 +428,9 @@ def losses_of_gemma3() -> tuple[float, float]:
 def test_it_is_explained_and_verified(workers_2: Workers) -> None:
     for text, verified in workers_2.run(explained):
         assert re.search(r"^adapter +fsdp2-vocab-parallel$", text, re.MULTILINE)
-        assert "never gathered for the loss" in text
-        assert re.search(r"^cost of gather +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
-        assert re.search(r"^cost of vocab_parallel +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
+        assert "never all-gathered for the loss" in text
+        assert re.search(r"^lm_head='gather' +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
+        assert re.search(r"^lm_head='vocab_parallel' +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
         assert verified, text
 
 

@@ -220,12 +220,6 @@ def wrapped_already() -> nn.Module:
     return model
 
 
-def without_checkpointing() -> nn.Module:
-    model = make_model("llama")
-    model.supports_gradient_checkpointing = False  # type: ignore[assignment]
-    return model
-
-
 def on_meta() -> nn.Module:
     return make_model("llama").to("meta")
 
@@ -235,32 +229,19 @@ def on_meta() -> nn.Module:
     [
         (lambda: make_model("llama"), {"strategy": "fsdp3"}, ("'fsdp3'", "'fsdp2'")),
         (wrapped_already, {}, ("wrapped already", "unwrap")),
-        (without_head, {}, ("LlamaModel", "no output embedding", "AutoModelForCausalLM")),
-        (lambda: nn.Linear(2, 2), {}, ("no output embedding",)),
+        (without_head, {}, ("LlamaModel", "no lm_head", "AutoModelForCausalLM")),
+        (lambda: nn.Linear(2, 2), {}, ("no lm_head",)),
         (with_quantised_head, {}, ("Quantised", "modules_to_not_convert")),
         (lambda: make_model("llama"), {"strategy": "fsdp2"}, ("torchrun", "init_process_group")),
         (lambda: make_model("llama"), {"strategy": "ddp"}, ("torchrun",)),
         (lambda: make_model("llama"), {"strategy": "none", "mesh": (1,)}, ("takes none",)),
         (on_meta, {}, ("meta device", "materialise")),
+        (lambda: make_model("llama"), {"strategy": liger_dist.FSDP1()}, ("torchrun", "init_process_group")),
+        (lambda: make_model("llama"), {"strategy": liger_dist.FSDP2(), "mesh": (1,)}, ("FSDP2(mesh=...)",)),
         (
             lambda: make_model("llama"),
-            {"strategy": "none", "config": liger_dist.WrapConfig(param_dtype=torch.bfloat16)},
-            ("param_dtype", "torch.autocast"),
-        ),
-        (
-            lambda: make_model("llama"),
-            {"strategy": "none", "config": liger_dist.WrapConfig(cpu_offload=True)},
-            ("cpu_offload", "fsdp2"),
-        ),
-        (
-            lambda: make_model("llama"),
-            {"config": liger_dist.WrapConfig(reshard_after_forward=False)},
-            ("reshard_after_forward", "fsdp2"),
-        ),
-        (
-            without_checkpointing,
-            {"config": liger_dist.WrapConfig(activation_checkpointing=True)},
-            ("activation_checkpointing", "does not support it"),
+            {"config": liger_dist.WrapConfig(outputs=("loss",))},
+            ("outputs contains 'loss'", "expected names among", "entropy"),
         ),
     ],
     ids=[
@@ -273,10 +254,9 @@ def on_meta() -> nn.Module:
         "no group ddp",
         "mesh",
         "meta",
-        "dtype",
-        "offload",
-        "reshard",
-        "checkpointing",
+        "no group fsdp1",
+        "mesh beside an object",
+        "outputs",
     ],
 )
 def test_refusals_change_nothing(make: Any, call: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -292,18 +272,34 @@ def test_refusals_change_nothing(make: Any, call: dict[str, Any], words: tuple[s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"head": "split"}, "'split'"),
-        ({"kernels": "cuda"}, "'cuda'"),
+        ({"backend": "cuda"}, "'cuda'"),
         ({"token_mean": "mean"}, "'mean'"),
         ({"memory_budget": 0}, "memory_budget is 0"),
-        ({"param_dtype": "bf16"}, "param_dtype is 'bf16'"),
-        ({"reduce_dtype": torch.int32}, "torch.int32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_config_refuses(options: dict[str, Any], words: str) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=words):
         liger_dist.WrapConfig(**options)
+
+
+@pytest.mark.parametrize("strategy", [liger_dist.FSDP1, liger_dist.FSDP2])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"param_dtype": "bf16"}, "param_dtype is 'bf16'"),
+        ({"reduce_dtype": torch.int32}, "torch.int32"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sharding_strategies_refuse(strategy: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        strategy(**options)
+
+
+def test_fsdp2_refuses_an_unknown_lm_head() -> None:
+    with pytest.raises(liger_dist.LigerDistError, match="lm_head is 'split'; expected one of 'gather'"):
+        liger_dist.FSDP2(lm_head="split")  # type: ignore[arg-type]
 
 
 def test_unwrap_and_explain_refuse_a_model_that_is_not_wrapped() -> None:
@@ -319,11 +315,11 @@ def test_explain_is_a_table() -> None:
     assert lines["weight_shape"] == "(101, 16)"
     assert lines["adapter"] == "replicated"
     assert "softcap 30.0" in lines["loss"]
-    assert lines["not fsdp2-gathered"] == "the weight is whole on every process"
+    assert lines["not fsdp2-gathered"] == "every rank has the full weight"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"), [((4,), "needs 4 processes but 2"), ((1, 1, 2), "expected \\(shard,\\)"), ((0, 2), "above 0")]
+    ("mesh", "words"), [((4,), "needs 4 ranks but 2"), ((1, 1, 2), "expected \\(shard,\\)"), ((0, 2), "above 0")]
 )
 def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(
     mesh: tuple[int, ...], words: str, workers_2: Workers
@@ -343,9 +339,9 @@ def refusal_of_mesh(mesh: tuple[int, ...]) -> str:
 def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
     for messages in workers_2.run(refusals_of_two):
         assert "gradients would not be averaged" in messages["none"]
-        assert "no adapter can compute the loss" in messages["columns"]
+        assert "no sharding adapter can compute the loss" in messages["columns"]
         assert "tensor-parallel: the weight is placed S(1)" in messages["columns"]
-        assert "replicated: the weight is a DTensor that no engine gathers" in messages["columns"]
+        assert "replicated: the weight is a DTensor that no framework unshards" in messages["columns"]
         assert "see different tokens" in messages["different tokens"]
         assert "strategy='ddp'" in messages["global mean"]
 

@@ -96,43 +96,7 @@ class TrainArguments:
     sample_tokens: int = option(80, "length of the final text sample; 0 for none")
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise LigerDistError(f"--{name} is {value}; expected a finite number.")
-        for name in (
-            "vocab_size",
-            "steps",
-            "batch_size",
-            "accumulation_steps",
-            "eval_every",
-            "eval_batches",
-        ):
-            if getattr(self, name) < 1:
-                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected a number above 0.")
-        for name in ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LigerDistError(f"--{name} is {value}; expected a number above 0.")
-        for name in (
-            "learning_rate",
-            "warmup_steps",
-            "weight_decay",
-            "max_grad_norm",
-            "adam_beta2",
-            "min_learning_rate_ratio",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "stall_timeout",
-            "sample_tokens",
-        ):
-            if getattr(self, name) < 0:
-                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected 0 or more.")
-        if self.adam_beta2 >= 1 or self.min_learning_rate_ratio > 1:
-            raise LigerDistError(
-                f"--adam_beta2 is {self.adam_beta2} and --min_learning_rate_ratio {self.min_learning_rate_ratio}; "
-                "expected less than 1, and at most 1."
-            )
+        self._check_ranges()
         if self.stop_at_step is not None and self.stop_at_step < 0:
             raise LigerDistError(f"--stop_at_step is {self.stop_at_step}; expected 0 or more.")
         if self.resume and self.overwrite:
@@ -157,6 +121,37 @@ class TrainArguments:
         if self.sequence_length < 2:
             raise LigerDistError(
                 f"--sequence_length is {self.sequence_length}; expected at least 2, a token and the one it predicts."
+            )
+
+    def _check_ranges(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise LigerDistError(f"--{name} is {value}; expected a finite number.")
+        positive = ("vocab_size", "steps", "batch_size", "accumulation_steps", "eval_every", "eval_batches")
+        optional = ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget")
+        for name in (*positive, *optional):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LigerDistError(f"--{name} is {value}; expected a number above 0.")
+        for name in (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "adam_beta2",
+            "min_learning_rate_ratio",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "stall_timeout",
+            "sample_tokens",
+        ):
+            if getattr(self, name) < 0:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.adam_beta2 >= 1 or self.min_learning_rate_ratio > 1:
+            raise LigerDistError(
+                f"--adam_beta2 is {self.adam_beta2} and --min_learning_rate_ratio {self.min_learning_rate_ratio}; "
+                "expected less than 1, and at most 1."
             )
 
 

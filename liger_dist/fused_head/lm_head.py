@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from liger_dist.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.swap import below_wrappers, subclass_of, with_base
-from liger_dist.sharding.vocab_parallel import row_shards_of
 from liger_dist.structure import is_tensor_parallel_forward
 from liger_dist.tracing import untraced
 
@@ -44,13 +42,9 @@ class ComputesLoss(nn.Module):
 
     @property
     def _logits(self) -> Callable[..., Tensor]:
-        """The forward without a loss: of the module's own class, of transformers' tensor parallelism, or all-gathering
-        row shards."""
+        """The forward without a loss: of transformers' tensor parallelism, or of the module's own class."""
         installed: Callable[..., Tensor] | None = vars(self).get(_INSTALLED)
-        if installed is not None:
-            return installed
-        shards = row_shards_of(self)
-        return super().forward if shards is None else partial(shards.logits, self)  # type: ignore[arg-type]
+        return super().forward if installed is None else installed
 
 
 class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]

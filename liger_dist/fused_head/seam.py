@@ -200,6 +200,14 @@ class Seam:
     @untraced
     def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = leave(self)
-        if output is None or call is None or not (call.pending or call.on_logits):
+        if call is None:
             return None
-        return fused_output(output, call.reports(), model_name=type(model).__name__, without_logits=not call.on_logits)
+        try:
+            if output is None or not (call.pending or call.on_logits):
+                return None
+            reports = call.reports()
+            name = type(model).__name__
+            return fused_output(output, reports, model_name=name, without_logits=not call.on_logits)
+        finally:
+            # Pending losses refer to their call: the cycle would keep both until the garbage collector runs.
+            call.pending.clear()

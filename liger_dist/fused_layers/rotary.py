@@ -20,10 +20,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from liger_dist.class_swap import below_wrappers
 from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
-from .swap import Forward, Kind, LeftAloneError, below_wrappers, is_local, match_of, own_forward, runs_own_code
+from .swap import Forward, Kind, LeftAloneError, is_local, match_of, own_forward, runs_own_code
 
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))

@@ -2,13 +2,6 @@
 
 Parameters, names, state dict, ``isinstance`` and the class's name stay; only the instance changes. A swapped forward
 falls back to the module's own wherever the module is not what it was when it was matched.
-
-[Note: Swapping a class below FSDP2's]
-``fully_shard`` gives a module a class ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on the
-instance, and reads nothing from the class but ``FSDPModule``'s methods, so exchanging ``X`` for a subclass of ``X``
-below it changes none of FSDP2's behaviour, and ``isinstance`` holds for all three. :func:`below_wrappers` finds ``X``
-by the order of bases that ``fully_shard`` makes; another order is taken for a class of the user's own, which is then
-subclassed as a whole.
 """
 
 from __future__ import annotations
@@ -20,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
+from liger_dist.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.tracing import is_transformed
 from liger_dist_kernels import Backend
 
@@ -178,31 +171,6 @@ def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
         return True
     assert isinstance(tensor, Tensor)
     return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))
-
-
-def below_wrappers(cls: Any) -> Any:
-    """The module's class under the one that FSDP2 makes of it. See [Note: Swapping a class below FSDP2's]."""
-    return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
-
-
-def with_base(cls: type, old: type, new: type) -> Any:
-    """``cls`` with ``new`` instead of ``old``, which is itself or an ancestor."""
-    if cls is old:
-        return new
-    bases = tuple(with_base(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
-    return type(cls.__name__, bases, dict(vars(cls)))
-
-
-def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -> Any:
-    """A subclass of ``mixin`` and ``base`` with the name of ``base``. One that exists already, with equal ``members``
-    that are not functions, is used again: modules of one class then stay of one class."""
-    members = members or {}
-    for found in base.__subclasses__():
-        is_same = all(vars(found).get(name) is value for name, value in members.items() if name != "forward")
-        if found.__bases__ == (mixin, base) and is_same:
-            return found
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (mixin, base), {**members, **named})
 
 
 def _class_for(kind: Kind, base: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from liger_dist.class_swap import with_base
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.collectives import agree, device_for
@@ -137,6 +138,15 @@ class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.divisor, None
+
+
+class VocabParallelLinear(nn.Linear):
+    """An lm_head that keeps a row shard; full logits all-gather the weight. The loss does not call it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., V]``."""
+        shards: RowShards = vars(self)[_SHARDS]
+        return shards.logits(self, input)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -294,14 +304,17 @@ def shard_rows(
             module._parameters[name] = sharded[parameter]
             vars(module)[_SHARDS] = shards
             undo.callback(vars(module).pop, _SHARDS, None)
-            if module not in heads:
+            if name == "weight":
                 undo.callback(setattr, module, "__class__", type(module))
-                module.__class__ = _embedding_class(type(module))
+                module.__class__ = _sharded_class(type(module))
     return frozenset(sharded.values())
 
 
-def _embedding_class(cls: Any) -> Any:
-    """:class:`VocabParallelEmbedding`, below a class of the model's own."""
+def _sharded_class(cls: Any) -> Any:
+    """The class of a module with row shards; below a fused lm_head's class, and below an embedding class of the model's
+    own."""
+    if issubclass(cls, nn.Linear):
+        return with_base(cls, nn.Linear, VocabParallelLinear)
     if cls is nn.Embedding:
         return VocabParallelEmbedding
     return type(cls.__name__, (_ShowsComputeDtype, cls, VocabParallelEmbedding), {})
