@@ -21,6 +21,10 @@ class Structure:
     """name of lm_head in the model; PEFT may have put its own module there"""
     head: nn.Linear
     """lm_head itself, inside of PEFT's module"""
+    vocab_size: int
+    """rows of the full weight of lm_head"""
+    hidden_size: int
+    """columns of the full weight of lm_head"""
     tied_to: tuple[nn.Module, ...]
     """the input embeddings whose weight is the parameter of lm_head"""
     layers: tuple[nn.Module, ...]
@@ -82,9 +86,12 @@ def find_structure(model: nn.Module) -> Structure:
     decoder = _decoder_of(model)
     layers, parent = _find_layers(model, decoder)
     decoder = decoder or parent
+    vocab_size, hidden_size = head_shape(head)
     return Structure(
         head_name=head_name,
         head=head,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
         layers=layers,
         unfusable=None if with_trained_rows is None else TRAINED_ROWS,
@@ -92,6 +99,13 @@ def find_structure(model: nn.Module) -> Structure:
         other_stacks=_find_other_stacks(model, decoder),
         final_norm=_find_final_norm(parent, layers),
     )
+
+
+def head_shape(head: nn.Linear) -> tuple[int, int]:
+    """``(V, D)`` of the full weight of ``head``: read from the weight, also where FSDP2, TP or ZeRO-3 shard it. PEFT
+    makes tied heads whose ``in_features`` and ``out_features`` are swapped."""
+    shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))
+    return (shape[0], shape[1]) if len(shape) == 2 else (head.out_features, head.in_features)
 
 
 def is_tensor_parallel_forward(forward: object) -> bool:

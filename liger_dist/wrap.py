@@ -184,7 +184,7 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
         warnings.warn(
             f"liger_dist leaves the loss of {type(model).__name__} unfused: {error}. The model trains as it did "
             "before; liger_dist.explain(model) says so as well.",
-            stacklevel=3,
+            stacklevel=5,  # the caller of wrap
         )
         return None, str(error)
 

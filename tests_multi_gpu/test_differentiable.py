@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.fused_head.loss_call import LossCall
 from liger_dist.sharding.process_groups import compute_device
 
 CELLS = {

@@ -358,8 +358,8 @@ def saved_and_tied(strategy: str) -> bool:
         make_model("llama", tied=True),  # type: ignore[arg-type]
         LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
     )
-    model = peft.get_base_model()
     liger_dist.wrap(peft, liger_dist.FSDP2(lm_head="vocab_parallel") if strategy == "fsdp2" else strategy)
+    model = peft.get_base_model()
     peft(**make_batch(0)).loss.backward()
     saved = model.lm_head.modules_to_save.default.weight
     return model.model.embed_tokens.modules_to_save.default.weight is saved and saved.grad is not None

@@ -105,7 +105,7 @@ def _plan(
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
-        vocab_size=structure.head.out_features,
+        vocab_size=structure.vocab_size,
         ranks=layout.shard if "fsdp" in layout.strategy else 1,
         tied=structure.tied,
         trains=True,
@@ -115,7 +115,7 @@ def _plan(
     cost = head_costs(shapes)[head]
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
-    loss = cost.held_bytes if a.fused_loss else 3 * T * structure.head.out_features * FP32
+    loss = cost.held_bytes if a.fused_loss else 3 * T * structure.vocab_size * FP32
     computed_again = layer_needs.kept if a.activation_checkpointing else 0
     return replace(
         stored,

@@ -89,7 +89,7 @@ class Entry:
         """Refuses what is wrong with the model's arguments, before it runs its first collective."""
         named, ignore_index = call.named, call.ignore_index
         head = self.access.in_use()
-        vocab_size = cast(nn.Linear, base_head(head)).out_features
+        vocab_size = self.structure.vocab_size
         for given in (named["labels"], named.get("shift_labels")):
             if given is not None and not isinstance(given, Tensor):
                 raise LigerDistError(f"labels are a {type(given).__name__}; expected a tensor of integers.")

@@ -86,7 +86,7 @@ class _Probe:
 
     def __init__(self, model: nn.Module, structure: Structure, *, training: bool) -> None:
         self.model, self.structure, self.training = model, structure, training
-        vocab_size = structure.head.out_features
+        vocab_size = structure.vocab_size
         count = PROBE_TOKENS * vocab_size
         self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(1, PROBE_TOKENS, vocab_size)
         self.labels = (torch.arange(PROBE_TOKENS)[None] + 1) % vocab_size
@@ -223,7 +223,7 @@ class _Probe:
 
     def _run(self, logits: Tensor) -> None:
         structure, model = self.structure, self.model
-        hidden_states = torch.zeros(1, PROBE_TOKENS, structure.head.in_features, dtype=logits.dtype)
+        hidden_states = torch.zeros(1, PROBE_TOKENS, structure.hidden_size, dtype=logits.dtype)
         place = model.get_submodule(structure.head_name)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())

@@ -27,6 +27,17 @@ PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
 """nodes of autograd that save the operand of a weight; custom functions may as well"""
 
 
+def _has_private_names() -> bool:
+    """True if this torch has the private names that recomputation uses; without them outputs are saved."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = (torch.ones(1, 1, device="cpu", requires_grad=True) @ torch.ones(1, 1, device="cpu")).grad_fn
+    has_saved = any(name.startswith("_raw_saved_") for name in dir(node))
+    return has_saved and hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+_RECOMPUTES = _has_private_names()
+
+
 @dataclass(frozen=True)
 class Output:
     """Identifies an output of a function among saved tensors."""
@@ -62,15 +73,7 @@ def is_worth_it(x: Tensor) -> bool:
     """True if an output of this size can be recomputed here, and should be."""
     if torch.compiler.is_compiling() or x.nbytes < LEAST_BYTES:
         return False
-    return _recomputes() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-
-@functools.cache
-def _recomputes() -> bool:
-    """True if this torch has the private names that recomputation uses; without them outputs are saved."""
-    has_hooks = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    node: Any = (torch.ones(1, 1, requires_grad=True) @ torch.ones(1, 1)).grad_fn
-    return has_hooks and any(name.startswith("_raw_saved_") for name in dir(node))
+    return _RECOMPUTES and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def note_output(ctx: Any, output: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError, NoAdapterError
+from liger_dist.structure import head_shape
 
 from .base import Facts, ShardingAdapter, Storage, Strategy
 from .ddp import DDP
@@ -98,7 +99,7 @@ def collect_facts(
         engine=storage.engine,
         storage=storage.clause,
         world_size=world_size(),
-        weight_shape=(head.out_features, head.in_features),
+        weight_shape=head_shape(head),
         weight_dtype=weight.dtype,
         placements=None if distributed is None else tuple(map(str, distributed.placements)),
         mesh_shape=None if distributed is None else tuple(distributed.device_mesh.shape),
