@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 PLOTS = Path(__file__).parent / "plots"
 WEIGHT, TOKENS, STATISTICS = "#4878a8", "#d8843c", "#6a9f58"
-PROCESSES = 3
+RANKS = 3
 
 
 def box(
@@ -30,25 +30,25 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colou
 
 
 def ways() -> None:
-    """What is where, and what travels."""
+    """The all-gather of rows, and the all-gather of tokens."""
     figure, both = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    titles = ("gathered: the rows come to the tokens", "rows stay: the tokens travel")
+    titles = ("gather: all-gather the rows", "vocab-parallel: all-gather the tokens, chunk by chunk")
     for axes, title in zip(both, titles, strict=True):
-        stays, size = title == titles[1], (2.1, 0.8)
+        exchanges, size = title == titles[1], (2.1, 0.8)
         axes.set_title(title, fontsize=10)
-        for process in range(PROCESSES):
-            x = process * 3.0
-            axes.text(x + 1.05, 3.75, f"process {process}", ha="center", fontsize=8)
-            box(axes, (x, 0), size, WEIGHT, f"rows {process}: V/G x D", filled=True)
+        for rank in range(RANKS):
+            x = rank * 3.0
+            axes.text(x + 1.05, 3.75, f"rank {rank}", ha="center", fontsize=8)
+            box(axes, (x, 0), size, WEIGHT, f"row shard {rank}: V/G x D", filled=True)
             box(axes, (x, 2.6), size, TOKENS, "its N tokens", filled=True)
-            met, colour = ("a chunk of all tokens", TOKENS) if stays else ("all rows: V x D", WEIGHT)
+            met, colour = ("a chunk of all tokens", TOKENS) if exchanges else ("full weight: V x D", WEIGHT)
             box(axes, (x, 1.3), size, colour, met, filled=False)
-            for other in range(PROCESSES):
-                if stays:
+            for other in range(RANKS):
+                if exchanges:
                     arrow(axes, (x + 1.05, 2.6), (other * 3.0 + 1.05, 2.1), TOKENS)
                 else:
                     arrow(axes, (x + 1.05, 0.8), (other * 3.0 + 1.05, 1.3), WEIGHT)
-        axes.set_xlim(-0.2, PROCESSES * 3.0 - 0.7)
+        axes.set_xlim(-0.2, RANKS * 3.0 - 0.7)
         axes.set_ylim(-0.2, 4.1)
         axes.axis("off")
     figure.savefig(PLOTS / "ways_to_the_head.png", dpi=120)
@@ -56,22 +56,23 @@ def ways() -> None:
 
 
 def chunk() -> None:
-    """The steps of one chunk on one process, from left to right."""
+    """The steps of one chunk on one rank, from left to right."""
     steps = (
         ("all-gather\nhidden states", TOKENS, False),
-        ("logits of\nown rows", WEIGHT, True),
+        ("logits of\nrow shard", WEIGHT, True),
         ("all-gather\nstatistics", STATISTICS, False),
         ("gradient of\nthe logits", STATISTICS, True),
         ("hidden states'\ngradient", WEIGHT, True),
-        ("reduce-\nscatter", TOKENS, False),
-        ("gradient of\nown rows", WEIGHT, True),
+        ("all-to-all,\nsum", TOKENS, False),
+        ("gradient of\nrow shard", WEIGHT, True),
     )
     figure, axes = pyplot.subplots(figsize=(10, 1.9), layout="constrained")
     for index, (text, colour, is_computed) in enumerate(steps):
         box(axes, (index * 2.0, 0), (1.6, 1.0), colour, text, filled=is_computed)
         if index:
             arrow(axes, (index * 2.0 - 0.4, 0.5), (index * 2.0, 0.5), "#555555")
-    axes.text(0, -0.45, "outlined: travels    filled: computed    blue: a matrix product", fontsize=8, color="#555555")
+    legend = "outlined: a collective    filled: computed    blue: a matrix product"
+    axes.text(0, -0.45, legend, fontsize=8, color="#555555")
     axes.set_xlim(-0.2, len(steps) * 2.0 - 0.2)
     axes.set_ylim(-0.7, 1.2)
     axes.axis("off")
@@ -80,29 +81,29 @@ def chunk() -> None:
 
 
 Slices = tuple[tuple[float, float], ...]
-WHOLE: Slices = ((0, 1),) * 4
+FULL: Slices = ((0, 1),) * 4
 HALVES: Slices = ((0, 0.5), (0.5, 1)) * 2
 QUARTERS: Slices = tuple((rank / 4, (rank + 1) / 4) for rank in range(4))
 # Halves by the tensor-parallel axis, which is the last; then the first or second half of that.
 QUARTERS_OF_HALVES: Slices = ((0, 0.25), (0.5, 0.75), (0.25, 0.5), (0.75, 1))
 LAYOUTS: tuple[tuple[str, str, tuple[Slices, Slices, Slices], str], ...] = (
-    ("DDP, ZeRO-0 and 1", "ABCD", (WHOLE, WHOLE, WHOLE), ""),
-    ("FSDP1, FSDP2, ZeRO-3", "ABCD", (QUARTERS, WHOLE, QUARTERS), "the engine gathers and reduces"),
-    ("HSDP: 2 replicas of 2 shards", "ABCD", (HALVES, WHOLE, HALVES), "gathered in a replica, reduced over both"),
-    ("FSDP2, vocab-parallel head", "ABCD", (QUARTERS, QUARTERS, QUARTERS), "the tokens travel"),
-    ("TP", "AAAA", (QUARTERS, QUARTERS, QUARTERS), "statistics travel"),
+    ("DDP, ZeRO-0 and 1", "ABCD", (FULL, FULL, FULL), ""),
+    ("FSDP1, FSDP2, ZeRO-3", "ABCD", (QUARTERS, FULL, QUARTERS), "the framework all-gathers and reduces"),
+    ("HSDP: 2 replicas of 2 shards", "ABCD", (HALVES, FULL, HALVES), "all-gathered in a replica, reduced over both"),
+    ("FSDP2, vocab-parallel lm_head", "ABCD", (QUARTERS, QUARTERS, QUARTERS), "token exchange"),
+    ("TP", "AAAA", (QUARTERS, QUARTERS, QUARTERS), "all-gather of softmax statistics"),
     (
         "FSDP2 x TP, 2 x 2",
         "AABB",
         (QUARTERS_OF_HALVES, HALVES, QUARTERS_OF_HALVES),
-        "gathered over shards, statistics travel",
+        "all-gathered over shards, statistics over TP",
     ),
 )
-"""name, whose tokens each of four processes reads, its rows: at rest, in the call, of the gradient; a remark"""
+"""name, tokens of each of four ranks, its rows: at rest, in the call, of the gradient; a remark"""
 
 
 def layouts() -> None:
-    """Which rows of the head each of four processes holds, and when."""
+    """Rows of lm_head on each of four ranks."""
     figure, grid = pyplot.subplots(2, 3, figsize=(10, 5.4), layout="constrained")
     for axes, (name, tokens, moments, remark) in zip(grid.flat, LAYOUTS, strict=True):
         axes.set_title(name, fontsize=10)

@@ -285,7 +285,10 @@ def test_the_reason_comes_first_when_no_adapter_serves() -> None:
     from liger_dist.sharding import choose
 
     for situation, words in (
-        ("FSDP2, tied, apart from the embedding", "lm_head is tied to the embedding but FSDP2 stores them in two groups"),
+        (
+            "FSDP2, tied, apart from the embedding",
+            "lm_head is tied to the embedding but FSDP2 stores them in two groups",
+        ),
         ("ZeRO-3, quantised", "DeepSpeed sends weights or gradients quantised"),
         ("a DTensor sharded by columns", "the weight is placed S(1)"),
         ("the same, global mean, averaged by nothing that is known", "token_mean='global' needs to know"),

@@ -24,7 +24,6 @@ def row_shards(mesh: Any = None) -> liger_dist.FSDP2:
     return liger_dist.FSDP2(lm_head="vocab_parallel", mesh=mesh, reduce_dtype=torch.float64)
 
 
-
 def test_a_rank_may_scale_its_loss_by_its_own_tokens(workers_2: Workers) -> None:
     """As loops do that want the mean over all tokens; with the default configuration."""
     for errors in workers_2.run(weighed_by_tokens):
@@ -175,7 +174,7 @@ def dtypes_of_gathered_rows() -> set[torch.dtype]:
     return {dtype for name, dtype, size in collectives.seen if size == rows * HIDDEN_SIZE and "gather" in name}
 
 
-def test_a_state_dict_taken_during_a_forward_is_whole(workers_2: Workers) -> None:
+def test_a_state_dict_taken_during_a_forward_has_full_shapes(workers_2: Workers) -> None:
     for shapes in workers_2.run(saved_during_a_forward):
         assert shapes == [(VOCAB_SIZE, HIDDEN_SIZE)]
 

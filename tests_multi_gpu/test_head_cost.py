@@ -41,7 +41,7 @@ def test_of_a_large_head() -> None:
     assert vocab_parallel(LLAMA_8B).held_bytes < gathered(LLAMA_8B).held_bytes / 2
 
 
-def test_they_cross_where_the_tokens_outnumber_the_vocabulary() -> None:
+def test_the_costs_cross_where_tokens_outnumber_the_vocabulary() -> None:
     """G * N = 1.5 V with a reduction in fp32."""
     at = 128256 * 3 // 2 // 8
     few, many = replace(LLAMA_8B, tokens=at * 9 // 10), replace(LLAMA_8B, tokens=at * 11 // 10)
@@ -49,7 +49,7 @@ def test_they_cross_where_the_tokens_outnumber_the_vocabulary() -> None:
     assert vocab_parallel(many).sent_bytes > gathered(many).sent_bytes
 
 
-def test_a_tied_embedding_travels_as_well() -> None:
+def test_a_tied_embedding_exchanges_tokens_as_well() -> None:
     both = vocab_parallel(replace(LLAMA_8B, tied=True)).sent_bytes - vocab_parallel(LLAMA_8B).sent_bytes
     assert both == 2 * 8192 * 4096 * 2 * 7
 

@@ -169,7 +169,7 @@ def check_block(block: Block, y: Tensor, x: Tensor) -> None:
 @pytest.mark.usefixtures("outputs_of_any_size")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("of_norm", [False, True], ids=["RMSNorm", "LayerNorm"])
-def test_outputs_are_computed_again_rather_than_kept(bias: bool, of_norm: bool) -> None:
+def test_outputs_are_recomputed_instead_of_saved(bias: bool, of_norm: bool) -> None:
     block, x = Block(bias, of_norm), random(2, 5, 16, dtype=torch.float64)
     y = block(x)
     assert all(memory.expired() for memory in block.memories)

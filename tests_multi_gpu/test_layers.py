@@ -1,4 +1,4 @@
-"""Layers that wrap replaces: found by structure, held to the model's own code, left alone with a reason, restored."""
+"""Layers that wrap swaps: found by structure, held to the model's own code, left alone with a reason, restored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.fused_layers import LayerReport, restore_layers, swap_layers
-from liger_dist.fused_layers.swap import Swapped
 from liger_dist.fused_layers import norm as norms
+from liger_dist.fused_layers.swap import Swapped
 from liger_dist.sharding.process_groups import compute_device
 
 
-def replaced_in(model: nn.Module) -> list[str]:
+def swapped_in(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Swapped)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_every_kind_is_replaced_and_restored(family: str) -> None:
+def test_every_kind_is_swapped_and_restored(family: str) -> None:
     model: Any = make_model(family, dtype=torch.float32)
     classes = {name: type(module) for name, module in model.named_modules()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -50,7 +50,7 @@ def test_every_kind_is_replaced_and_restored(family: str) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def test_explain_lists_what_was_replaced_and_what_was_left() -> None:
+def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
     model: Any = make_model("llama", dtype=torch.float32)
     model.model.layers[1].mlp = Clamped(model.model.layers[1].mlp)
     liger_dist.wrap(model)
@@ -60,10 +60,10 @@ def test_explain_lists_what_was_replaced_and_what_was_left() -> None:
     assert "2 x LlamaAttention: rotary (pairs halves)" in table
     assert "Clamped (gated MLP): it does not compute down(activation(gate) * up)" in table
     off = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(layer_kernels=False))
-    assert not replaced_in(off)
+    assert not swapped_in(off)
 
 
-def test_no_layer_is_replaced_that_computes_in_fp64() -> None:
+def test_layers_in_fp64_run_their_own_code() -> None:
     """Its forward is another one, but the model's own arithmetic runs."""
     model = make_model("llama")
     reference = copy.deepcopy(model)
@@ -136,7 +136,7 @@ def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     x = torch.randn(3, 16)
     expected = model(x)
     report = swap_layers(model, backend="reference", owner="test")
-    assert bool(replaced_in(model)) == (way == "exact"), report
+    assert bool(swapped_in(model)) == (way == "exact"), report
     assert bool(report.left) == (way != "exact")
     assert relative_error(model(x), expected) < 1e-6
 
@@ -214,11 +214,11 @@ def test_copies_keep_their_kernels(way: str) -> None:
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    assert replaced_in(twin) == replaced_in(model)
+    assert swapped_in(twin) == swapped_in(model)
     assert torch.equal(twin(**make_batch(0)).loss, expected)
     liger_dist.unwrap(twin)
-    assert not replaced_in(twin)
-    assert replaced_in(model)
+    assert not swapped_in(twin)
+    assert swapped_in(model)
 
 
 def test_second_order_gradients_are_refused_with_a_way_out() -> None:
@@ -236,7 +236,7 @@ def test_restoring_twice_does_nothing() -> None:
     assert swap_layers(model, backend="auto", owner="test") != LayerReport()
     restore_layers(model, owner="test")
     restore_layers(model, owner="test")
-    assert not replaced_in(model)
+    assert not swapped_in(model)
 
 
 def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:

@@ -46,7 +46,7 @@ def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
         assert parameters.keys() == expected.keys()
         for name, values in parameters.items():
             assert torch.isfinite(values).all(), name
-            # A loss over split rows is added up in another order.
+            # A loss over row shards is summed in another order.
             tolerance = 1e-6 if name == "loss" else 0.0
             assert torch.allclose(values, expected[name], rtol=tolerance, atol=0.0), name
 

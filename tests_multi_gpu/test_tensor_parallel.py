@@ -54,7 +54,7 @@ def with_different_tokens() -> dict[str, str]:
     return sentences
 
 
-def test_rows_split_twice_are_declined_from_the_facts() -> None:
+def test_rows_sharded_over_two_axes_are_declined_from_the_facts() -> None:
     once = replace(FULL, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4)
     assert reasons_against(once)["tensor-parallel"] == []
     assert "placed S(0) S(0)" in reasons_against(replace(once, tensor_parallel="S(0) S(0)"))["tensor-parallel"][0]
@@ -111,7 +111,7 @@ def clipped(strategy: str) -> float:
     return max(float((full(ours.grad) - theirs.grad).abs().max()) for ours, theirs in pairs)
 
 
-def test_whole_weights_come_out_and_go_in(workers_2: Workers) -> None:
+def test_full_weights_are_saved_and_loaded(workers_2: Workers) -> None:
     for difference in workers_2.run(through_a_state_dict):
         assert difference == 0.0
 

@@ -1,4 +1,4 @@
-"""The head whose rows lie on processes with different tokens, against whole logits of all tokens in fp64."""
+"""The loss of row shards on ranks with different tokens, against full logits of all tokens in fp64."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TOKENS = {
     "even": (12, 12, 12, 12),
     "uneven": (13, 12, 14, 13),
     "ragged": (17, 3, 0, 9),
-    "one process alone": (0, 7, 0, 0),
+    "one rank alone": (0, 7, 0, 0),
     "none": (0, 0, 0, 0),
 }
-"""tokens of each of up to four processes"""
+"""tokens of each of up to four ranks"""
 
 
 @pytest.mark.parametrize("vocab_size", [101, 3])
@@ -41,6 +41,7 @@ def test_every_option(name: str, vocab_size: int, workers_on_all: Workers) -> No
 def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:
     for name in ("plain", "log-probabilities and entropy"):
         check(workers_on_all.run(errors_of, name, 101, TOKENS[tokens], num_chunks))
+    check(workers_on_all.run(errors_of, "plain", 101, TOKENS[tokens], num_chunks, (0, 1, 0)))
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0)], ids=str)
@@ -169,7 +170,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     labels = [torch.randint(V, (count,), generator=generator).to(device) for count in counts]
 
     def gradients_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of all processes' tokens, by torch."""
+        """Gradients of all ranks' tokens, by torch."""
         w = weight.to(dtype, copy=True).requires_grad_()
         x = [tensor.to(dtype, copy=True).requires_grad_() for tensor in hidden]
         wide = torch.promote_types(dtype, torch.float32)
@@ -221,7 +222,7 @@ def scaled_by_rank() -> str:
     return str(caught.value)
 
 
-def test_processes_that_freeze_different_parameters_are_refused(workers_on_all: Workers) -> None:
+def test_ranks_that_freeze_different_parameters_are_refused(workers_on_all: Workers) -> None:
     for sentence in workers_on_all.run(frozen_on_one):
         assert "called the model with different arguments: rank 0 of the group for a loss of" in sentence
         assert "weight=False" in sentence
@@ -243,8 +244,8 @@ def test_a_plan_covers_every_token_once() -> None:
     for counts in ((5, 5), (17, 3, 0, 9), (0, 1), (1000, 999, 1)):
         for budget in (1, 100, 10**4, 10**9):
             plan = ExchangePlan.of(counts, bytes_of_token=14, memory_budget=budget)
-            for process, count in enumerate(counts):
-                shares = [plan.share(process, chunk) for chunk in range(plan.num_chunks)]
+            for rank, count in enumerate(counts):
+                shares = [plan.share(rank, chunk) for chunk in range(plan.num_chunks)]
                 assert [token for start, end in shares for token in range(start, end)] == list(range(count))
                 assert all(end - start <= plan.rows for start, end in shares)
             assert plan.rows * len(counts) * 14 <= max(budget, len(counts) * 14)

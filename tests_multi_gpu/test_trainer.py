@@ -52,7 +52,7 @@ def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, worker
             # Two steps of three micro-batches, and evaluation of two; metrics and predictions are from logits.
             assert fused["fused calls"] == 6 + 2
             assert fused["most logits"] <= ROWS < unfused["most logits"]
-            # No row of a split head's logits has all classes.
+            # No rank computes full logits of a vocab-parallel lm_head.
             assert (fused["most logits"] == 0) == (head == "vocab_parallel")
             assert fused["losses"] == pytest.approx(unfused["losses"], rel=1e-5)
             assert len(set(unfused["losses"])) == 2
@@ -183,7 +183,7 @@ def accelerated(version: int, head: Any, *, fused: bool) -> dict[str, Any]:
     }
 
 
-def test_settings_that_do_not_go_with_split_rows(workers_2: Workers) -> None:
+def test_settings_that_do_not_fit_a_vocab_parallel_lm_head(workers_2: Workers) -> None:
     for sentences in workers_2.run(refused_settings):
         for name, sentence in sentences.items():
             assert sentence.startswith(f"fsdp_{name} is set")
@@ -228,6 +228,15 @@ def test_a_trainer_that_gives_its_loss_to_somebody_else(options: dict[str, Any],
     trainer = make_trainer(None, str(tmp_path), **options)
     with pytest.raises(liger_dist.LigerDistError, match=sentence):
         fuse(trainer)
+    assert not is_wrapped(trainer.model)
+
+
+def test_a_vocab_parallel_lm_head_is_for_fsdp2(tmp_path: Path) -> None:
+    from liger_dist.integrations.trainer import fuse
+
+    trainer = make_trainer(None, str(tmp_path))
+    with pytest.raises(liger_dist.LigerDistError, match="expected FSDP with fsdp_version=2"):
+        fuse(trainer, lm_head="vocab_parallel")
     assert not is_wrapped(trainer.model)
 
 

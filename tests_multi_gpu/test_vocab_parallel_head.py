@@ -1,4 +1,4 @@
-"""A head whose rows are never gathered, in training: optimisers, clipping, checkpoints, memory, bytes on the wire."""
+"""Training with a vocab-parallel lm_head: optimizers, clipping, checkpoints, memory, bytes sent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_it_trains_as_the_gathered_head_does(tied: bool, workers_2: Workers) -> 
 
 
 def trained(tied: bool, folder: str) -> dict[str, list[float]]:
-    """Losses and norms of five steps; and of the last three, behind a checkpoint of the other head's first two."""
+    """Losses and norms of five steps; and of the last three, after a checkpoint of the other lm_head's first two."""
     found = {}
     for head in HEADS:
         model = wrapped(head, tied=tied)
@@ -95,7 +95,7 @@ def test_nothing_has_the_size_of_the_weight(workers_2: Workers) -> None:
 
 
 class LocalShapes(TorchDispatchMode):
-    """Of the floating tensors of this process that operations return."""
+    """Shapes of the local floating tensors that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def garbage_of_a_step() -> dict[str, list[tuple[int, ...]]]:
     return found
 
 
-def test_bytes_that_travel(workers_on_all: Workers) -> None:
+def test_bytes_sent(workers_on_all: Workers) -> None:
     """As the docstring of the exchange has it: hidden states there and back, nothing else that grows with D."""
     T, D, V, G = 40, 64, 101, workers_on_all.world_size
     for sent in workers_on_all.run(bytes_of_a_loss, T, D, V):
@@ -163,7 +163,7 @@ def test_bytes_that_travel(workers_on_all: Workers) -> None:
 
 
 class BytesSent(TorchDispatchMode):
-    """What this process sends to others, by kind of collective."""
+    """Bytes that this rank sends, by collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def scaled_embedding() -> dict[str, float]:
     }
 
 
-def test_it_stays_split_when_unwrapped(workers_2: Workers) -> None:
+def test_row_shards_stay_after_unwrap(workers_2: Workers) -> None:
     for difference in workers_2.run(unwrapped_logits):
         assert difference < 1e-9
 
@@ -267,6 +267,7 @@ def test_what_does_not_go_with_it(workers_2: Workers) -> None:
         assert "cpu_offload is True" in sentences["cpu_offload"]
         assert "tensor-parallel axis" in sentences["mesh"]
         assert "has max_norm=0.1" in sentences["max_norm"]
+        assert "the loss of LlamaForCausalLM is not fused (fused_loss=False)" in sentences["unfused"]
         assert "is sharded by FSDP already" in sentences["gather after all"]
         assert "lm_head is 'gathered'; expected one of 'gather', 'vocab_parallel'" in sentences["name"]
 
@@ -277,6 +278,7 @@ def refusals() -> dict[str, str]:
         "cpu_offload": lambda: wrapped("vocab_parallel", cpu_offload=True),
         "mesh": lambda: wrapped("vocab_parallel", mesh=grid),  # type: ignore[arg-type]
         "name": lambda: wrapped("gathered"),
+        "unfused": lambda: unfused(),
         "max_norm": lambda: limited(),
         "gather after all": lambda: gathered_after_all(),
     }
@@ -305,6 +307,11 @@ def limited() -> None:
     liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel"))
 
 
+def unfused() -> None:
+    strategy = liger_dist.FSDP2(lm_head="vocab_parallel")
+    liger_dist.wrap(make_model("llama"), strategy, config=liger_dist.WrapConfig(fused_loss=False))
+
+
 def gathered_after_all() -> None:
     model = liger_dist.unwrap(wrapped("vocab_parallel"))
     liger_dist.wrap(model, liger_dist.FSDP2(lm_head="gather"))
@@ -323,7 +330,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_processes_that_do_not_do_the_same_are_refused(name: str, workers_2: Workers) -> None:
+def test_different_arguments_are_refused_on_all_ranks(name: str, workers_2: Workers) -> None:
     """On all of them, without a collective that half of them never enter."""
     for sentence in workers_2.run(asked_on_one, name):
         assert "ranks of the vocab-parallel lm_head" in sentence
@@ -365,7 +372,7 @@ def saved_and_tied(strategy: str) -> bool:
     return model.model.embed_tokens.modules_to_save.default.weight is saved and saved.grad is not None
 
 
-def test_a_wrap_that_fails_leaves_the_model_whole(workers_2: Workers) -> None:
+def test_a_wrap_that_fails_leaves_the_model_unsharded(workers_2: Workers) -> None:
     # The model's own loss goes through fp32.
     for difference in workers_2.run(failed_half_way):
         assert difference < 1e-5
