@@ -15,6 +15,10 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 
+class SameLinearMap:
+    """Mixed into a class of lm_head with another forward that computes the same logits as ``nn.Linear``."""
+
+
 def below_wrappers(cls: Any) -> Any:
     """The module's class under the one that FSDP2 makes of it. See [Note: Swapping a class below FSDP2's]."""
     return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls

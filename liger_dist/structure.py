@@ -9,6 +9,7 @@ from itertools import chain
 
 from torch import nn
 
+from .class_swap import SameLinearMap
 from .errors import LigerDistError
 from .peft_layers import TRAINED_ROWS, active_head, base_head, lora_objection, under_trained_rows
 
@@ -76,7 +77,8 @@ def find_structure(model: nn.Module) -> Structure:
         )
     own_forward = vars(head).get("forward")
     is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or is_changed:
+    is_linear = isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward
+    if not isinstance(head, nn.Linear) or not is_linear or is_changed:
         raise LigerDistError(
             f"the lm_head of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
             "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "

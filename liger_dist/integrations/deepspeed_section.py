@@ -57,7 +57,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
         return None
     for path, value in _conflicts(config):
         raise LigerDistError(
-            f"{path} is {value!r} in the DeepSpeed configuration, which computes the loss or the output embedding "
+            f"{path} is {value!r} in the DeepSpeed configuration, which computes the loss or lm_head "
             f"itself; leave it out, or set {NAME}.enabled to false."
         )
     return section

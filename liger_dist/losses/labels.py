@@ -146,7 +146,7 @@ def _check_range(smallest: int, largest: int, vocab_size: int, ignore_index: int
     if smallest < 0 or largest >= vocab_size:
         value = smallest if smallest < 0 else largest
         raise LigerDistError(
-            f"a label is {value} but the output embedding has {vocab_size} rows: expected labels in [0, "
+            f"a label is {value} but lm_head has {vocab_size} rows: expected labels in [0, "
             f"{vocab_size}), or {ignore_index} for tokens without a target. Usually the tokenizer is larger than the "
             "model: call model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the "
             "model."

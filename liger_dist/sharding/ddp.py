@@ -16,18 +16,17 @@ from liger_dist.errors import LigerDistError
 from liger_dist.structure import Structure
 
 from .base import Initializer
-from .materialize import materialize
 from .mesh import require_process_group
 from .process_groups import compute_device
+from .single import Unsharded
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDP:
+class DDP(Unsharded):
     """Replicates the model on every rank and averages its gradients."""
 
     name: ClassVar[str] = "ddp"
     has_collectives: ClassVar[bool] = True
-    shards_parameters: ClassVar[bool] = False
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         require_process_group(self.name, world_size)
@@ -48,10 +47,8 @@ class DDP:
         initialize: Initializer | None,
         undo: ExitStack,
     ) -> nn.Module:
-        device = compute_device()
-        if initialize is not None:
-            materialize(model, initialize, layers=structure.all_layers, device=device)
-        return DistributedDataParallel(outer.to(device))
+        super().shard(outer, model, structure, initialize=initialize, undo=undo)
+        return DistributedDataParallel(outer.to(compute_device()))
 
 
 def may_be_running() -> bool:

@@ -8,7 +8,6 @@ the backward. ZeRO-0, 1 and 2 keep the full weight on every rank, which :class:`
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,20 +17,16 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head, Initializer, Storage
-from .materialize import materialize
-from .process_groups import compute_device
+from .base import DataParallel, Facts, Head, Storage
+from .single import Unsharded
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeed:
+class DeepSpeed(Unsharded):
     """Fuses only; ``deepspeed.initialize`` shards the model afterwards, at any ZeRO stage."""
 
     name: ClassVar[str] = "deepspeed"
-    has_collectives: ClassVar[bool] = False
-    shards_parameters: ClassVar[bool] = False
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         if config.token_mean == "global":
@@ -39,22 +34,6 @@ class DeepSpeed:
                 "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
                 "model."
             )
-
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        """Nothing to refuse."""
-
-    def shard(
-        self,
-        outer: nn.Module,
-        model: nn.Module,
-        structure: Structure,
-        *,
-        initialize: Initializer | None,
-        undo: ExitStack,
-    ) -> nn.Module:
-        if initialize is not None:
-            materialize(model, initialize, layers=structure.all_layers, device=compute_device())
-        return outer
 
 
 class Zero3:

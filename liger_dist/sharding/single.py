@@ -21,50 +21,15 @@ from .materialize import materialize
 from .process_groups import compute_device
 
 
-@dataclass(frozen=True, kw_only=True)
-class Auto:
-    """Fuses only; another framework shards the model afterwards, before its first forward."""
+class Unsharded:
+    """Base of strategies that leave the parameters full: gives a meta model storage, and refuses nothing."""
 
-    name: ClassVar[str] = "auto"
+    name: ClassVar[str]
     has_collectives: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         """Nothing to refuse."""
-
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        if on_meta:
-            raise LigerDistError(
-                f"the model is on the meta device and strategy={self.name!r} does not give it storage; name a strategy "
-                "that does, or materialise it first."
-            )
-
-    def shard(
-        self,
-        outer: nn.Module,
-        model: nn.Module,
-        structure: Structure,
-        *,
-        initialize: Initializer | None,
-        undo: ExitStack,
-    ) -> nn.Module:
-        return outer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Single:
-    """Fuses only, for one process."""
-
-    name: ClassVar[str] = "none"
-    has_collectives: ClassVar[bool] = False
-    shards_parameters: ClassVar[bool] = False
-
-    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
-        if world_size is not None and world_size > 1:
-            raise LigerDistError(
-                f"strategy='none' is for one process but {world_size} are running, whose gradients would not be "
-                "averaged; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
-            )
 
     def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
         """Nothing to refuse."""
@@ -81,6 +46,34 @@ class Single:
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=compute_device())
         return outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Unsharded):
+    """Fuses only; another framework shards the model afterwards, before its first forward."""
+
+    name: ClassVar[str] = "auto"
+
+    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+        if on_meta:
+            raise LigerDistError(
+                f"the model is on the meta device and strategy={self.name!r} does not give it storage; name a strategy "
+                "that does, or materialise it first."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(Unsharded):
+    """Fuses only, for one process."""
+
+    name: ClassVar[str] = "none"
+
+    def check(self, config: WrapConfig, *, world_size: int | None) -> None:
+        if world_size is not None and world_size > 1:
+            raise LigerDistError(
+                f"strategy='none' is for one process but {world_size} are running, whose gradients would not be "
+                "averaged; use 'ddp' or 'fsdp2', or 'auto' when another framework shards the model."
+            )
 
 
 class Replicated:

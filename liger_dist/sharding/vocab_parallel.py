@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from liger_dist.class_swap import with_base
+from liger_dist.class_swap import SameLinearMap, with_base
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.collectives import agree, device_for
@@ -140,7 +140,7 @@ class _DivideGradient(torch.autograd.Function):
         return gradient / ctx.divisor, None
 
 
-class VocabParallelLinear(nn.Linear):
+class VocabParallelLinear(SameLinearMap, nn.Linear):
     """An lm_head that keeps a row shard; full logits all-gather the weight. The loss does not call it."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -245,7 +245,9 @@ def check_row_shards(model: nn.Module, structure: Structure, *, unfused: str | N
         LigerDistError: with the way out.
     """
     objection = None
-    if structure.unfusable is not None or unfused is not None:
+    if row_shards_of(structure.head) is not None:
+        objection = "its rows are sharded already; use strategy='auto'"
+    elif structure.unfusable is not None or unfused is not None:
         objection = f"the loss of {type(model).__name__} is not fused ({structure.unfusable or unfused})"
     elif has_lora(active_head(model.get_submodule(structure.head_name))):
         objection = "LoRA is on lm_head; leave the head out of its target_modules"
