@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
@@ -13,10 +15,15 @@ from liger_dist.sharding.fsdp2 import FSDP2
 from liger_dist.wrap import is_wrapped, wrap
 
 
-def wrap_in(module: LightningModule, model: nn.Module, config: WrapConfig | None = None) -> nn.Module:
+def wrap_in(
+    module: LightningModule, model: nn.Module, config: WrapConfig | None = None, *, fsdp2: FSDP2 = FSDP2()
+) -> nn.Module:
     """Wraps ``model`` for the strategy of ``module``'s trainer: one device, DDP, FSDP (``FSDPStrategy``), FSDP2
     (``ModelParallelStrategy``, sharded here) or DeepSpeed. Lightning calls ``configure_model`` more than once; the
     second time nothing is done.
+
+    Args:
+        fsdp2: options for ``ModelParallelStrategy``; its mesh is Lightning's.
 
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`.
@@ -26,12 +33,14 @@ def wrap_in(module: LightningModule, model: nn.Module, config: WrapConfig | None
     strategy = module.trainer.strategy
     if isinstance(strategy, ModelParallelStrategy):
         assert module.device_mesh is not None
-        return parallelize(model, module.device_mesh, config)
+        return parallelize(model, module.device_mesh, config, fsdp2=fsdp2)
     wrap(model, "deepspeed" if isinstance(strategy, DeepSpeedStrategy) else "auto", config=config)
     return model
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None, *, fsdp2: FSDP2 = FSDP2()
+) -> nn.Module:
     """FSDP2 over the data-parallel axis of Lightning's mesh; the ``parallelize_fn`` of Fabric's
     ``ModelParallelStrategy``.
 
@@ -43,4 +52,4 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = 
             f"tensor_parallel_size is {mesh['tensor_parallel'].size()}; expected 1. For both axes make a mesh whose "
             "last one is named 'tp', and call liger_dist.wrap(model, 'fsdp2', mesh=...) yourself."
         )
-    return wrap(model, FSDP2(mesh=mesh["data_parallel"]), config=config)
+    return wrap(model, replace(fsdp2, mesh=mesh["data_parallel"]), config=config)
