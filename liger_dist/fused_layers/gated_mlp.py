@@ -99,7 +99,7 @@ class GatedMatch:
         return (first, second) if self.gate_first else (second, first)
 
 
-class _Given(nn.Module):
+class Given(nn.Module):
     """Stand-in for a projection: returns given numbers for the ``expected`` hidden states, or its input."""
 
     def __init__(self, values: Tensor | None, expected: Tensor) -> None:
@@ -132,8 +132,8 @@ def _match(module: nn.Module, backend: Backend) -> GatedMatch:
 
 def _roles(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
     """Names of gate, up and down projection, in every way that the shapes allow."""
-    linears = {name: child for name, child in module._modules.items() if _shape(child) is not None}
-    shapes = {name: _shape(child) for name, child in linears.items()}
+    linears = {name: child for name, child in module._modules.items() if projection_shape(child) is not None}
+    shapes = {name: projection_shape(child) for name, child in linears.items()}
     if len(linears) == 3:
         for down, (inside, outside) in ((name, shape) for name, shape in shapes.items() if shape):
             others = [name for name in linears if name != down]
@@ -147,7 +147,7 @@ def _roles(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
                 yield both, None, down
 
 
-def _shape(module: nn.Module | None) -> tuple[int, int] | None:
+def projection_shape(module: nn.Module | None) -> tuple[int, int] | None:
     """``(in, out)`` of a projection, also of one with LoRA."""
     shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return shape if isinstance(shape[0], int) and isinstance(shape[1], int) else None  # type: ignore[return-value]
@@ -207,7 +207,7 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
         for part in modes:
             stack.enter_context(swapped(vars(part), "training", training))
         for name, value in given.items():
-            stack.enter_context(swapped(module._modules, name, _Given(value, hidden_states)))
+            stack.enter_context(swapped(module._modules, name, Given(value, hidden_states)))
         for name, part in match.others.items():
             # Without their hooks, which must not see the probe.
             stack.enter_context(swapped(module._modules, name, StandIn(part, without_hooks)))

@@ -14,9 +14,11 @@ from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import FSDP2
 from liger_dist.wrap import is_wrapped, wrap
 
+DEFAULTS = FSDP2()
+
 
 def wrap_in(
-    module: LightningModule, model: nn.Module, config: WrapConfig | None = None, *, fsdp2: FSDP2 = FSDP2()
+    module: LightningModule, model: nn.Module, config: WrapConfig | None = None, *, fsdp2: FSDP2 = DEFAULTS
 ) -> nn.Module:
     """Wraps ``model`` for the strategy of ``module``'s trainer: one device, DDP, FSDP (``FSDPStrategy``), FSDP2
     (``ModelParallelStrategy``, sharded here) or DeepSpeed. Lightning calls ``configure_model`` more than once; the
@@ -39,7 +41,7 @@ def wrap_in(
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None, *, fsdp2: FSDP2 = FSDP2()
+    model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None, *, fsdp2: FSDP2 = DEFAULTS
 ) -> nn.Module:
     """FSDP2 over the data-parallel axis of Lightning's mesh; the ``parallelize_fn`` of Fabric's
     ``ModelParallelStrategy``.
