@@ -1,4 +1,4 @@
-"""Swaps the class of one module instance for a subclass of it.
+"""Classes for swapping: a subclass put below FSDP2's class, and markers of swapped classes.
 
 [Note: Swapping a class below FSDP2's]
 ``fully_shard`` gives a module a class ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on the

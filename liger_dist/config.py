@@ -1,4 +1,4 @@
-"""What is fused, in one frozen record. How a model is sharded is said by a strategy."""
+"""Options of what is fused, in one frozen record. Sharding options are fields of the strategies in ``sharding/``."""
 
 from __future__ import annotations
 

@@ -2,15 +2,148 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from models import make_model
+from torch import nn
 
 LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Model:
+    """How the model of a cell is built."""
+
+    family: str = "llama"
+    tied: bool = False
+    bias: bool = False
+    single: bool = False
+    """True for fp32 under every engine, so that kernels compute the layers"""
+    trains: Literal["all", "head", "backbone"] = "all"
+    lora: Literal["", "LoRA", "DoRA"] = ""
+    """PEFT's layer on lm_head"""
+    saved: str = ""
+    """name of the adapter that trains lm_head as a whole, PEFT's ``modules_to_save``; empty for none"""
+    quantised: bool = False
+
+    def obstacle(self) -> str | None:
+        """Why this machine cannot build it."""
+        needs_peft = bool(self.lora or self.saved)
+        return "PEFT is not installed" if needs_peft and importlib.util.find_spec("peft") is None else None
+
+    def build(self, *, dtype: torch.dtype, heads: int) -> nn.Module:
+        """The model, the same on every rank."""
+        model: Any = make_model(self.family, tied=self.tied, dtype=dtype, heads=heads, bias=self.bias)
+        head = model.lm_head.weight
+        for parameter in model.parameters():
+            parameter.requires_grad_(
+                {"all": True, "head": parameter is head, "backbone": parameter is not head}[self.trains]
+            )
+        if self.quantised:
+            model.lm_head = QuantisedLinear()
+        if self.lora or self.saved:
+            self._add_peft(model, dtype)
+        return model  # type: ignore[no-any-return]
+
+    def _add_peft(self, model: Any, dtype: torch.dtype) -> None:
+        import peft
+
+        if self.lora:
+            settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, use_dora=self.lora == "DoRA")
+        else:
+            settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+        # PEFT changes the base model in place; it is what gets wrapped.
+        peft.get_peft_model(model, settings, adapter_name=self.saved or "default")
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
+        model.to(dtype)
+
+
+class QuantisedLinear(nn.Module):
+    """As quantisation libraries replace an lm_head: integers, and a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(101, 16, dtype=torch.int8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which tokens the ranks see, and what the calls are given with them."""
+
+    empty_rank: bool = False
+    """True if the last rank has no label"""
+    passes_items: bool = False
+    """True for calls with ``num_items_in_batch``"""
+    passes_shifted: bool = False
+    """True for calls with ``shift_labels``"""
+    global_mean: bool = False
+    """True for ``WrapConfig(token_mean="global")``"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What is done with the model."""
+
+    outside: bool = False
+    """True for calls of the model inside its wrapper"""
+    checkpointing: bool = False
+    many_chunks: bool = False
+    forwards: int = 1
+    """before one backward"""
+    unused_parameters: bool = False
+    then: Literal["", "evaluate", "generate"] = ""
+    """after training"""
+
+
+MODEL: dict[str, Model] = {
+    "untied": Model(),
+    "tied": Model(tied=True),
+    "bias": Model(bias=True),
+    "frozen backbone": Model(trains="head"),
+    "frozen head": Model(trains="backbone"),
+    "saved head": Model(saved="default"),
+    "saved head, named adapter": Model(saved="other"),
+    "fp32": Model(single=True),
+    "encoder-decoder": Model(family="t5", tied=True),
+    "LoRA on the head": Model(lora="LoRA"),
+    "DoRA on the head": Model(lora="DoRA"),
+    "LoRA on the tied head": Model(lora="LoRA", tied=True),
+    "LoRA on the biased head": Model(lora="LoRA", bias=True),
+    "quantised head": Model(quantised=True),
+    "qwen2": Model(family="qwen2"),
+    "gemma2": Model(family="gemma2"),
+    "tied qwen2": Model(family="qwen2", tied=True),
+    "tied gemma2": Model(family="gemma2", tied=True),
+}
+DATA: dict[str, Data] = {
+    "uneven": Data(),
+    "empty rank": Data(empty_rank=True),
+    "num_items_in_batch": Data(passes_items=True),
+    "shift_labels": Data(passes_shifted=True),
+    "global mean": Data(global_mean=True),
+}
+USE: dict[str, Use] = {
+    "training": Use(),
+    "evaluation": Use(then="evaluate"),
+    "generation": Use(then="generate"),
+    "outside the root": Use(outside=True),
+    "checkpointing": Use(checkpointing=True),
+    "many chunks": Use(many_chunks=True),
+    "two forwards": Use(forwards=2),
+    "unused parameters": Use(unused_parameters=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination. ``refused`` holds words of the refusal; empty for an exact one."""
+    """One combination; ``model``, ``data`` and ``use`` are keys of the records above. ``refused`` holds words of the
+    refusal; empty for an exact one."""
 
     engine: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -23,6 +156,18 @@ class Cell:
     fused: bool = True
 
     @property
+    def built(self) -> Model:
+        return MODEL[self.model]
+
+    @property
+    def given(self) -> Data:
+        return DATA[self.data]
+
+    @property
+    def used(self) -> Use:
+        return USE[self.use]
+
+    @property
     def where(self) -> str:
         """The layout in words, a row of the support matrix."""
         words = [WORDS.get((name, value), f"{name.replace('_', ' ')} {value}") for name, value in self.layout.items()]
@@ -32,7 +177,7 @@ class Cell:
 
     @property
     def by_others(self) -> bool:
-        """Whether the test shards in the place of a framework that knows nothing of this library."""
+        """True if the test shards as a framework without this library does."""
         return bool(self.layout.get("by_others", self.engine == "fsdp1" or "head" in self.layout))
 
     def __str__(self) -> str:
@@ -45,20 +190,42 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Options of the WrapConfig."""
         options: dict[str, Any] = {"fused_loss": self.fused}
-        if self.data == "global mean":
+        if self.given.global_mean:
             options["token_mean"] = "global"
-        if self.use == "many chunks":
+        if self.used.many_chunks:
             options["memory_budget"] = 3 * 101 * 8
         return options
 
     @property
     def tied(self) -> bool:
-        return "tied" in self.model.split() or self.model == "encoder-decoder"
+        return self.built.tied
 
     @property
     def tolerance(self) -> float:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
-        return 1e-5 if self.engine == "zero" or self.model == "fp32" else 1e-6
+        return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
+
+    def build(self) -> nn.Module:
+        """The cell's model, the same on every rank."""
+        is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.single
+        heads = 4 if self.layout.get("plan") == "transformers" else 2
+        return self.built.build(dtype=torch.float32 if is_single else torch.float64, heads=heads)
+
+    def obstacle(self) -> str | None:
+        """Why this machine cannot run it."""
+        on_gpu, is_offloaded = torch.cuda.is_available(), bool(self.layout.get("offload"))
+        if self.engine == "zero" and importlib.util.find_spec("deepspeed") is None:
+            return "DeepSpeed is not installed"
+        if self.engine == "zero" and is_offloaded and on_gpu:
+            return "DeepSpeed's CPU optimizer is not built here"
+        if self.engine == "fsdp1" and is_offloaded and not on_gpu:
+            return "FSDP1 pins offloaded memory, which needs an accelerator"
+        if self.layout.get("plan") == "transformers":
+            from transformers.distributed.tensor_parallel import ColwiseParallel as PlanOfTransformers
+
+            if "validate_param" in vars(PlanOfTransformers):
+                return "this transformers refuses to shard a vocabulary that the ranks do not divide"
+        return self.built.obstacle()
 
 
 USUAL = ("untied", "uneven", "training")
@@ -163,7 +330,7 @@ PRINCIPAL = [
 ]
 """One layout of each kind: these meet every model, kind of data and use."""
 
-ADAPTED = ("LoRA on the head", "DoRA on the head", "LoRA on the tied head", "LoRA on the biased head")
+LORA = ("LoRA on the head", "DoRA on the head", "LoRA on the tied head", "LoRA on the biased head")
 OTHERS = ("fp32", "encoder-decoder")
 """layers computed by kernels, which fp64 ones are not; two stacks, tied, with a cross entropy of the forward's own"""
 MODELS = (
@@ -174,10 +341,10 @@ MODELS = (
     "saved head",
     "saved head, named adapter",
     *OTHERS,
-    *ADAPTED,
+    *LORA,
 )
 REFUSED_MODELS = ("quantised head",)
-DATA = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
+DATAS = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
 USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")
 
 
@@ -192,7 +359,7 @@ def _cells() -> list[Cell]:
         # FSDP1 itself refuses frozen and trained parameters in one flat one.
         is_flat = cell.layout.get("use_orig_params") is False
         cells += [replace(cell, model=model) for model in (("tied", "bias") if is_flat else MODELS)]
-        cells += [replace(cell, data=data) for data in DATA]
+        cells += [replace(cell, data=data) for data in DATAS]
         cells += [replace(cell, use=use) for use in USES]
         cells += [replace(cell, model=model) for model in REFUSED_MODELS]
     for cell in (replace(cell, world=4) for cell in PRINCIPAL if cell.world == 2):
@@ -208,25 +375,36 @@ def _cells() -> list[Cell]:
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Cells that are refused, and words of the sentence."""
+
+    words: str
+    applies: Callable[[Cell], bool]
+
+
+REFUSALS = (
+    Refusal(
+        "leave lm_head out of the wrapping policy",
+        lambda c: c.tied and c.engine == "fsdp1" and bool(c.layout.get("own_unit")),
+    ),
+    Refusal("fully_shard", lambda c: c.tied and c.layout.get("head") in ("own", "tail")),
+    Refusal("outside the wrapper's forward", lambda c: c.used.outside and c.engine == "fsdp1" and c.by_others),
+    Refusal("pass num_items_in_batch to the model", lambda c: c.given.global_mean and c.engine == "zero"),
+    Refusal("turn them off", lambda c: bool(c.layout.get("quantized_gradients"))),
+    Refusal(
+        "leave the head out of its target_modules",
+        lambda c: (
+            bool(c.built.lora) and (c.engine == "tp" or c.layout.get("axes") == GRID or bool(c.layout.get("rows")))
+        ),
+    ),
+    Refusal("expected an unmodified torch.nn.Linear", lambda c: c.built.quantised),
+)
+"""The first that applies; a cell without one is exact."""
+
+
 def _refusal(cell: Cell) -> str:
-    """Words of the sentence that refuses the cell; empty for one that is exact."""
-    if cell.tied and cell.engine == "fsdp1" and cell.layout.get("own_unit"):
-        return "leave lm_head out of the wrapping policy"
-    if cell.tied and cell.layout.get("head") in ("own", "tail"):
-        return "fully_shard"
-    if cell.use == "outside the root" and cell.engine == "fsdp1" and cell.by_others:
-        return "outside the wrapper's forward"
-    if cell.data == "global mean" and cell.engine == "zero":
-        return "pass num_items_in_batch to the model"
-    if cell.layout.get("quantized_gradients"):
-        return "turn them off"
-    if cell.model in ADAPTED and (cell.engine == "tp" or cell.layout.get("axes") == GRID):
-        return "leave the head out of its target_modules"
-    if cell.model in ADAPTED and cell.layout.get("rows"):
-        return "leave the head out of its target_modules"
-    if cell.model == "quantised head":
-        return "expected an unmodified torch.nn.Linear"
-    return ""
+    return next((refusal.words for refusal in REFUSALS if refusal.applies(cell)), "")
 
 
 CELLS = _cells()

@@ -49,7 +49,7 @@ class Session:
         self.optimizer: Any = torch.optim.SGD(groups, lr=LEARNING_RATE)
 
     def wrap(self, strategy: str | liger_dist.Strategy) -> Any:
-        if self.cell.use == "checkpointing":
+        if self.cell.used.checkpointing:
             self.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         return liger_dist.wrap(self.inner, strategy, config=liger_dist.WrapConfig(**self.cell.options))
 
@@ -95,7 +95,7 @@ class DDP(Session):
     def shard(self) -> None:
         if self.cell.layout.get("by_others"):
             self.root = nn.parallel.DistributedDataParallel(self.wrap("auto"))
-        elif self.cell.use == "unused parameters":
+        elif self.cell.used.unused_parameters:
             self.root = nn.parallel.DistributedDataParallel(self.wrap("auto"), find_unused_parameters=True)
         else:
             self.root = self.wrap("ddp")
@@ -226,7 +226,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _head_modules(model: nn.Module, cell: Cell) -> list[nn.Module]:
     """The parts of the head that become units of their own. DoRA's parts read each other's weights, so it is one."""
     modules = [(name, module) for name, module in model.named_modules() if "lm_head" in name]
-    if "DoRA" in cell.model:
+    if cell.built.lora == "DoRA":
         return [modules[0][1]]
     return [module for _, module in modules if _is_linear(module)]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
-from cells import CELLS, DATA, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
+from cells import CELLS, DATAS, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
 
 from liger_dist.explain import SERVES_TOO
 from liger_dist.sharding import reasons_against
@@ -66,7 +66,7 @@ class Matrix:
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
             "## Data\n",
-            self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATA}),
+            self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATAS}),
             "Ranks have different numbers of valid tokens in every cell.\n",
             "## Uses\n",
             self._table(principal, {u: lambda c, u=u: replace(c, use=u) for u in USES}),

@@ -4,7 +4,6 @@ data, over two optimiser steps; or a refusal before anything is lost."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from cells import ADAPTED, CELLS, LEARNING_RATE, PRECISION, Cell, by_world
+from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world
 from harness import InThisProcess, Workers
 from layouts import SESSIONS, Session
 from matrix import Matrix, Outcomes
-from models import make_batch, make_model, true_loss_sum
+from models import make_batch, true_loss_sum
 from torch import Tensor, nn
 
 MATRIX_FILE = Path(__file__).parent.parent / "docs" / "support_matrix.md"
@@ -84,28 +83,10 @@ def refusal(cell: Cell) -> str:
 
 def skip_without(cell: Cell) -> None:
     """Skips what this machine cannot run, with the reason."""
-    reason = _obstacle(cell)
+    reason = cell.obstacle()
     if reason is not None:
         OUTCOMES.skipped.add(str(cell))
         pytest.skip(reason)
-
-
-def _obstacle(cell: Cell) -> str | None:
-    on_gpu = torch.cuda.is_available()
-    if cell.engine == "zero" and importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
-    if cell.engine == "zero" and cell.layout.get("offload") and on_gpu:
-        return "DeepSpeed's CPU optimiser is not built here"
-    if cell.engine == "fsdp1" and cell.layout.get("offload") and not on_gpu:
-        return "FSDP1 pins offloaded memory, which needs an accelerator"
-    if (cell.model.startswith("saved head") or cell.model in ADAPTED) and importlib.util.find_spec("peft") is None:
-        return "PEFT is not installed"
-    if cell.layout.get("plan") == "transformers":
-        from transformers.distributed.tensor_parallel import ColwiseParallel as PlanOfTransformers
-
-        if "validate_param" in vars(PlanOfTransformers):
-            return "this transformers refuses to split a vocabulary that the processes do not divide"
-    return None
 
 
 def assert_exact(cell: Cell, results: list[dict[str, float]]) -> None:
@@ -121,12 +102,12 @@ def train(cell: Cell) -> dict[str, float]:
     session = SESSIONS[cell.engine](cell, model)
     errors: dict[str, float] = {}
     with ExitStack() as stack:
-        if cell.model == "fp32":
+        if cell.built.single:
             stack.enter_context(all_by_kernels(model, forwards=2))
         for step in range(2):
             errors |= {f"step {step} {name}": error for name, error in train_step(session, reference, step).items()}
-    if cell.use in ("evaluation", "generation"):
-        errors |= USES[cell.use](session, reference)
+    if cell.used.then:
+        errors |= AFTERWARDS[cell.used.then](session, reference)
     session.close()
     return errors
 
@@ -149,50 +130,13 @@ def all_by_kernels(model: nn.Module, *, forwards: int) -> Iterator[None]:
 
 def build(cell: Cell) -> nn.Module:
     """The model of a cell, the same on every rank."""
-    family = next((f for f in ("qwen2", "gemma2") if f in cell.model), "llama")
-    family = "t5" if cell.model == "encoder-decoder" else family
-    is_single = cell.engine == "zero" or cell.layout.get("bf16") or cell.model == "fp32"
-    dtype = torch.float32 if is_single else torch.float64
-    heads = 4 if cell.layout.get("plan") == "transformers" else 2
-    model: Any = make_model(family, tied=cell.tied, dtype=dtype, heads=heads, bias="bias" in cell.model)
-    head = model.lm_head.weight
-    for parameter in model.parameters():
-        if cell.model == "frozen backbone":
-            parameter.requires_grad_(parameter is head)
-        if cell.model == "frozen head":
-            parameter.requires_grad_(parameter is not head)
-    if cell.model == "quantised head":
-        model.lm_head = QuantisedLinear()
-    if cell.model.startswith("saved head") or cell.model in ADAPTED:
-        import peft
-
-        name = "other" if "named" in cell.model else "default"
-        settings = (
-            peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, use_dora="DoRA" in cell.model)
-            if cell.model in ADAPTED
-            else peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
-        )
-        # The adapted model is the base model itself with some modules exchanged; it is what gets wrapped.
-        peft.get_peft_model(model, settings, adapter_name=name)
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
-        model.to(dtype)
-    return model
-
-
-class QuantisedLinear(nn.Module):
-    """As quantisation libraries replace a head: integers, and a forward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(101, 16, dtype=torch.int8))
+    return cell.build()
 
 
 def batches_of(cell: Cell, session: Session, step: int) -> list[list[dict[str, Tensor]]]:
     """Micro-batches of every data-parallel rank."""
-    micro = cell.accumulation * cell.layout.get("accumulation", 1) * (2 if cell.use == "two forwards" else 1)
-    empty = session.data_world - 1 if cell.data == "empty rank" else None
+    micro = cell.accumulation * cell.layout.get("accumulation", 1) * cell.used.forwards
+    empty = session.data_world - 1 if cell.given.empty_rank else None
     return [
         [make_batch(r, seed=10 * step + m, num_ignored=12 if r == empty else None) for m in range(micro)]
         for r in range(session.data_world)
@@ -236,17 +180,17 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
     losses: list[Tensor] = []
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
-        extra: dict[str, Any] = {"num_items_in_batch": items} if cell.data == "num_items_in_batch" else {}
-        if cell.data == "shift_labels":
+        extra: dict[str, Any] = {"num_items_in_batch": items} if cell.given.passes_items else {}
+        if cell.given.passes_shifted:
             extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        output = session.forward(batch, outside=cell.use == "outside the root", **extra)
+        output = session.forward(batch, outside=cell.used.outside, **extra)
         assert not (cell.fused and hasattr(output, "logits"))
         assert output.loss.dtype in (torch.float32, torch.float64)
         losses.append(output.loss.detach())
         loss: Tensor = output.loss
-        return loss if cell.data == "num_items_in_batch" else loss / (len(mine) / cell.layout.get("accumulation", 1))
+        return loss if cell.given.passes_items else loss / (len(mine) / cell.layout.get("accumulation", 1))
 
-    if cell.use == "two forwards":
+    if cell.used.forwards > 1:
         session.backward(sum(loss_of(batch) for batch in mine))  # type: ignore[arg-type]
         return [float(loss) for loss in losses]
     for index, batch in enumerate(mine):
@@ -271,9 +215,9 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
         reports.append([])
         for micro, batch in enumerate(rank_batches):
             total, count = true_loss_sum(reference, batch)
-            if cell.data == "num_items_in_batch":
+            if cell.given.passes_items:
                 loss, factor = total * world / count_valid(batches), 1
-            elif cell.data == "global mean":
+            elif cell.given.global_mean:
                 loss, factor = total * world / count_valid([[r[micro]] for r in batches]), len(rank_batches)
             else:
                 loss, factor = total / max(count, 1), len(rank_batches)
@@ -316,7 +260,7 @@ def generate(session: Session, reference: Any) -> dict[str, float]:
     return {"text": float((text != reference.generate(prompt, **options)).sum())}
 
 
-USES = {"evaluation": evaluate, "generation": generate}
+AFTERWARDS = {"evaluate": evaluate, "generate": generate}
 
 
 def rounding(cell: Cell) -> dict[str, float]:

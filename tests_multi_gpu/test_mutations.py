@@ -19,7 +19,8 @@ import liger_dist
 from liger_dist.fused_head import loss_call, probe
 from liger_dist.fused_head.wrapped_calls import WrappedCalls
 from liger_dist.fused_layers import norm
-from liger_dist.losses import embedding, linear_cross_entropy, vocab_parallel
+from liger_dist.losses import embedding, linear_cross_entropy
+from liger_dist.losses import tensor_parallel as losses_of_row_shards
 from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.sharding import fsdp2, tensor_parallel
 from liger_dist.sharding.base import DataParallel
@@ -37,7 +38,7 @@ def no_reduction_of_the_hidden_gradient() -> Any:
     def backward(ctx: Any, gradient: Any) -> Any:
         return gradient, None
 
-    return mock.patch.object(vocab_parallel.SumGradient, "backward", staticmethod(backward))
+    return mock.patch.object(losses_of_row_shards.SumGradient, "backward", staticmethod(backward))
 
 
 def gradient_taken_for_reduced() -> Any:
@@ -52,12 +53,12 @@ def rows_counted_from_the_local_number() -> Any:
 
 
 def statistics_added_without_a_common_maximum() -> Any:
-    own = vocab_parallel.merge_statistics
+    own = losses_of_row_shards.merge_statistics
 
     def merge(slices: Any, backend: Any) -> Any:
         return own(slices, backend)._replace(sum_other_T=slices.sum_other_T.sum(0))
 
-    return mock.patch.object(vocab_parallel, "merge_statistics", merge)
+    return mock.patch.object(losses_of_row_shards, "merge_statistics", merge)
 
 
 def no_divide_factor(adapter: type) -> Any:

@@ -265,7 +265,7 @@ def train(case: Case) -> tuple[dict[str, float], list[tuple[str, int]]]:
         for step, images in enumerate(case.images):
             found = train_step(session, reference, step, images)
             errors |= {f"step {step}: {name}": error for name, error in found.items()}
-        if cell.use == "evaluation":
+        if cell.used.then == "evaluate":
             errors |= evaluate(session, reference, case.images[0])
     session.close()
     return errors, collectives

@@ -14,7 +14,7 @@ from truth import cross_entropy_truth, relative_error
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
-from liger_dist.losses.vocab_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.tensor_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import LossOptions
 

@@ -1,4 +1,4 @@
-"""Calls of a wrapped model whose loss is not fused: options of the loss are refused instead of dropped."""
+"""Refuses options of the loss in calls of a wrapped model whose loss is not fused, instead of dropping them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a model inside the DDP or FSDP1 wrapper that :func:`liger_dist.wrap` made, sent through the wrapper.
+"""Sends calls of the model inside the DDP or FSDP1 wrapper that :func:`liger_dist.wrap` made through that wrapper.
 
 A loss asked of the inner model bypasses the wrapper's forward: DDP silently skips the averaging of its gradients, FSDP1
 has not unsharded the weights. Wrappers made by other code are not known here; :mod:`.entry` warns of a loss outside of

@@ -1,4 +1,4 @@
-"""Normalisation: the factor of each token's terms in the loss, and its divisor.
+"""Normalisation: the factor of each token's terms in the loss, and the divisor of a mean (``num_items_in_batch``).
 
 Legend: T tokens. All of it stays on the device.
 """

@@ -32,7 +32,7 @@ from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, 
 
 from .collectives import agree, all_gather_single, device_assert, gather
 from .linear_cross_entropy import Problem
-from .vocab_parallel import VocabularyShard
+from .tensor_parallel import VocabularyShard
 
 
 @dataclass(frozen=True)

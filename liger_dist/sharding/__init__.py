@@ -1,4 +1,5 @@
-"""One file per framework: its strategy, its sharding adapter, and every private name of it that is used."""
+"""Names of strategies, and the choice of a sharding adapter. One file per framework holds its strategy, its adapter and
+every private name of it that is used."""
 
 from __future__ import annotations
 

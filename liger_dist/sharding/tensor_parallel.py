@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
-from liger_dist.losses.vocab_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.peft_layers import heads_at
 from liger_dist.structure import Structure
 

@@ -1,4 +1,4 @@
-"""Fused linear cross entropy of an lm_head whose rows are sharded over a process group.
+"""Fused linear cross entropy of row shards, for ranks that see the same tokens (tensor parallelism).
 
 Legend: T tokens of this rank with a label, V rows of this rank, D hidden, G ranks.
 
