@@ -25,11 +25,12 @@ from .harness import Row, arguments, save, show
 ROOT = Path(__file__).parent.parent
 LIGER = ("--fused_loss", "false", "--layer_kernels", "false")
 ZERO3 = ("--strategy", "deepspeed", "--deepspeed", "launch/deepspeed/zero3.json", "--async_checkpoints", "false")
+VOCAB_PARALLEL = ("--strategy", "fsdp2", "--lm_head", "vocab_parallel")
 WAYS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--strategy", "fsdp2"),
-    "fsdp2, gather": ("--strategy", "fsdp2", "--lm_head", "gather"),
-    "fsdp2, layers compiled": ("--strategy", "fsdp2", "--compile", "true"),
-    "fsdp2, activation checkpointing": ("--strategy", "fsdp2", "--activation_checkpointing", "true"),
+    "fsdp2, vocab-parallel": VOCAB_PARALLEL,
+    "fsdp2, vocab-parallel, layers compiled": (*VOCAB_PARALLEL, "--compile", "true"),
+    "fsdp2, vocab-parallel, activation checkpointing": (*VOCAB_PARALLEL, "--activation_checkpointing", "true"),
     "zero3": ZERO3,
     "Liger, fsdp2": ("--strategy", "fsdp2", *LIGER),
     "Liger, zero3": (*ZERO3, *LIGER),

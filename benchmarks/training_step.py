@@ -27,6 +27,14 @@ import liger_dist
 from .harness import Row, arguments, save, show
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "Llama 8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     "Llama-3.2-1B, tied": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -158,16 +166,19 @@ def _run(way: Callable[[Any], Any], shape: dict[str, Any], steps: int) -> Seen:
 
 
 def main() -> None:
-    given = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--ways", help="implementations to run, separated by semicolons; default: all")
+    given = parser.parse_args()
+    ways = {way: WAYS[way] for way in (given.ways.split(";") if given.ways else WAYS)}
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for name, shape in SHAPES.items():
         if given.only not in name:
             continue
         problem = f"{name}, on {dist.get_world_size()}"
-        rows = {way: Row(problem, way, "") for way in WAYS}
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for way in (*WAYS, *reversed(WAYS)):
+        rows = {way: Row(problem, way, "") for way in ways}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for way in (*ways, *reversed(ways)):
             seen = run(WAYS[way], shape, given.rounds)
             times[way] += seen.step_ms
             rows[way].figures |= {"peak GiB": seen.peak_gib, "loss": seen.loss}

@@ -28,8 +28,8 @@ from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.marks import (
     check_not_failed,
     mark_sharded,
-    num_sharded_parts,
     refuse_half_sharded,
+    storage_state,
     unmark_sharded,
 )
 from .sharding.materialize import is_meta
@@ -100,7 +100,7 @@ def wrap(
     chosen, found = _agreed(strategy, functools.partial(_inspect, outer, strategy, mesh, config))
     with ExitStack() as undo:
         record = _fuse(model, chosen, found, config, undo)
-        undo.push(functools.partial(refuse_half_sharded, model, num_sharded_parts(model)))
+        undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         wrapped = chosen.shard(outer, model, found.structure, initialize=found.initialize, undo=undo)
         if record.seam is not None:
             record.seam.install_hooks()

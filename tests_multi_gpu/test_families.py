@@ -36,7 +36,7 @@ of them are fused ({share:.0%}), none differs.
 TOLERANCES = {torch.float64: 5e-6, torch.float32: 1e-5}
 """of transformers' losses, which go through fp32 even for fp64 models"""
 REQUIRED_SHARE = 0.9
-KINDS = ("RMSNorm", "LayerNorm", "silu", "gelu", "rotary", "addition")
+KINDS = ("RMSNorm", "LayerNorm", "silu", "gelu", "rotary")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def outcome_of(family: Family) -> Outcome:
     except liger_dist.LigerDistError as refusal:
         return Outcome("unfused", str(refusal))
     record = record_of(model)
-    layers = ", ".join(kind for kind in KINDS if any(kind in what for what, _ in record.layers.replaced))
+    layers = ", ".join(kind for kind in KINDS if any(kind in what for what, _ in record.layers.swapped))
     for dtype, (_, own_loss, own_gradients) in expected.items():
         output, loss, gradients = trained(model.to(dtype), batch)
         assert hasattr(output, "logits") == (record.unfused_reason is not None)

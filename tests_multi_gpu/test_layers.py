@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import pickle
+import types
 from typing import Any
 from unittest import mock
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from models import make_batch, make_model
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 from truth import relative_error
 
 import liger_dist
@@ -263,3 +267,57 @@ def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
         module.scale = 3.0
         assert torch.allclose(module(x), 3.0 * once)
         assert kernel.call_count == 1
+
+
+ROTARY_USERS = """
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama import modeling_llama
+
+COUNT = 5
+
+class Counts(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        global COUNT
+        COUNT += 1
+        apply_rotary_pos_emb
+        return modeling_llama.LlamaAttention.forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+"""
+
+
+def test_an_attention_that_writes_a_global_is_left_alone() -> None:
+    module = types.ModuleType("rotary_users")
+    exec(ROTARY_USERS, vars(module))
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = module.Counts
+    liger_dist.wrap(model, "none")
+    assert "its forward writes or lists its globals" in str(liger_dist.explain(model))
+    model(**make_batch(0))
+    assert 5 + len(model.model.layers) == module.COUNT
+
+
+def test_a_patch_of_the_forwards_own_module_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that imports its rotary function from another module looks it up in its own."""
+    module = types.ModuleType("rotary_users")
+    source = inspect.getsource(modeling_llama.LlamaAttention.forward)
+    vars(module).update(vars(modeling_llama))
+    exec("class Own(LlamaAttention):\n" + source, vars(module))
+    model = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = module.Own
+    liger_dist.wrap(model, "none")
+    assert "rotary" in str(liger_dist.explain(model).layers.swapped)
+    before = float(model(**make_batch(0)).loss)
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *args: own(2 * q, k, *args))
+    assert float(model(**make_batch(0)).loss) == before
+    vars(module)["apply_rotary_pos_emb"] = modeling_llama.apply_rotary_pos_emb
+    assert float(model(**make_batch(0)).loss) != before
+
+
+def test_copies_keep_the_classes_of_swapped_layers() -> None:
+    model = liger_dist.wrap(make_model("llama"), "none")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from harness import Workers
 from test_vocab_parallel import CASES, D
 from torch import Tensor
-from truth import cross_entropy_truth, relative_error
+from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
@@ -93,7 +94,7 @@ def errors_of(
     outputs, factor, scale = case.pop("outputs", ()), 3.0, random()
     whole = [tensor.clone().requires_grad_() for tensor in (weight, bias if has_bias else torch.zeros_like(bias))]
     objective = torch.zeros((), dtype=torch.float64, device=device)
-    everyone: list[Any] = []
+    all_ranks: list[Any] = []
     for count in counts:
         hidden = random(count, D).requires_grad_()
         labels = torch.randint(vocab_size, (count,), generator=generator).to(device)
@@ -105,50 +106,41 @@ def errors_of(
         truth = cross_entropy_truth(
             hidden @ whole[0].T + whole[1], labels, class_weight=class_weight, token_weight=token_weight, **case
         )
-        objective = objective + (truth.loss * upstream["loss"]).sum()
-        for output in ("log_prob", "entropy"):
-            if output in outputs:
-                objective = objective + (getattr(truth, output) * upstream[output]).sum()
-        everyone.append((hidden, labels, token_weight, upstream, truth))
+        objective = objective + weighted_sum(truth, outputs, upstream)
+        all_ranks.append((hidden, labels, token_weight, upstream, truth))
     objective.backward()
 
-    hidden, labels, token_weight, upstream, truth = everyone[rank]
+    hidden, labels, token_weight, upstream, truth = all_ranks[rank]
     shard, own = shard_of(vocab_size, divide_factor=factor)
     mine = [hidden.detach().clone(), weight[own].clone(), bias[own].clone()]
     for tensor, need in zip(mine, needs, strict=True):
         tensor.requires_grad_(bool(need))
     rows = max(-(-max(counts) // num_chunks), 1)
     plain = {key: case.pop(key) for key in ("reduction", "num_items_in_batch") if key in case}
-    result = fused_linear_cross_entropy(
-        mine[0],
-        mine[1],
-        mine[2] if has_bias else None,
-        labels,
-        loss=LossArguments(
-            options=LossOptions(**case, mean_logit="mean_logit" in outputs),
-            class_weight=class_weight,
-            token_weight=token_weight,
-            outputs=outputs,
-            **plain,
-        ),
-        execution=Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8),
-        rows=shard,
-    )
-    objective = (result.loss * upstream["loss"]).sum()
-    for output in ("log_prob", "entropy"):
-        if output in outputs:
-            objective = objective + (getattr(result, output) * upstream[output]).sum()
+    weights = {"class_weight": class_weight, "token_weight": token_weight}
+    options = LossOptions(**case, mean_logit="mean_logit" in outputs)
+    loss = LossArguments(options=options, outputs=outputs, **weights, **plain)
+    execution = Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8)
+    bias_used = mine[2] if has_bias else None
+    result = fused_linear_cross_entropy(mine[0], mine[1], bias_used, labels, loss=loss, execution=execution, rows=shard)
     if any(needs):
-        objective.backward()
-    errors = {"loss": relative_error(result.loss, truth.loss)}
+        weighted_sum(result, outputs, upstream).backward()
     expected = [hidden.grad, whole[0].grad[own] / factor, whole[1].grad[own] / factor]  # type: ignore[index]
-    for tensor, want, label in zip(mine, expected, ("hidden states", "weight", "bias"), strict=True):
-        if tensor.requires_grad and (label != "bias" or has_bias):
+    names = ("hidden states", "weight", "bias" if has_bias else "")
+    return gradient_errors(mine, expected, names) | {
+        output: relative_error(getattr(result, output).double(), getattr(truth, output).double())
+        for output in ("loss", *outputs)
+    }
+
+
+def gradient_errors(mine: list[Tensor], expected: list[Any], names: Sequence[str]) -> dict[str, float]:
+    """Of tensors that require gradients; the others, and those without a name, have none."""
+    errors = {}
+    for tensor, want, label in zip(mine, expected, names, strict=True):
+        if tensor.requires_grad and label:
             errors[f"gradient of the {label}"] = relative_error(tensor.grad, want)  # type: ignore[arg-type]
         else:
             assert tensor.grad is None
-    for output in outputs:
-        errors[output] = relative_error(getattr(result, output).double(), getattr(truth, output).double())
     return errors
 
 

@@ -172,7 +172,7 @@ def test_put_off_reductions_and_faults_of_one_rank_are_refused_on_all(workers_2:
     for sentences in workers_2.run(not_ready):
         assert "has not reduced yet" in sentences["accumulated"]
         assert "turned off" in sentences["off"]
-        assert "the output embedding has 101 rows" in sentences["label of one rank"]
+        assert "lm_head has 101 rows" in sentences["label of one rank"]
         assert "no parameter requires one" in sentences["frozen"]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import Workers
 from models import make_batch, make_model
 from torch import Tensor
-from truth import cross_entropy_truth, relative_error
+from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, LossArguments
@@ -82,11 +82,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     truth = cross_entropy_truth(
         whole[0] @ whole[1].T + whole[2], labels, class_weight=class_weight, token_weight=token_weight, **case
     )
-    objective = (truth.loss * upstream["loss"]).sum()
-    for output in ("log_prob", "entropy"):
-        if output in outputs:
-            objective = objective + (getattr(truth, output) * upstream[output]).sum()
-    objective.backward()
+    weighted_sum(truth, outputs, upstream).backward()
 
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = -(-vocab_size // size)
@@ -109,11 +105,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         ),
         execution=Execution(backend=backend, memory_budget=2 * rows * 8),
     )
-    objective = (result.loss * upstream["loss"]).sum()
-    for output in ("log_prob", "entropy"):
-        if output in outputs:
-            objective = objective + (getattr(result, output) * upstream[output]).sum()
-    objective.backward()
+    weighted_sum(result, outputs, upstream).backward()
     expected = [whole[0].grad, whole[1].grad[own]]  # type: ignore[index]
     errors = {"loss": relative_error(result.loss, truth.loss)}
     for gradient, tensor in zip(expected, mine, strict=False):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from harness import Workers
 from models import make_batch, make_config, make_model, true_loss_sum
 from torch import nn
+from transformers import LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
@@ -435,3 +436,36 @@ def test_a_mixture_of_experts_keeps_its_router_loss() -> None:
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         if other.grad is not None:
             assert relative_error(parameter.grad, other.grad) < 1e-4, name
+
+
+class NoStrategy:
+    """Has the methods of a strategy and not its attributes."""
+
+    def check(self, *_: Any, **__: Any) -> None: ...
+
+    def check_model(self, *_: Any, **__: Any) -> None: ...
+
+    def shard(self, *_: Any, **__: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [(liger_dist.FSDP2, "not a class"), (NoStrategy(), "that has name, has_collectives"), (3, "is 3")],
+)
+def test_what_is_no_strategy_is_refused(strategy: Any, words: str) -> None:
+    model = make_model("llama")
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        liger_dist.wrap(model, strategy)
+    assert not liger_dist.is_wrapped(model)
+
+
+def test_a_model_that_was_not_initialised_is_not_wrapped_again() -> None:
+    config = make_model("llama").config
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    own = model._init_weights
+    model._init_weights = lambda module: None if isinstance(module, torch.nn.Linear) else own(module)
+    with pytest.raises(liger_dist.LigerDistError, match="without values"):
+        liger_dist.wrap(model, "none")
+    with pytest.raises(liger_dist.LigerDistError, match="have got storage already"):
+        liger_dist.wrap(model, "none")

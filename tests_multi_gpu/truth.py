@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,3 +87,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     error = (actual.detach().double() - expected).norm()
     norm = expected.norm()
     return float(error / norm) if norm > 0 else float(error)
+
+
+def weighted_sum(result: Any, outputs: Sequence[str], upstream: dict[str, Tensor]) -> Tensor:
+    """A scalar whose gradient reaches the loss and the differentiable ``outputs`` of a result."""
+    names = ["loss", *(name for name in ("log_prob", "entropy") if name in outputs)]
+    return torch.stack([(getattr(result, name) * upstream[name]).sum() for name in names]).sum()

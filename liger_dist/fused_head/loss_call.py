@@ -1,5 +1,5 @@
-"""State of one call of a wrapped model, in a context variable: labels, shifted to their tokens, and options in; loss and
-outputs out.
+"""State of one call of a wrapped model, in a context variable: labels, shifted to their tokens, and options in; loss
+and outputs out.
 
 [Note: Zero-width logits and the upstream side channel]
 The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no

@@ -8,13 +8,14 @@ whose globals that one function is replaced: no source is read, and every other 
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from functools import lru_cache
 from inspect import Parameter, signature
 from itertools import product
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, get_args
 
 import torch
@@ -173,12 +174,14 @@ def _sections(table: Tensor, sections: list[int]) -> Tensor:
 class _Call:
     """Replaces one rotary function in the globals of one attention's forward."""
 
-    def __init__(self, function: FunctionType, name: str, law: RotaryLaw, backend: Backend) -> None:
-        self.function, self.name, self.law, self.backend = function, name, law, backend
-        self._signature = signature(function)
+    def __init__(self, own: dict[str, Any], name: str, law: RotaryLaw, backend: Backend) -> None:
+        """``own`` are the globals of the forward that calls the function by ``name``."""
+        self.own, self.name, self.law, self.backend = own, name, law, backend
+        self.function: FunctionType = own[name]
+        self._signature = signature(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = self.function.__globals__.get(self.name, self.function)
+        current = self.own.get(self.name, self.function)
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
         given = self._signature.bind(*args, **kwargs).arguments
@@ -214,12 +217,14 @@ class RotaryMatch:
             LeftAloneError: no function that ``forward`` calls has a known layout.
         """
         self.forward, self.backend = forward, backend
+        if _needs_its_globals(forward.__code__):
+            raise LeftAloneError("its forward writes or lists its globals")
         laws = {name: law_of(forward.__globals__[name]) for name in _names(forward)}
         self._laws = {name: law for name, law in laws.items() if law is not None}
         if not self._laws:
             raise LeftAloneError("its rotary function is none of the known layouts")
         own = forward.__globals__
-        calls = {name: _Call(own[name], name, law, backend) for name, law in self._laws.items()}
+        calls = {name: _Call(own, name, law, backend) for name, law in self._laws.items()}
         # Names of builtins are not looked up through __missing__.
         replaced = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **calls}
         self._copy = FunctionType(
@@ -235,6 +240,16 @@ class RotaryMatch:
 
     def __str__(self) -> str:
         return f"rotary ({', '.join(map(str, self._laws.values()))})"
+
+
+def _needs_its_globals(code: CodeType) -> bool:
+    """True if a function with this code does more with its globals than looking them up: it assigns one, has a class
+    body, or calls what reads them all."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    operations = {instruction.opname for instruction in dis.get_instructions(code)}
+    writes = operations & {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"}
+    reads_all = {"globals", "locals", "vars", "eval", "exec"} & set(code.co_names)
+    return bool(writes or reads_all) or any(map(_needs_its_globals, inner))
 
 
 def _is_candidate(module: nn.Module) -> bool:

@@ -6,9 +6,11 @@ falls back to the module's own wherever the module is not what it was when it wa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,6 +49,19 @@ class Kind:
     ``str`` is shown by ``explain``. Raises :class:`LeftAloneError` if the module computes something else."""
     make_forward: Callable[[Forward], Forward]
     """The swapped forward, from the forward of the module's own class; it reads :func:`match_of` the module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
+        return self
+
+    def __reduce__(self) -> Any:
+        """By name: copies of a model keep the classes of the original."""
+        module = sys.modules[self.match.__module__]
+        return _kind_named, (module.__name__, next(name for name, value in vars(module).items() if value is self))
+
+
+def _kind_named(module: str, name: str) -> Kind:
+    kind: Kind = getattr(import_module(module), name)
+    return kind
 
 
 class Swapped:

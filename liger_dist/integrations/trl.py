@@ -101,19 +101,22 @@ class _Asked:
     is_aligned: bool
 
 
+_CALLS: ContextVar[tuple[tuple[object, _Asked | None], ...]] = ContextVar("liger_dist_trl_calls", default=())
+"""the running calls of this context, each with its :class:`_Scoring`"""
+
+
 class _Scoring:
     """Translates TRL's calls of a wrapped model, and what it returns."""
 
     def __init__(self, model: nn.Module, temperature: float, outputs: Sequence[str]) -> None:
         self._temperature, self._fields = temperature, ("log_probs", *(o for o in outputs if o != "log_probs"))
-        self._calls: ContextVar[tuple[_Asked | None, ...]] = ContextVar("liger_dist_trl_calls", default=())
         # Before the hooks of the wrapped model, and after them.
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after, always_call=True)
 
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        outer = self._calls.get()
-        self._calls.set((*outer, None))
+        outer = _CALLS.get()
+        _CALLS.set((*outer, (self, None)))
         if FLAG not in kwargs:
             return None
         kwargs = dict(kwargs)
@@ -131,7 +134,7 @@ class _Scoring:
         elif labels is None:
             raise LigerDistError(f"{FLAG}=True was given to {type(model).__name__} without labels; pass labels.")
         asked = _Asked((labels[:, 1:] if shifted is None else shifted) != -100, shifted is not None)
-        self._calls.set((*outer, asked))
+        _CALLS.set((*outer, (self, asked)))
         config: Any = model.config
         if getattr(config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -146,11 +149,11 @@ class _Scoring:
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        calls = self._calls.get()
-        if not calls:
+        calls = _CALLS.get()
+        if not calls or calls[-1][0] is not self:
             return None  # An earlier hook raised before this one ran.
-        asked = calls[-1]
-        self._calls.set(calls[:-1])
+        asked = calls[-1][1]
+        _CALLS.set(calls[:-1])
         if asked is None or output is None:
             return None
         fields = {field: getattr(output, NAMES[field]) for field in self._fields}

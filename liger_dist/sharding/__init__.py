@@ -41,6 +41,10 @@ ADAPTERS: tuple[ShardingAdapter, ...] = (
 """The first adapter that recognises a storage describes it; the first without a reason against the facts is used."""
 
 
+STRATEGY_MEMBERS = ("name", "has_collectives", "shards_parameters", "check", "check_model", "shard")
+"""of the protocol :class:`.base.Strategy`"""
+
+
 def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     """The strategy object for a name, with ``mesh`` as its option; an object itself.
 
@@ -49,9 +53,11 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     """
     names = ", ".join(map(repr, STRATEGIES))
     if not isinstance(strategy, str):
-        if not all(callable(getattr(strategy, method, None)) for method in ("check", "check_model", "shard")):
+        missing = [name for name in STRATEGY_MEMBERS if not hasattr(strategy, name)]
+        if missing or isinstance(strategy, type):
             raise LigerDistError(
-                f"strategy is {strategy!r}; expected one of {names}, or an object such as liger_dist.FSDP2(...)."
+                f"strategy is {strategy!r}; expected one of {names}, or an object such as liger_dist.FSDP2(...)"
+                + (f" that has {', '.join(missing)}." if missing else ", not a class.")
             )
         if mesh is not None:
             raise LigerDistError(

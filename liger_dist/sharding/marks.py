@@ -47,26 +47,27 @@ def unmark_sharded(model: nn.Module) -> None:
         del vars(model)[_PREPARED]
 
 
-def num_sharded_parts(model: nn.Module) -> tuple[int, int]:
-    """Numbers of FSDP units and of DTensor parameters."""
+def storage_state(model: nn.Module) -> tuple[int, int, int]:
+    """Numbers of FSDP units, of DTensor parameters and of parameters on the meta device."""
     units = sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    return units, sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    parameters = list(model.parameters())
+    return units, sum(isinstance(p, DTensor) for p in parameters), sum(p.is_meta for p in parameters)
 
 
 def refuse_half_sharded(
-    model: nn.Module, before: tuple[int, int], kind: object, error: BaseException | None, trace: object
+    model: nn.Module, before: tuple[int, int, int], kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding, the units that are sharded cannot be
-    restored without their full parameters, so the model refuses to be wrapped or called.
+    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding or initialising, what is sharded or
+    has got storage cannot be restored, so the model refuses to be wrapped or called.
 
     Args:
-        before: :func:`num_sharded_parts` before sharding.
+        before: :func:`storage_state` before sharding.
     """
-    if num_sharded_parts(model) == before:
+    if storage_state(model) == before:
         return
     sentence = (
         f"liger_dist.wrap failed while it sharded this {type(model).__name__} ({type(error).__name__}: {error}), and "
-        "some of its parameters are sharded already; build the model anew."
+        "some of its parameters are sharded or have got storage already; build the model anew."
     )
 
     def refuse(*_: Any) -> None:
