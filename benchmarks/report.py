@@ -36,19 +36,19 @@ that have to be moved; `host` is what a call costs the host, in microseconds.
 
 ![Percentage of the copy bandwidth](plots/memory_bound.png)
 """
-SPLIT = """## A head whose rows stay where they are
+SPLIT = """## Vocab-parallel lm_head
 
-The head alone on several GPUs, forward and backward: N tokens of each process, bf16, rows with fp32 masters and
-gradients. `split`: tokens travel, with budgets for what is held for a chunk of them. `gathered`: the weight is gathered
-and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the slowest process to three bare GEMMs of
-its tokens with the whole weight. `peak`: memory beyond inputs and masters, with the gradients, in MiB.
+lm_head alone on several GPUs, forward and backward: N tokens of each rank, bf16, row shards with fp32 masters and
+gradients. `vocab_parallel`: tokens are exchanged, with budgets for one chunk. `gathered`: the weight is all-gathered
+and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the slowest rank to three bare GEMMs of its
+tokens with the full weight. `peak`: memory beyond inputs and masters, with the gradients, in MiB.
 
 ![Time and memory](plots/vocab_parallel.png)
 """
 STEP = """## Whole training steps
 
 Forward, backward, clipping and AdamW under FSDP2: bf16 with fp32 masters and reduction, 2 x 4096 tokens for each
-process. Hugging Face and Liger are sharded as FSDP2's documentation has it, each layer and the root.
+rank. Hugging Face and Liger are sharded as FSDP2's documentation has it, each layer and the root.
 
 ![Tokens per second and memory](plots/training_step.png)
 """
@@ -198,8 +198,7 @@ def plot_split(problems: Problems, path: Path) -> None:
     for axis, (name, problem) in zip(axes.flat, problems.items(), strict=True):
         kinds: dict[str, list[dict[str, Any]]] = {}
         for row in problem["rows"][1:]:
-            copies = ", peer copies" if "peer copies" in row["name"] else ""
-            kinds.setdefault(row["name"].split(",")[0] + copies, []).append(row)
+            kinds.setdefault(row["name"].split(",")[0], []).append(row)
         for kind, rows in kinds.items():
             places = [(row["figures"]["peak MiB"], row["figures"]["ratio"]) for row in rows]
             axis.plot(*zip(*places, strict=True), "o-", label=kind)
@@ -230,6 +229,37 @@ def plot_steps(problems: Problems, path: Path) -> None:
         line[0].invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+OVERVIEW = {
+    "liger_dist": "liger_dist, gather",
+    "liger_dist, compiled layers": "liger_dist, vocab_parallel, layers compiled",
+    "Liger-Kernel": "Liger, all kernels",
+    "torch.compile": "Hugging Face, layers compiled",
+}
+"""label of the README's picture, and row of the results"""
+
+
+def plot_overview(problems: Problems, path: Path) -> None:
+    """Tokens per second and peak memory of a small and a large model, for the README."""
+    import matplotlib.pyplot as plt
+
+    shown = [problem for problem in ("Llama 8B, on 2", "Llama-3.2-1B, tied, on 4") if problem in problems]
+    figure, axes = plt.subplots(len(shown), 2, figsize=(10, 1.9 * len(shown)), squeeze=False, sharey="row")
+    for line, name in zip(axes, shown, strict=True):
+        rows = {row["name"]: row["figures"] for row in problems[name]["rows"]}
+        bars = {label: rows[row] for label, row in OVERVIEW.items() if row in rows}
+        colours = ["C0" if label.startswith(OURS) else "C7" for label in bars]
+        for axis, unit in zip(line, ("tokens/s", "peak GiB"), strict=True):
+            drawn = axis.barh(list(bars), [figures[unit] for figures in bars.values()], color=colours)
+            axis.bar_label(drawn, fmt="{:,.0f}" if unit == "tokens/s" else "{:.1f}", fontsize=8, padding=2)
+            axis.set_title(f"{name} H200: {unit}", fontsize=9)
+            axis.tick_params(labelsize=8)
+            axis.margins(x=0.15)
+        line[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
@@ -310,6 +340,7 @@ def main() -> None:
         sections.append(split_section(split))
     if steps:
         plot_steps(steps, plots / "training_step.png")
+        plot_overview(steps, plots / "overview.png")
         sections.append(step_section(steps))
     large = read("large_model", given.results)
     if large:

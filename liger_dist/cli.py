@@ -1,5 +1,5 @@
-"""``liger-dist explain`` and ``liger-dist verify`` for the model that a training script builds, and ``liger-dist
-deepspeed`` in front of a command that trains with DeepSpeed, and ``liger-dist doctor`` for the machine.
+"""Command line: ``liger-dist explain`` and ``verify`` for the model that a training script builds, ``deepspeed`` before
+a command that trains with DeepSpeed, and ``doctor`` for the machine.
 
 liger-dist explain my_training.py:make_model
 torchrun --nproc-per-node 4 -m liger_dist verify my_training.py:make_model --strategy fsdp2
@@ -123,7 +123,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 
 def _load(spec: str) -> Callable[[], Any]:
-    """The function behind ``module:function`` or ``file.py:function``."""
+    """The function that is named by ``module:function`` or ``file.py:function``."""
     place, _, name = spec.rpartition(":")
     if not place:
         raise LigerDistError(f"{spec!r} names no function; expected module:function or file.py:function.")
@@ -163,7 +163,7 @@ def _random_batch(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The group that torchrun prepared, if it started this process and nobody has made it yet."""
+    """The group that torchrun prepared, if it started this process and the group does not exist yet."""
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return

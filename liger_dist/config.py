@@ -65,9 +65,10 @@ class WrapConfig:
 
 
 def check_count(name: str, value: int | None, unit: str) -> None:
-    """Refuses a number of ``unit`` that is not above 0, or None."""
-    if value is not None and value < 1:
-        raise LigerDistError(f"{name} is {value}; expected a number of {unit} above 0, or None.")
+    """Refuses what is neither None nor an integer of ``unit`` above 0."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if value is not None and not is_count:
+        raise LigerDistError(f"{name} is {value!r}; expected a number of {unit} above 0, or None.")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:

@@ -80,10 +80,10 @@ def diagnose() -> Diagnosis:
 
 def of_all_processes(found: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Those of this process, and what is not in order at others (a collective)."""
-    everyone = [(socket.gethostname(), found)] * dist.get_world_size()
-    dist.all_gather_object(everyone, everyone[0])
+    gathered = [(socket.gethostname(), found)] * dist.get_world_size()
+    dist.all_gather_object(gathered, gathered[0])
     others: dict[Finding, str] = {}
-    for rank, (name, findings) in enumerate(everyone):
+    for rank, (name, findings) in enumerate(gathered):
         for finding in findings:
             if finding.verdict != "ok" and finding not in found:
                 others.setdefault(finding, f"rank {rank} on {name}")
@@ -232,7 +232,7 @@ def collectives() -> Iterator[Finding]:
         dist.all_reduce(ones)
     _wait(device)
     seconds = (time.perf_counter() - began) / rounds
-    # Judged when everyone is done: one process may have the wrong sums alone.
+    # Judged after the last all-reduce: one rank alone may have wrong sums.
     if not is_right:
         remedy = "a link or a GPU is broken: try NCCL_P2P_DISABLE=1, then pairs of GPUs, to find it"
         yield Finding("all-reduce", f"wrong sums over {size} processes", "wrong", remedy)

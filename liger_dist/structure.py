@@ -148,7 +148,7 @@ def _decoder_of(model: nn.Module) -> nn.Module | None:
     """The text decoder from the model's ``get_decoder()``, if it contains a list of decoder layers.
 
     A vision-language model declares the classes of its vision blocks as well, and often has more of those than of text
-    layers, so length alone does not tell the decoder.
+    layers, so length alone does not identify the decoder.
     """
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) and not _is_encoder_decoder(model) else None

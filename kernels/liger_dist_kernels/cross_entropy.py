@@ -55,7 +55,7 @@ class GradientCoefficients(NamedTuple):
 # V is a constexpr: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 #
 # A tile is [LANES, VECTOR]: VECTOR logits are the 16 bytes that a thread loads at once, so that maxima and sums over a
-# lane stay in one thread, and a row's threads meet only once, behind its last tile.
+# lane stay in one thread, and a row's threads synchronise only once, after its last tile.
 
 
 @triton.jit

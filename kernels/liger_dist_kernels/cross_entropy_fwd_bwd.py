@@ -3,10 +3,18 @@
 
 Legend: T tokens, V vocabulary.
 
-A row is read from memory once. It is cut into pieces of about 16000 logits, one program each; the programs of a row
-tell each other the statistics of their pieces and write the gradient of theirs, which they find in the L2 cache still.
-Programs take their pieces by ticket, rows in order: whatever waits, the first unfinished row has all its programs
-running or next in line, so the launch always gets on.
+A row is read from memory once. It is cut into pieces of about 16000 logits, one program each. The programs of a row
+exchange the statistics of their pieces through memory, and each writes the gradient of its piece, which is still in the
+L2 cache.
+
+[Note: Progress and memory order of the ticketed kernel]
+Programs of a row wait for each other in a loop, and CUDA does not promise that all programs of a launch run at once. So
+a program takes its piece by an atomic ticket instead of its program id: pieces are taken in the order in which programs
+start, row by row. The first unfinished row then has all its programs running or next to start, none of which waits for
+a later row, so the launch always makes progress. A program publishes its statistics by a release on the row's counter;
+the others spin on an acquire of the same counter, after which those stores are visible. Their loads are volatile, so
+that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. No program
+reads logits after its release, so any piece may be overwritten from then on, the label's entry included.
 """
 
 from __future__ import annotations
@@ -70,7 +78,7 @@ def _kernel(
             tl.store(piece_ptr + 2 * PIECES + piece, dot_other)
         if WITH_SMOOTHING:
             tl.store(piece_ptr + 3 * PIECES + piece, weighted_sum)
-        # From here on any piece may be overwritten, the label's entry with it: everybody has read it.
+        # See [Note: Progress and memory order of the ticketed kernel].
         tl.atomic_add(arrived_ptr + row, 1, sem="release")
         while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < PIECES:
             pass
@@ -132,7 +140,7 @@ def cross_entropy_fwd_bwd(
     """Softmax statistics of each row, and in ``out_TV`` the gradient by the raw logits.
 
     Args:
-        logits_TV: ``[T, V]`` floating, unit stride along V, V > 0. Whole rows, not a slice of the vocabulary.
+        logits_TV: ``[T, V]`` floating, unit stride along V, V > 0. Full rows, not a slice of the vocabulary.
         labels_T: ``[T]`` int64 in ``[0, V)``; negative for a token that takes no part. Its gradient is 0, its
             statistics mean nothing.
         gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]`` in the dtype of the statistics.

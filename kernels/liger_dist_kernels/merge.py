@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Softmax statistics of whole rows of logits from those of slices of the vocabulary.
+"""Softmax statistics of full rows of logits from those of slices of the vocabulary.
 
 Legend: G slices, T tokens.
 """

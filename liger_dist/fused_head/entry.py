@@ -77,7 +77,7 @@ class Entry:
             is_scored = bool(self.asked(call)) or not wants_logits(call)
             if has_labels and is_scored and not self.access.has_trained_rows():
                 checked = self.check(call)
-        except LigerDistError as error:
+        except Exception as error:
             if shards is not None:
                 shards.agree_on_call(f"nothing, and refuse it: {error}")
             raise
@@ -162,6 +162,7 @@ class Entry:
             given=tuple(GivenLabels.of(tensor) for tensor in given),
             compute_loss=compute,
             execution=execution,
+            mean_is_global=self.config.token_mean == "global",
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
         )

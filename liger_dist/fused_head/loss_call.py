@@ -108,17 +108,14 @@ class LossCall:
     compute_loss: Compute
     """of the sharding adapter for this lm_head"""
     execution: Execution
+    mean_is_global: bool
+    """True if the mean is over the tokens of all ranks"""
     on_logits: bool
     """True if the loss function computes the loss from full logits, and lm_head only these"""
     alters_loss: bool
     """with ``on_logits``: True if the loss differs from the model's own"""
     pending: list[PendingLoss] = field(default_factory=list)
     """the losses of lm_head's calls; one, as long as a model has one head"""
-
-    @property
-    def mean_is_global(self) -> bool:
-        """True if the mean is over the tokens of all ranks."""
-        return bool(self.execution.mean_groups)
 
     @property
     def differentiable(self) -> list[str]:

@@ -1,7 +1,7 @@
 """DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
 
 In code of your own, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate),
-:func:`install` once before, or ``liger-dist deepspeed`` in front of the usual command:
+:func:`install` once before, or ``liger-dist deepspeed`` before the usual command:
 
     liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
     liger-dist deepspeed torchrun --nproc-per-node 4 train.py --deepspeed zero3.json
@@ -70,7 +70,7 @@ def section_of(given: dict[str, Any]) -> Section | None:
 
 
 def install() -> None:
-    """Makes ``deepspeed.initialize`` this module's, for callers who look it up there. Twice is once."""
+    """Makes ``deepspeed.initialize`` this module's, for callers that look it up there. A second call does nothing."""
     deepspeed.initialize = initialize
 
 

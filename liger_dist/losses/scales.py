@@ -137,6 +137,6 @@ def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend
 
 
 def keeps_graph() -> bool:
-    """True if the running backward retains its graph; also where torch does not tell, which costs a copy."""
+    """True if the running backward retains its graph; also where torch has no name for it, which costs a copy."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

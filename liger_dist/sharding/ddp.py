@@ -52,7 +52,7 @@ class DDP(Unsharded):
 
 
 def may_be_running() -> bool:
-    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile), which does not tell."""
+    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile) and cannot be asked."""
     dynamo = sys.modules.get("torch._dynamo.config")
     if str(getattr(dynamo, "optimize_ddp", "")).startswith("python_reducer"):
         return True

@@ -1,5 +1,5 @@
-"""Python imports this when it starts, if ``liger-dist deepspeed`` put its folder on the path: behind the import of
-DeepSpeed, liger_dist's section is applied. Another ``sitecustomize`` further down the path runs as well."""
+"""Applies liger_dist's section after the import of DeepSpeed. Python imports this module when it starts, if
+``liger-dist deepspeed`` has put its folder on the path. Another ``sitecustomize`` later on the path runs as well."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-class _BehindDeepSpeed:
-    """Installs the hook when DeepSpeed has been imported. Others look for it without importing it."""
+class _AfterDeepSpeed:
+    """Calls ``install`` when DeepSpeed has been imported. Other code may look for DeepSpeed without importing it."""
 
     is_looking = False
 
@@ -44,5 +44,5 @@ def _run_another() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _BehindDeepSpeed())
+sys.meta_path.insert(0, _AfterDeepSpeed())
 _run_another()
