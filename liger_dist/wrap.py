@@ -97,7 +97,7 @@ def wrap(
     """
     config = config or WrapConfig()
     outer, model = model, base_model_of(model)
-    chosen, found = _agreed(strategy, functools.partial(_inspect, outer, strategy, mesh, config))
+    chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
     with ExitStack() as undo:
         record = _fuse(model, chosen, found, config, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
@@ -190,13 +190,13 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
 
 
 def _agreed(
-    strategy: str | Strategy, inspect: Callable[[], tuple[Strategy, _Inspected]]
+    strategy: str | Strategy, config: WrapConfig, inspect: Callable[[], tuple[Strategy, _Inspected]]
 ) -> tuple[Strategy, _Inspected]:
     """The result of ``inspect``. Where all ranks are about to call collectives, they exchange it first: a refusal of
     one rank is raised on all.
 
     Raises:
-        LigerDistError: of this rank, or that of another one; or the loss would be fused on some ranks only.
+        LigerDistError: of this rank, or that of another one; or the ranks have different settings.
     """
     has_collectives = dist.is_initialized() and _may_have_collectives(strategy)
     if not has_collectives:
@@ -206,20 +206,26 @@ def _agreed(
         found = inspect()
     except Exception as error:
         refusal = error
-    reason = None if found is None else found[1].unfused_reason or "it can be fused"
-    findings = gathered((None if refusal is None else str(refusal), reason))
+    findings = gathered((None if refusal is None else str(refusal), "" if found is None else _settings(*found, config)))
     if refusal is not None:
         raise refusal
     refusals = dict.fromkeys(sentence for sentence, _ in findings if sentence is not None)
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    reasons = dict.fromkeys(str(other) for _, other in findings)
-    if len(reasons) > 1:
+    settings = dict.fromkeys(settings for _, settings in findings)
+    if len(settings) > 1:
         raise LigerDistError(
-            f"ranks do not agree whether the loss is fused: {'; '.join(reasons)}. Give all of them the same model."
+            f"ranks call wrap with different settings: {'; '.join(settings)}. Give all of them the same model, "
+            "strategy and WrapConfig."
         )
     return found
+
+
+def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
+    """What has to be the same on all ranks."""
+    options = {name: value for name, value in vars(strategy).items() if name != "mesh"}
+    return f"{strategy.name} {options}, {config}, fused: {found.unfused_reason or 'yes'}"
 
 
 def _may_have_collectives(strategy: str | Strategy) -> bool:

@@ -272,3 +272,25 @@ def with_a_forward_on_top() -> int:
     liger_dist.unwrap(model)
     assert model(**make_batch(0)).logits.shape[-1] == 101
     return len(calls)
+
+
+def test_an_interrupted_forward_leaves_later_losses_averaged(workers_2: Workers) -> None:
+    for differences in workers_2.run(after_an_interrupt):
+        assert differences == 0
+
+
+def after_an_interrupt() -> float:
+    model = make_model("llama")
+    root = liger_dist.wrap(model, "ddp")
+
+    def interrupt(*_: Any) -> None:
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = model.model.norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        root(**make_batch(dist.get_rank()))
+    model(**make_batch(dist.get_rank())).loss.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    dist.all_reduce(gradient, op=dist.ReduceOp.MAX)
+    return float((gradient - model.lm_head.weight.grad).abs().max())

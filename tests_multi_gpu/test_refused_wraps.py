@@ -100,7 +100,7 @@ def with_a_mesh_without_names() -> str:
 ALONE = {
     "a parameter": "scale has no dimension",
     "wrapped already": "has been wrapped already",
-    "a hook on the head": "do not agree whether the loss is fused",
+    "a hook on the head": "ranks call wrap with different settings",
     "an error of its own": "nothing here",
 }
 
@@ -256,3 +256,16 @@ def refused_vocab_parallel() -> bool:
     with pytest.raises(liger_dist.LigerDistError):
         liger_dist.wrap(model, liger_dist.FSDP2(lm_head="vocab_parallel"))
     return not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_ranks_with_different_configs_are_refused(workers_2: Workers) -> None:
+    for sentence in workers_2.run(wrapped_differently):
+        assert "ranks call wrap with different settings" in sentence
+        assert "token_mean='global'" in sentence
+
+
+def wrapped_differently() -> str:
+    config = liger_dist.WrapConfig(token_mean="global" if dist.get_rank() == 0 else "local")
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
+    return str(caught.value)

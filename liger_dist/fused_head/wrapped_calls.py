@@ -18,9 +18,11 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.sharding.base import Wrapper
+from liger_dist.sharding.ddp import may_be_running
 
 _ATTRIBUTE = "_liger_dist_wrapped_calls"
 _INSIDE: ContextVar[frozenset[int]] = ContextVar("liger_dist_inside", default=frozenset())
@@ -72,11 +74,19 @@ class WrappedCalls:
         """True if a call with these arguments goes through the wrapper: a loss with gradients, and under FSDP1, where
         the model inside has no weights, every call. Evaluation of the model inside DDP stays local."""
         wrapper = None if self._wrapper is None else self._wrapper()
-        if wrapper is None or id(wrapper) in _INSIDE.get():
+        if wrapper is None or self._is_inside(wrapper):
             return False
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         trains = torch.is_grad_enabled() and named.get("labels") is not None
         return trains or isinstance(wrapper, FullyShardedDataParallel)
+
+    @staticmethod
+    def _is_inside(wrapper: Wrapper) -> bool:
+        """True inside the wrapper's forward. A KeyboardInterrupt leaves a forward without its hooks, so DDP is asked
+        too; a call outside of an interrupted FSDP1 wrapper is refused by :mod:`.entry`."""
+        if id(wrapper) not in _INSIDE.get():
+            return False
+        return may_be_running(wrapper) if isinstance(wrapper, DistributedDataParallel) else True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedCalls:
         """Follows a copy of the wrapper; a copy of the inner model alone is inside no wrapper."""

@@ -170,7 +170,7 @@ class FSDP2Gathered:
         if facts.engine != "fsdp2":
             return [facts.storage]
         if facts.tensor_parallel is not None:
-            return ["the weight stays sharded over the tensor-parallel axis when FSDP2 has all-gathered it"]
+            return [facts.storage + ", and it stays sharded over the tensor-parallel axis when it is all-gathered"]
         return _tied_weight_reasons(facts)
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
