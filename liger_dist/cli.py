@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="liger-dist", description="What liger_dist makes of a model.")
+    parser = argparse.ArgumentParser(
+        prog="liger-dist", description="Explain, verify and diagnose models wrapped by liger_dist."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command, what in (
         ("explain", _explain, "show the facts, the chosen adapter, and every other one's reasons"),
@@ -131,7 +133,7 @@ def _load(spec: str) -> Callable[[], Any]:
         path = Path(place).resolve()
         if not path.is_file():
             raise LigerDistError(f"there is no file {place}; expected module:function or file.py:function.")
-        # As Python does for a script, so that it finds its neighbours.
+        # As Python does for a script, so that it can import files of the same folder.
         sys.path.insert(0, str(path.parent))
         found = importlib.util.spec_from_file_location(path.stem, path)
         assert found is not None

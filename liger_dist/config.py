@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -66,7 +67,7 @@ class WrapConfig:
 
 def check_count(name: str, value: int | None, unit: str) -> None:
     """Refuses what is neither None nor an integer of ``unit`` above 0."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value > 0
     if value is not None and not is_count:
         raise LigerDistError(f"{name} is {value!r}; expected a number of {unit} above 0, or None.")
 

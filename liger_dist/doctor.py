@@ -199,7 +199,7 @@ def links() -> Iterator[Finding]:
 
 
 def host() -> Iterator[Finding]:
-    """What processes on several machines need of each."""
+    """Host name, shared memory and limits that processes of a node need."""
     name = socket.gethostname()
     try:
         yield Finding("host name", f"{name} is {socket.gethostbyname(name)}")
@@ -251,7 +251,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where there is none, or it fails, or hangs as nvidia-smi can."""
+    """Standard output of a program; empty where there is none, it fails, or hangs as nvidia-smi can."""
     if shutil.which(command[0]) is None:
         return ""
     try:

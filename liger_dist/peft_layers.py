@@ -81,7 +81,7 @@ def under_trained_rows(head: nn.Module) -> nn.Module | None:
 
 
 def active_head(module: nn.Module) -> nn.Module:
-    """The module that is called at lm_head's place: inside FSDP1's wrapper and PEFT's ``modules_to_save``."""
+    """The module that the model's forward calls as lm_head: inside FSDP1's wrapper and PEFT's ``modules_to_save``."""
     module = without_fsdp1(module)
     saved = getattr(module, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict):

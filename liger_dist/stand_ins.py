@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -51,6 +52,19 @@ def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, .
         return Output(last_hidden_state=hidden_states) if isinstance(real, PreTrainedModel) else hidden_states
 
     return respond
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Within, tensors are made on the CPU in fp32 and record gradients, whatever the caller of ``wrap`` has set: what a
+    probe finds is kept for calls under other settings."""
+    dtype = torch.get_default_dtype()
+    with torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

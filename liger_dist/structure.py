@@ -37,7 +37,7 @@ class Structure:
     other_stacks: tuple[tuple[nn.Module, ...], ...]
     """the layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
     final_norm: nn.Module | None
-    """the norm between the last layer and lm_head, found by its place and name; None if it was not found"""
+    """the norm between the last layer and lm_head, found by its position and name; None if it was not found"""
 
     @property
     def all_layers(self) -> tuple[nn.Module, ...]:
@@ -56,14 +56,14 @@ def find_structure(model: nn.Module) -> Structure:
     Raises:
         LigerDistError: no lm_head, or one that is not an ``nn.Linear``.
     """
-    place = _output_embedding(model)
-    if place is None:
+    outer_head = _output_embedding(model)
+    if outer_head is None:
         raise LigerDistError(
             f"{type(model).__name__} has no lm_head (get_output_embeddings() returns None); expected a language "
             "model with one, such as AutoModelForCausalLM builds. A base model or a classifier has no token loss to "
             "fuse."
         )
-    in_use = active_head(place)
+    in_use = active_head(outer_head)
     with_trained_rows = under_trained_rows(in_use)
     objection = lora_objection(in_use)
     if objection is not None:
@@ -75,6 +75,11 @@ def find_structure(model: nn.Module) -> Structure:
             "module; load the model with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy "
             "place it."
         )
+    if any(cls.__module__.startswith("liger_dist.fused_head.") for cls in type(head).__mro__):
+        raise LigerDistError(
+            f"the lm_head of {type(model).__name__} has been fused by the wrap of another model that shares it; call "
+            "liger_dist.unwrap on that one first."
+        )
     own_forward = vars(head).get("forward")
     is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
     is_linear = isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward
@@ -84,7 +89,7 @@ def find_structure(model: nn.Module) -> Structure:
             "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
             "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
         )
-    head_name = next(name for name, module in model.named_modules() if module is place)
+    head_name = next(name for name, module in model.named_modules() if module is outer_head)
     decoder = _decoder_of(model)
     layers, parent = _find_layers(model, decoder)
     decoder = decoder or parent
@@ -119,9 +124,9 @@ def is_tensor_parallel_forward(forward: object) -> bool:
 def _output_embedding(model: nn.Module) -> nn.Module | None:
     """That of the model, or of the only model inside it that has one."""
     get_head = getattr(model, "get_output_embeddings", None)
-    place = get_head() if callable(get_head) else None
-    if isinstance(place, nn.Module):
-        return place
+    head = get_head() if callable(get_head) else None
+    if isinstance(head, nn.Module):
+        return head
     inside = {_output_embedding(child) for child in model.children()} - {None}
     return inside.pop() if len(inside) == 1 else None
 
@@ -213,8 +218,8 @@ def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Mod
     if not layers:
         return None
     children = list(parent.children())
-    place = next(i for i, child in enumerate(children) if layers[-1] in child.children())
-    after = [child for child in children[place + 1 :] if "norm" in type(child).__name__.lower()]
+    index = next(i for i, child in enumerate(children) if layers[-1] in child.children())
+    after = [child for child in children[index + 1 :] if "norm" in type(child).__name__.lower()]
     return after[-1] if after else None
 
 

@@ -302,9 +302,9 @@ def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any]) -> str | N
     return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
 
 
-def _parameters_of_the_head(model: nn.Module, place: nn.Module) -> list[str]:
+def _parameters_of_the_head(model: nn.Module, outer_head: nn.Module) -> list[str]:
     """Names of lm_head's parameters, or of the flat ones in which FSDP1 stores them."""
-    own = {id(parameter) for parameter in place.parameters()}
+    own = {id(parameter) for parameter in outer_head.parameters()}
     return [name for name, p in model.named_parameters() if id(p) in own or fsdp1.is_flat(name)]
 
 

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import NoneType
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -36,9 +38,11 @@ from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
 from .sharding.vocab_parallel import release_communicators
+from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
 
 _RECORD = "_liger_dist"
+_COMPARED = (bool, int, float, str, torch.dtype, NoneType)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +183,8 @@ def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[
     try:
         if structure.unfusable is not None:
             raise NotFusableError(structure.unfusable)
-        return probe_recipe(model, structure), None
+        with torch_defaults():
+            return probe_recipe(model, structure), None
     except NotFusableError as error:
         warnings.warn(
             f"liger_dist leaves the loss of {type(model).__name__} unfused: {error}. The model trains as it did "
@@ -224,8 +229,9 @@ def _agreed(
 
 def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
     """What has to be the same on all ranks."""
-    options = {name: value for name, value in vars(strategy).items() if name != "mesh"}
-    return f"{strategy.name} {options}, {config}, fused: {found.unfused_reason or 'yes'}"
+    # Other options, such as functions and policies, have no value to compare; budgets may differ.
+    options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
+    return f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {found.unfused_reason or 'yes'}"
 
 
 def _may_have_collectives(strategy: str | Strategy) -> bool:

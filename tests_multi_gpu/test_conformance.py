@@ -117,7 +117,7 @@ def all_by_kernels(model: nn.Module, *, forwards: int) -> Iterator[None]:
     """Within, every norm and gated MLP is computed by its kernel, ``forwards`` times, and none keeps its output."""
     norms, gated_mlps = (import_module(f"liger_dist.fused_layers.{name}") for name in ("norm", "gated_mlp"))
     with (
-        mock.patch.object(import_module("liger_dist.fused_layers.recompute"), "LEAST_BYTES", 1),
+        mock.patch.object(import_module("liger_dist.fused_layers.recompute"), "MIN_BYTES", 1),
         mock.patch.object(norms, "norm", wraps=norms.norm) as norm,
         mock.patch.object(gated_mlps, "gated_activation", wraps=gated_mlps.gated_activation) as activation,
     ):

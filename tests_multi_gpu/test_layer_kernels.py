@@ -123,7 +123,7 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
 
 @pytest.fixture
 def outputs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "LEAST_BYTES", 1)
+    monkeypatch.setattr(recompute, "MIN_BYTES", 1)
 
 
 class Block(torch.nn.Module):

@@ -4,6 +4,7 @@ compute leaves in fp32."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def test_a_meta_model_on_a_grid(tied: bool, workers_4: Workers) -> None:
     assert_same(workers_4.run(built_on_meta, "fsdp2", GRID, tied), expected)
 
 
+def test_a_meta_model_may_be_wrapped_where_it_is_made() -> None:
+    """Inside ``with torch.device("meta")``, as outside."""
+    assert_same([built_on_meta("none", None, tied=False, inside=True)], built_on_meta("none", None, tied=False))
+
+
 def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     for parameters in results:
         assert parameters.keys() == expected.keys()
@@ -51,7 +57,9 @@ def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
             assert torch.allclose(values, expected[name], rtol=tolerance, atol=0.0), name
 
 
-def built_on_meta(strategy: str, mesh: tuple[Any, ...] | None, tied: bool) -> dict[str, Tensor]:
+def built_on_meta(
+    strategy: str, mesh: tuple[Any, ...] | None, tied: bool, *, inside: bool = False
+) -> dict[str, Tensor]:
     """All parameters and buffers of a model that was built on the meta device, wrapped and run once."""
     from models import make_config
     from transformers import AutoModelForCausalLM
@@ -61,7 +69,8 @@ def built_on_meta(strategy: str, mesh: tuple[Any, ...] | None, tied: bool) -> di
     # Ranks disagree on purpose: rank 0's generator decides.
     torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
     grid = init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=GRID) if mesh == GRID else mesh
-    wrapped: nn.Module = liger_dist.wrap(model, strategy, mesh=grid)  # type: ignore[arg-type]
+    with torch.device("meta") if inside else nullcontext():
+        wrapped: nn.Module = liger_dist.wrap(model, strategy, mesh=grid)  # type: ignore[arg-type]
     loss = wrapped(**make_batch(0)).loss
     loss.backward()
     inner = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped

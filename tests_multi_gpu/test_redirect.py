@@ -72,12 +72,25 @@ def of_peft() -> Any:
     return model, liger_dist.wrap(adapted, "ddp")
 
 
+def of_another_ddp_within() -> Any:
+    """A call of another DDP inside the wrapper's forward, before the model is called."""
+    other = DDP(nn.Linear(2, 2).to(compute_device()))
+    model, root = of_peft()
+
+    def call_other(*_: Any) -> None:
+        other(torch.ones(1, 2, device=compute_device()))
+
+    root.module.register_forward_pre_hook(call_other)
+    return model, root
+
+
 MAKERS = {
     maker.__name__: maker
     for maker in (
         of_wrap_after_a_freeze,
         of_a_copy,
         of_peft,
+        of_another_ddp_within,
     )
 }
 
@@ -250,7 +263,10 @@ def saved_and_loaded() -> float:
     torch.save(root.module, file)
     assert b"DistributedDataParallel" not in file.getvalue()
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    return abs(float(loaded(**batch).loss) - float(root.module(**batch).loss))
+    file = io.BytesIO()
+    torch.save(root, file)
+    wrapper = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    return sum(abs(float(one(**batch).loss) - float(root.module(**batch).loss)) for one in (loaded, wrapper))
 
 
 def test_a_forward_put_on_top_stays_when_unwrapped(workers_2: Workers) -> None:

@@ -269,3 +269,45 @@ def wrapped_differently() -> str:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(make_model("llama"), "fsdp2", config=config)
     return str(caught.value)
+
+
+def test_options_without_a_value_to_compare_may_differ(workers_2: Workers) -> None:
+    assert all(workers_2.run(wrapped_with_objects))
+
+
+class Slotted:
+    """A strategy of a user, with an option that has no value to compare."""
+
+    __slots__ = ("policy",)
+    name, shards_parameters, has_collectives = "slotted", False, True
+
+    def __init__(self) -> None:
+        self.policy = lambda: None
+
+    def check(self, config: Any, *, world_size: int | None) -> None: ...
+
+    def check_model(self, model: nn.Module, structure: Any, *, unfused: str | None, on_meta: bool) -> None: ...
+
+    def shard(self, outer: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return outer
+
+
+class Replicated(Slotted):
+    """The same with attributes on the instance."""
+
+
+def wrapped_with_objects() -> bool:
+    for strategy in (Slotted(), Replicated(), "ddp"):
+        budget = liger_dist.WrapConfig(memory_budget=2**20 * (1 + dist.get_rank()))
+        liger_dist.wrap(make_model("llama"), strategy, config=budget)
+    return True
+
+
+def test_a_head_that_another_wrap_has_fused_is_refused() -> None:
+    model, other = make_model("llama"), make_model("llama")
+    other.lm_head = model.lm_head
+    liger_dist.wrap(model)
+    with pytest.raises(liger_dist.LigerDistError, match="unwrap on that one first"):
+        liger_dist.wrap(other)
+    liger_dist.unwrap(model)
+    liger_dist.wrap(other)

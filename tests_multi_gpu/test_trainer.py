@@ -237,6 +237,8 @@ def test_a_vocab_parallel_lm_head_is_for_fsdp2(tmp_path: Path) -> None:
     trainer = make_trainer(None, str(tmp_path))
     with pytest.raises(liger_dist.LigerDistError, match="expected FSDP with fsdp_version=2"):
         fuse(trainer, lm_head="vocab_parallel")
+    with pytest.raises(liger_dist.LigerDistError, match="lm_head is 'vocab-parallel'; expected one of"):
+        fuse(trainer, lm_head="vocab-parallel")  # type: ignore[arg-type]
     assert not is_wrapped(trainer.model)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from truth import relative_error
 
 import liger_dist
+from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped
 
 HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.16"
@@ -53,6 +54,10 @@ def test_one_process(kind: str) -> None:
 )
 def test_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
     check(workers_2.run(trained_twice, kind, engine))
+
+
+def test_vocab_parallel(workers_2: Workers) -> None:
+    check(workers_2.run(trained_twice, "SFT", "fsdp2", None, False, "vocab_parallel"))
 
 
 def test_adapters_and_a_saved_head(workers_2: Workers) -> None:
@@ -175,13 +180,17 @@ def check(results: list[list[dict[str, Any]]]) -> None:
 
 
 def trained_twice(
-    kind: str, engine: str | None, engine_of_truth: str | None = None, adapted: bool = False
+    kind: str,
+    engine: str | None,
+    engine_of_truth: str | None = None,
+    adapted: bool = False,
+    lm_head: LMHead = "gather",
 ) -> list[dict[str, Any]]:
-    fused = trained(kind, engine, fused=True, adapted=adapted)
+    fused = trained(kind, engine, fused=True, adapted=adapted, lm_head=lm_head)
     return [fused, trained(kind, engine_of_truth or engine, fused=False, adapted=adapted)]
 
 
-def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool) -> dict[str, Any]:
+def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool, lm_head: LMHead = "gather") -> dict[str, Any]:
     from liger_dist.integrations.trl import fused_heads
 
     forget_earlier_trainers()
@@ -207,7 +216,7 @@ def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool) -> dic
         **arguments_of(engine, "Qwen2DecoderLayer"),
     }
     with pretended_gpus() if is_sharded else nullcontext():
-        with fused_heads(CONFIG) if fused else nullcontext():
+        with fused_heads(CONFIG, lm_head=lm_head) if fused else nullcontext():
             trainer = make_trainer(kind, arguments, adapted)
         with watched() as seen:
             trainer.train()

@@ -132,7 +132,7 @@ def garbage_of_a_step() -> dict[str, list[tuple[int, ...]]]:
         model = make_model("llama", tied=True, dtype=torch.float32)
         strategy = liger_dist.FSDP2(lm_head=head)  # type: ignore[arg-type]
         model = liger_dist.wrap(model, strategy, config=liger_dist.WrapConfig(memory_budget=4000))
-        with mock.patch.object(recompute, "LEAST_BYTES", 1):
+        with mock.patch.object(recompute, "MIN_BYTES", 1):
             for _ in range(2):
                 model(**make_batch(dist.get_rank())).loss.backward()
             # What earlier calls left may take several passes.

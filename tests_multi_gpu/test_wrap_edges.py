@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.fused_layers.rotary import convention_of
 from liger_dist.sharding.process_groups import compute_device
 
 VOCAB_SIZE = 101
@@ -332,3 +335,54 @@ def test_a_model_with_a_device_map_is_refused() -> None:
     add_hook_to_module(model.lm_head, ModelHook())
     with pytest.raises(liger_dist.LigerDistError, match="device_map=None"):
         liger_dist.wrap(model)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: torch.device("meta"),
+        lambda: default_dtype(torch.bfloat16),
+        lambda: torch.inference_mode(),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ],
+    ids=["device", "dtype", "inference mode", "autocast"],
+)
+def test_settings_at_the_time_of_wrapping_change_nothing(setting: Any) -> None:
+    convention_of.cache_clear()
+    model = make_model("llama")
+    with setting():
+        liger_dist.wrap(model)
+    convention_of.cache_clear()
+    expected = liger_dist.wrap(make_model("llama"))
+    assert str(liger_dist.explain(model)) == str(liger_dist.explain(expected))
+
+
+def test_a_head_in_another_thread_drops_nothing_silently() -> None:
+    model: Any = make_model("llama")
+    own = float(model(**make_batch(0)).loss)
+    liger_dist.wrap(model)
+    computed = model.lm_head.forward
+
+    def in_a_thread(hidden_states: Tensor) -> Tensor:
+        logits: list[Tensor] = []
+        thread = threading.Thread(target=lambda: logits.append(computed(hidden_states)))
+        thread.start()
+        thread.join()
+        return logits[0]
+
+    model.lm_head.forward = in_a_thread
+    with pytest.warns(UserWarning, match="leaves the loss"):
+        assert float(model(**make_batch(0)).loss) == pytest.approx(own)
+    for options in ({"outputs": ("entropy",)}, {"label_smoothing": 0.1}):
+        with pytest.raises(liger_dist.LigerDistError, match=r"was asked of .* but its lm_head was not called"):
+            model(**make_batch(0), **options)

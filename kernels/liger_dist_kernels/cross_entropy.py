@@ -22,7 +22,8 @@ from .options import LossOptions
 
 
 class SoftmaxStatistics(NamedTuple):
-    """What a token's loss and gradient need to know of its row of logits. All ``[T]``, fp32 (fp64 for fp64 logits)."""
+    """Softmax statistics of each row of logits, from which loss and gradient are computed. All ``[T]``, fp32 (fp64 for
+    fp64 logits)."""
 
     max_T: Tensor
     """``max_v z_v``"""
@@ -302,7 +303,7 @@ def cross_entropy_fwd(
     Args:
         logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here. May be
             a slice of the vocabulary, even an empty one: see :func:`.merge.merge_statistics`.
-        labels_T: ``[T]`` int64. A negative label marks a token that takes no part, one of V or more a label in
+        labels_T: ``[T]`` int64. A negative label marks an ignored token, one of V or more a label in
             another slice.
         class_weight_V: ``[V]`` floating, used for label smoothing.
         with_entropy: also sum what the entropy needs.

@@ -141,7 +141,7 @@ def cross_entropy_fwd_bwd(
 
     Args:
         logits_TV: ``[T, V]`` floating, unit stride along V, V > 0. Full rows, not a slice of the vocabulary.
-        labels_T: ``[T]`` int64 in ``[0, V)``; negative for a token that takes no part. Its gradient is 0, its
+        labels_T: ``[T]`` int64 in ``[0, V)``; negative for an ignored token. Its gradient is 0, its
             statistics mean nothing.
         gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]`` in the dtype of the statistics.
         class_weight_V: ``[V]`` floating.

@@ -193,7 +193,7 @@ def linear_cross_entropy(
     Args:
         hidden_TD: ``[T, D]``, floating.
         weight_VD: ``[V, D]``, the dtype of ``hidden_TD``.
-        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for a token that takes no part (the caller checks).
+        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for an ignored token (the caller checks).
         gradients: upstream gradient of each term, ``[T]``; required when ``needs`` names a gradient.
         bias_V: ``[V]``, the dtype of ``hidden_TD``.
         class_weight_V: ``[V]``, floating.

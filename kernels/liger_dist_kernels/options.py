@@ -19,7 +19,7 @@ class LossOptions:
     """
 
     ignore_index: int = -100
-    """Label of tokens that take no part."""
+    """Label of tokens without a loss."""
     label_smoothing: float = 0.0
     """Mass given to the uniform distribution, in [0, 1] (Szegedy et al. 2016; as ``F.cross_entropy``)."""
     z_loss: float = 0.0

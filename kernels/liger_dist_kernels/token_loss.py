@@ -2,7 +2,7 @@
 """From softmax statistics to per-token losses, and from upstream gradients to gradient coefficients.
 
 Legend: T tokens. Everything here is elementwise on ``[T]`` tensors in the dtype of the statistics; the formulas of
-the loss are in :class:`LossOptions`. Tokens with a negative label take no part: all their numbers are 0.
+the loss are in :class:`LossOptions`. Tokens with a negative label are ignored: all their numbers are 0.
 """
 
 from __future__ import annotations

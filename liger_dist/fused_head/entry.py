@@ -74,7 +74,7 @@ class Entry:
         try:
             call = self.signature.read(args, kwargs)
             has_labels = call.named.get("labels") is not None
-            is_scored = bool(self.asked(call)) or not wants_logits(call)
+            is_scored = bool(self.requested(call)) or not wants_logits(call)
             if has_labels and is_scored and not self.access.has_trained_rows():
                 checked = self.check(call)
         except Exception as error:
@@ -122,12 +122,12 @@ class Entry:
         if "use_cache" in self.signature.names[len(call.args) :] and kwargs.get("use_cache") is None:
             # A loss never reads a cache, and some attention masks depend on one: fused or not, the loss is the same.
             kwargs["use_cache"] = False
-        asked = self.asked(call)
+        asked = self.requested(call)
         if wants_logits and not asked:
             return None, kwargs
         if checked is None:
             self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {TRAINED_ROWS}.")
-            return None, kwargs | (self._passed_on(call, asked, TRAINED_ROWS) if asked else {})
+            return None, kwargs | (self._keywords_of_own_loss(call, asked, TRAINED_ROWS) if asked else {})
         self.access.adapter(checked.head)
         self._check_wrapper(checked.head)
         reason = "logits are asked for" if wants_logits else self._reason_to_leave(checked.head)
@@ -138,7 +138,7 @@ class Entry:
         if reason is None or (asked and self._can_score()):
             return self._loss_call(call, checked, on_logits=reason is not None), kwargs
         if asked:
-            kwargs = kwargs | self._passed_on(call, asked, reason)
+            kwargs = kwargs | self._keywords_of_own_loss(call, asked, reason)
         return None, kwargs
 
     def _loss_call(self, call: Call, checked: Checked, *, on_logits: bool) -> LossCall:
@@ -183,8 +183,8 @@ class Entry:
             divide_factor=mean_over.divide_factor,
         )
 
-    def asked(self, call: Call) -> tuple[str, ...]:
-        """Names that are asked of the loss and that the model's own loss does not have. In evaluation the mean of a
+    def requested(self, call: Call) -> tuple[str, ...]:
+        """Names that the call asks of the loss and that the model's own loss does not have. In evaluation the mean of a
         loss beside full logits may be the rank's own."""
         is_global = self.config.token_mean == "global" and call.named.get("num_items_in_batch") is None
         counts = is_global and (torch.is_grad_enabled() or self._can_score())
@@ -198,7 +198,7 @@ class Entry:
         """True if the owner's loss function is still the one that the seam has installed."""
         return self.owner is not None and vars(self.owner).get("_loss_function") == self.installed
 
-    def _passed_on(self, call: Call, asked: tuple[str, ...], reason: str) -> dict[str, Any]:
+    def _keywords_of_own_loss(self, call: Call, asked: tuple[str, ...], reason: str) -> dict[str, Any]:
         """The options of a loss that is the user's own function, as keywords for it.
 
         Raises:

@@ -31,7 +31,7 @@ class HeadAccess:
         self._stored: tuple[object, ...] = ()
 
     @property
-    def place(self) -> nn.Module:
+    def outer_head(self) -> nn.Module:
         """The module at lm_head's name: lm_head itself, or FSDP1's or PEFT's around it."""
         return self._model.get_submodule(self._structure.head_name)
 
@@ -42,11 +42,11 @@ class HeadAccess:
         Raises:
             LigerDistError: it is not the lm_head that was wrapped, or its PEFT layer is not linear.
         """
-        head = active_head(self.place)
+        head = active_head(self.outer_head)
         objection = lora_objection(head)
         if not is_fused_by(base_head(head), self._seam) or objection is not None:
             raise LigerDistError(
-                f"lm_head of {type(self._model).__name__} is a {type(self.place).__name__} now"
+                f"lm_head of {type(self._model).__name__} is a {type(self.outer_head).__name__} now"
                 + (f", with {objection}" if objection else ", not the one that was wrapped. ")
                 + "After resizing embeddings call liger_dist.unwrap(model) and wrap it again."
             )
@@ -55,7 +55,7 @@ class HeadAccess:
 
     def has_trained_rows(self) -> bool:
         """True if PEFT has put a module on lm_head that trains some of its rows."""
-        return under_trained_rows(active_head(self.place)) is not None
+        return under_trained_rows(active_head(self.outer_head)) is not None
 
     def adapter(self, head: nn.Module) -> ShardingAdapter:
         """The sharding adapter for ``head``; chosen again only when the weight is stored in another way.
@@ -102,7 +102,7 @@ class HeadAccess:
         Raises:
             NoAdapterError: no adapter serves it, whatever wraps the model later.
         """
-        facts = self.facts(active_head(self.place))
+        facts = self.facts(active_head(self.outer_head))
         if facts.engine == "dtensor":
             # DDP or FSDP2 may wrap a tensor-parallel model later and average over the replicas.
             facts = replace(facts, token_mean="local")

@@ -46,6 +46,8 @@ class Frame:
     outer: Frame | None
 
 
+NO_HEAD = "its lm_head was not called in the context (thread) of the model's call"
+
 _FRAME: ContextVar[Frame | None] = ContextVar("liger_dist_frame", default=None)
 """the innermost running call of this context"""
 
@@ -210,6 +212,18 @@ class LossCall:
                     f"the loss was computed with the {name} that {self.model_name} was called with, but the model "
                     "calls its loss function with another one; wrap it with WrapConfig(fused_loss=False)."
                 )
+
+    def check_not_altered(self) -> None:
+        """Refuses a call whose loss the model has computed itself, without lm_head's.
+
+        Raises:
+            LigerDistError: options or outputs were asked of it.
+        """
+        asked = self.outputs or (("options of the loss",) if self.alters_loss else ())
+        if asked:
+            raise LigerDistError(
+                f"{asked[0]} was asked of {self.model_name}, but {NO_HEAD}; leave it out of such calls."
+            )
 
     def reports(self) -> dict[str, Tensor]:
         """The further outputs that were asked for, by name.

@@ -67,9 +67,11 @@ def probe_recipe(model: nn.Module, structure: Structure) -> LossRecipe:
     Raises:
         NotFusableError: the model does something in between that its config does not explain.
     """
-    place = model.get_submodule(structure.head_name)
+    outer_head = model.get_submodule(structure.head_name)
     hooks = [
-        hook for head in heads_at(place) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+        hook
+        for head in heads_at(outer_head)
+        for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     ]
     for hook in hooks:
         # Those of FSDP2 and of torch's tensor parallelism move tensors and change no number.
@@ -224,14 +226,14 @@ class _Probe:
     def _run(self, logits: Tensor) -> None:
         structure, model = self.structure, self.model
         hidden_states = torch.zeros(1, PROBE_TOKENS, structure.hidden_size, dtype=logits.dtype)
-        place = model.get_submodule(structure.head_name)
+        outer_head = model.get_submodule(structure.head_name)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for tensors, name, instead in list(self._tensors_on_the_way()):
                 stack.enter_context(swapped(tensors, name, instead))
             for name, owner_module in _loss_owners(model, structure.head_name):
                 stack.enter_context(swapped(vars(owner_module), "_loss_function", self._noting(name, owner_module)))
-            head = _Head(place, logits)
+            head = _Head(outer_head, logits)
             stack.enter_context(
                 stand_ins(model, structure.head_name, head=head, hidden_states=hidden_states, training=self.training)
             )

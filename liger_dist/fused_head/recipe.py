@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Targets = Literal["next", "next_attended", "same"]
-"""What a token is scored against: the next token's label; the same, except where the next token's attention mask is 0;
+"""Alignment of labels to logits: the next token's label; the same, except where the next token's attention mask is 0;
 its own label (decoders whose input is shifted, masked language models)."""
 
 

@@ -25,7 +25,7 @@ from .entry import Entry
 from .head_access import HeadAccess
 from .lm_head import fuse_head, is_fused_by, restore_head
 from .logits import FusedLogits
-from .loss_call import LossCall, PendingLoss, current_call, enter, is_running, leave, set_call
+from .loss_call import NO_HEAD, LossCall, PendingLoss, current_call, enter, is_running, leave, set_call
 from .output import fused_output
 from .recipe import LossRecipe
 from .signature import LOSS_KEYWORDS, Call
@@ -64,7 +64,7 @@ class Seam:
 
     def fuse(self) -> None:
         """Swaps the class of lm_head and sets the loss function; before the model is sharded."""
-        for head in heads_at(self.access.place):
+        for head in heads_at(self.access.outer_head):
             fuse_head(head, self)
         if self.entry.owner is not None:
             self.entry.owner.loss_function = self.loss_function  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class Seam:
         self._hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            self.access.place.register_forward_hook(self._after_head),
+            self.access.outer_head.register_forward_hook(self._after_head),
         )
 
     def remove(self) -> None:
@@ -90,7 +90,7 @@ class Seam:
                 owner.loss_function = self.entry.own_loss_function  # type: ignore[assignment]
             else:
                 del owner._loss_function
-        for head in heads_at(self.access.place):
+        for head in heads_at(self.access.outer_head):
             if is_fused_by(head, self):
                 restore_head(head)
 
@@ -110,7 +110,7 @@ class Seam:
             _PAUSED.reset(token)
 
     def _wants_logits(self, called: nn.Module, call: Call) -> bool:
-        # Replicas of nn.DataParallel run in threads of their own, while the thread that paused waits for them. It
+        # Replicas of nn.DataParallel run in separate threads, while the thread that paused waits for them. It
         # gathers their outputs, so that zero-width logits must not be among them.
         is_replica = called is not self.model
         is_paused = id(self) in _PAUSED.get() or (is_replica and self._pauses > 0)
@@ -203,7 +203,11 @@ class Seam:
         if call is None:
             return None
         try:
-            if output is None or not (call.pending or call.on_logits):
+            if output is None:
+                return None
+            if not (call.pending or call.on_logits):
+                call.check_not_altered()
+                self.entry.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
                 return None
             reports = call.reports()
             name = type(model).__name__

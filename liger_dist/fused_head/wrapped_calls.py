@@ -18,11 +18,8 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from liger_dist.sharding.base import Wrapper
-from liger_dist.sharding.ddp import may_be_running
 
 _ATTRIBUTE = "_liger_dist_wrapped_calls"
 _INSIDE: ContextVar[frozenset[int]] = ContextVar("liger_dist_inside", default=frozenset())
@@ -30,17 +27,16 @@ _INSIDE: ContextVar[frozenset[int]] = ContextVar("liger_dist_inside", default=fr
 
 
 class WrappedCalls:
-    """Patches the forward of ``model``, which is inside ``wrapper`` or inside a ``PeftModel`` there."""
+    """Patches the forward of ``model``, which is inside ``wrapper`` or inside a ``PeftModel`` there, and that of
+    ``wrapper``, to know when it runs."""
 
     def __init__(self, model: nn.Module, wrapper: Wrapper) -> None:
         self._model = model
         self._own_forward = vars(model).get("forward")
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._wrapper: ref[Wrapper] | None = ref(wrapper)
-        self._hooks: tuple[RemovableHandle, ...] = (
-            wrapper.register_forward_pre_hook(_enter),
-            wrapper.register_forward_hook(_leave, always_call=True),
-        )
+        # Not by hooks, which a KeyboardInterrupt skips: the wrapper would be taken to run from then on.
+        vars(wrapper)["forward"] = MethodType(_noted, wrapper)
 
         @functools.wraps(type(model).forward)
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +50,9 @@ class WrappedCalls:
 
     def remove(self) -> None:
         """Restores the model's forward; a forward that other code has patched on top of this one stays."""
-        for hook in self._hooks:
-            hook.remove()
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None and getattr(vars(wrapper).get("forward"), "__func__", None) is _noted:
+            del vars(wrapper)["forward"]
         delattr(self._model, _ATTRIBUTE)
         if vars(self._model).get("forward") == self._installed:
             del self._model.forward
@@ -74,19 +71,11 @@ class WrappedCalls:
         """True if a call with these arguments goes through the wrapper: a loss with gradients, and under FSDP1, where
         the model inside has no weights, every call. Evaluation of the model inside DDP stays local."""
         wrapper = None if self._wrapper is None else self._wrapper()
-        if wrapper is None or self._is_inside(wrapper):
+        if wrapper is None or id(wrapper) in _INSIDE.get():
             return False
         named = dict(zip(self._parameters, args, strict=False)) | kwargs
         trains = torch.is_grad_enabled() and named.get("labels") is not None
         return trains or isinstance(wrapper, FullyShardedDataParallel)
-
-    @staticmethod
-    def _is_inside(wrapper: Wrapper) -> bool:
-        """True inside the wrapper's forward. A KeyboardInterrupt leaves a forward without its hooks, so DDP is asked
-        too; a call outside of an interrupted FSDP1 wrapper is refused by :mod:`.entry`."""
-        if id(wrapper) not in _INSIDE.get():
-            return False
-        return may_be_running(wrapper) if isinstance(wrapper, DistributedDataParallel) else True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedCalls:
         """Follows a copy of the wrapper; a copy of the inner model alone is inside no wrapper."""
@@ -96,7 +85,6 @@ class WrappedCalls:
         twin._own_forward = None
         wrapper = None if self._wrapper is None else memo.get(id(self._wrapper()))
         twin._wrapper = None if wrapper is None else ref(wrapper)
-        twin._hooks = ()
         twin._installed = MethodType(self._installed.__func__, twin._model)
         return twin
 
@@ -104,12 +92,18 @@ class WrappedCalls:
         return _restored, (self._model,)
 
 
-def _enter(wrapper: nn.Module, args: Any) -> None:
-    _INSIDE.set(_INSIDE.get() | {id(wrapper)})
+def _noted(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the wrapper's class, noted in :data:`_INSIDE`."""
+    before = _INSIDE.get()
+    _INSIDE.set(before | {id(wrapper)})
+    try:
+        return type(wrapper).forward(wrapper, *args, **kwargs)
+    finally:
+        _INSIDE.set(before)
 
 
-def _leave(wrapper: nn.Module, args: Any, output: Any) -> None:
-    _INSIDE.set(_INSIDE.get() - {id(wrapper)})
+# Bound methods are pickled by this name.
+_noted.__name__ = "forward"
 
 
 def _restored(model: nn.Module) -> None:

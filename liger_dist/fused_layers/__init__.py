@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from liger_dist.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
 from .gated_mlp import GATED_MLP
@@ -50,7 +51,8 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str) -> LayerRepor
             continue
         name = type(module).__name__
         try:
-            match = kind.match(module, backend)
+            with torch_defaults():
+                match = kind.match(module, backend)
             swap_forward(module, kind, match, owner=owner)
             swapped[f"{name}: {match}"] += 1
         except LeftAloneError as reason:

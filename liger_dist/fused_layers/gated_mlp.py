@@ -22,7 +22,7 @@ from liger_dist.stand_ins import StandIn, swapped, without_hooks
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .norm import rows_of
-from .recompute import RecomputedFunction, free_copy, is_worth_it, note_output
+from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
     Forward,
     Kind,
@@ -48,12 +48,12 @@ class _GatedActivation(RecomputedFunction):
         ctx.activation, ctx.backend = activation, backend
         ctx.save_for_backward(gate_TF, up_TF)
         result = gated_activation_fwd(gate_TF, up_TF, activation=activation, backend=backend)
-        if any(ctx.needs_input_grad) and is_worth_it(result):
+        if any(ctx.needs_input_grad) and should_recompute(result):
             note_output(ctx, result)
         return result
 
     @staticmethod
-    def again(ctx: Any) -> Tensor:
+    def recompute(ctx: Any) -> Tensor:
         gate_TF, up_TF = ctx.saved_tensors
         return gated_activation_fwd(gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend)
 

@@ -18,7 +18,7 @@ from liger_dist.errors import refuse_second_order
 from liger_dist.stand_ins import swapped
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
-from .recompute import RecomputedFunction, drop_outputs, free_copy, is_worth_it, note_output
+from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
 from .swap import (
     Forward,
     Kind,
@@ -48,14 +48,14 @@ class _Norm(RecomputedFunction):
         ctx.bias_dtype = None if bias_D is None else bias_D.dtype
         output = norm_fwd(x_TD, weight_D, bias_D, options=options, backend=backend)
         ctx.save_for_backward(x_TD, output.mean_T, output.rstd_T, weight_D)
-        if any(ctx.needs_input_grad) and is_worth_it(output.y_TD):
+        if any(ctx.needs_input_grad) and should_recompute(output.y_TD):
             # Copies: the parameters may be resharded when the output is recomputed.
             ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
             note_output(ctx, output.y_TD)
         return output.y_TD
 
     @staticmethod
-    def again(ctx: Any) -> Tensor:
+    def recompute(ctx: Any) -> Tensor:
         weight_D, bias_D = ctx.parameters
         return norm_fwd(ctx.saved_tensors[0], weight_D, bias_D, options=ctx.options, backend=ctx.backend).y_TD
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-MOST_NODES = 64
+MAX_NODES = 64
 """of one walk; an attention has two dozen, with adapters twice as many"""
-LEAST_BYTES = 2**24
+MIN_BYTES = 2**24
 """of an output, and of the input of the norm after it: a walk takes 0.1 ms of host time, which small layers do not
 have"""
 PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
@@ -64,14 +64,14 @@ class RecomputedFunction(torch.autograd.Function):
     is_end_of_walk: bool
 
     @staticmethod
-    def again(ctx: Any) -> Tensor:
+    def recompute(ctx: Any) -> Tensor:
         """The output, bit by bit."""
         raise NotImplementedError
 
 
-def is_worth_it(x: Tensor) -> bool:
+def should_recompute(x: Tensor) -> bool:
     """True if an output of this size can be recomputed here, and should be."""
-    if torch.compiler.is_compiling() or x.nbytes < LEAST_BYTES:
+    if torch.compiler.is_compiling() or x.nbytes < MIN_BYTES:
         return False
     return _RECOMPUTES and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -92,7 +92,7 @@ def free_copy(ctx: Any) -> None:
 def drop_outputs(x: Tensor) -> None:
     """Replaces outputs of norms and gated activations that products in the graph of ``x`` have saved by their
     recomputation, back to the last norms."""
-    if x.grad_fn is None or not is_worth_it(x):
+    if x.grad_fn is None or not should_recompute(x):
         return
     producers, products = _walk(x.grad_fn)
     outputs = [(node, node.output) for node in producers if not node.output.memory.expired()]
@@ -121,7 +121,7 @@ class _Part:
             function = _function_of(kind)
             assert function is not None
             with torch.no_grad():
-                self.producer.copy = function.again(self.producer)
+                self.producer.copy = function.recompute(self.producer)
         copy: Tensor = self.producer.copy
         return copy.as_strided(self.shape, self.stride, self.offset)
 
@@ -149,7 +149,7 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
     producers: list[Any] = []
     products: list[Any] = []
     seen, waiting = {last}, [last]
-    while waiting and len(seen) < MOST_NODES:
+    while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
         kind: Any = type(node)
         function = _function_of(kind)

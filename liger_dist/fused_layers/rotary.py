@@ -29,14 +29,14 @@ from .swap import Forward, Kind, LeftAloneError, is_local, match_of, own_forward
 
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
-HARMLESS = ("unsqueeze_dim", "position_ids", "mrope_section")
+KNOWN_PARAMETERS = ("unsqueeze_dim", "position_ids", "mrope_section")
 """parameters beside tensors and tables whose meaning is known"""
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 5, 12
 SECTIONS = [3, 2, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryLaw:
+class RotaryConvention:
     """How one function rotates."""
 
     tensors: tuple[str, ...]
@@ -129,39 +129,39 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _arguments(given: dict[str, Any], law: RotaryLaw) -> tuple[list[Tensor], Tensor, Tensor, int] | None:
+def _arguments(given: dict[str, Any], convention: RotaryConvention) -> tuple[list[Tensor], Tensor, Tensor, int] | None:
     """Tensors, tables and number of rotated features of a call; None for one that is not understood."""
-    tensors = [given[name] for name in law.tensors]
-    tables = [given[name] for name in law.tables]
+    tensors = [given[name] for name in convention.tensors]
+    tables = [given[name] for name in convention.tables]
     if any(map(runs_own_code, tensors)) or not all(map(is_local, tables)):
         return None
     if any(table.requires_grad for table in tables) or given.get("position_ids") is not None:
         return None
-    if all(x.dim() == 3 for x in tensors) and tables[0].dim() == 2 and law.heads_dim == 2:
+    if all(x.dim() == 3 for x in tensors) and tables[0].dim() == 2 and convention.heads_dim == 2:
         # Vision towers pack their sequences into one.
         tensors, tables = [x[None] for x in tensors], [table[None] for table in tables]
     if any(x.dim() != 4 for x in tensors):
         return None
-    cos, sin = _cos_and_sin(tables, law)
+    cos, sin = _cos_and_sin(tables, convention)
     if given.get("mrope_section") is not None:
         cos, sin = (_sections(table, given["mrope_section"]) for table in (cos, sin))
     if cos.dim() == 3:
-        heads_dim = given.get("unsqueeze_dim", law.heads_dim)
+        heads_dim = given.get("unsqueeze_dim", convention.heads_dim)
         cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
-    width = cos.shape[-1] * (2 if law.half_tables else 1)
+    width = cos.shape[-1] * (2 if convention.half_tables else 1)
     for x in tensors:
-        fits = width == x.shape[-1] or (law.partial and width < x.shape[-1])
+        fits = width == x.shape[-1] or (convention.partial and width < x.shape[-1])
         broadcasts = all(a in (1, b) for a, b in zip(cos.shape[:-1], x.shape[:-1], strict=True))
         # Tables of a wider dtype would widen what many functions return.
-        if not fits or not broadcasts or (cos.dtype != x.dtype and not law.is_complex):
+        if not fits or not broadcasts or (cos.dtype != x.dtype and not convention.is_complex):
             return None
     return tensors, cos, sin, width
 
 
-def _cos_and_sin(tables: list[Tensor], law: RotaryLaw) -> tuple[Tensor, Tensor]:
-    if law.is_complex:
+def _cos_and_sin(tables: list[Tensor], convention: RotaryConvention) -> tuple[Tensor, Tensor]:
+    if convention.is_complex:
         return tables[0].real, tables[0].imag
-    by_name = dict(zip(law.tables, tables, strict=True))
+    by_name = dict(zip(convention.tables, tables, strict=True))
     return by_name["cos"], by_name["sin"]
 
 
@@ -174,9 +174,9 @@ def _sections(table: Tensor, sections: list[int]) -> Tensor:
 class _Call:
     """Replaces one rotary function in the globals of one attention's forward."""
 
-    def __init__(self, own: dict[str, Any], name: str, law: RotaryLaw, backend: Backend) -> None:
+    def __init__(self, own: dict[str, Any], name: str, convention: RotaryConvention, backend: Backend) -> None:
         """``own`` are the globals of the forward that calls the function by ``name``."""
-        self.own, self.name, self.law, self.backend = own, name, law, backend
+        self.own, self.name, self.convention, self.backend = own, name, convention, backend
         self.function: FunctionType = own[name]
         self._signature = signature(self.function)
 
@@ -185,12 +185,14 @@ class _Call:
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
         given = self._signature.bind(*args, **kwargs).arguments
-        arguments = _arguments(given, self.law)
+        arguments = _arguments(given, self.convention)
         if arguments is None:
             return self.function(*args, **kwargs)
         tensors, cos, sin, num_rotated = arguments
-        results = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=self.law.layout, backend=self.backend)
-        rotated = tuple(x.reshape(given[name].shape) for x, name in zip(results, self.law.tensors, strict=True))
+        results = rotary(
+            tensors, cos, sin, num_rotated=num_rotated, layout=self.convention.layout, backend=self.backend
+        )
+        rotated = tuple(x.reshape(given[name].shape) for x, name in zip(results, self.convention.tensors, strict=True))
         return rotated if len(rotated) > 1 else rotated[0]
 
 
@@ -219,12 +221,12 @@ class RotaryMatch:
         self.forward, self.backend = forward, backend
         if _needs_its_globals(forward.__code__):
             raise LeftAloneError("its forward writes or lists its globals")
-        laws = {name: law_of(forward.__globals__[name]) for name in _names(forward)}
-        self._laws = {name: law for name, law in laws.items() if law is not None}
-        if not self._laws:
+        conventions = {name: convention_of(forward.__globals__[name]) for name in _names(forward)}
+        self._conventions = {name: convention for name, convention in conventions.items() if convention is not None}
+        if not self._conventions:
             raise LeftAloneError("its rotary function is none of the known layouts")
         own = forward.__globals__
-        calls = {name: _Call(own, name, law, backend) for name, law in self._laws.items()}
+        calls = {name: _Call(own, name, convention, backend) for name, convention in self._conventions.items()}
         # Names of builtins are not looked up through __missing__.
         replaced = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **calls}
         self._copy = FunctionType(
@@ -239,7 +241,7 @@ class RotaryMatch:
         return RotaryMatch, (self.forward, self.backend)
 
     def __str__(self) -> str:
-        return f"rotary ({', '.join(map(str, self._laws.values()))})"
+        return f"rotary ({', '.join(map(str, self._conventions.values()))})"
 
 
 def _needs_its_globals(code: CodeType) -> bool:
@@ -283,8 +285,8 @@ def _make_forward(own: Forward) -> Forward:
 
 
 @lru_cache(maxsize=64)
-def law_of(function: Any) -> RotaryLaw | None:
-    """The law that reproduces ``function``; None when none does."""
+def convention_of(function: Any) -> RotaryConvention | None:
+    """The convention that reproduces ``function``; None when none does."""
     parameters = signature(function).parameters
     known = next((names for names in TABLES if all(name in parameters for name in names)), None)
     if known is None:
@@ -292,22 +294,24 @@ def law_of(function: Any) -> RotaryLaw | None:
     places = list(parameters)
     first = min(places.index(name) for name in known)
     further = [name for name in places[first:] if name not in known]
-    optional = all(name in HARMLESS or parameters[name].default is not Parameter.empty for name in further)
-    if first == 0 or not optional or any(name not in HARMLESS for name in further):
+    optional = all(name in KNOWN_PARAMETERS or parameters[name].default is not Parameter.empty for name in further)
+    if first == 0 or not optional or any(name not in KNOWN_PARAMETERS for name in further):
         return None
     tables = tuple(name for name in places if name in known)
-    for law in _laws(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
+    for convention in _conventions(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
         # Where a call may give the heads' dim, both positions have to be right.
-        dims = (1, 2) if "unsqueeze_dim" in parameters else (law.heads_dim,)
-        if all(_reproduces(function, replace_in(law, heads_dim=dim)) for dim in dims):
-            narrow = replace_in(law, partial=True)
-            law = narrow if not law.half_tables and _reproduces(function, narrow) else law
-            default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else law.heads_dim
-            return replace_in(law, heads_dim=default)
+        dims = (1, 2) if "unsqueeze_dim" in parameters else (convention.heads_dim,)
+        if all(_reproduces(function, replace_in(convention, heads_dim=dim)) for dim in dims):
+            narrow = replace_in(convention, partial=True)
+            convention = narrow if not convention.half_tables and _reproduces(function, narrow) else convention
+            default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else convention.heads_dim
+            return replace_in(convention, heads_dim=default)
     return None
 
 
-def _laws(tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: bool) -> Iterator[RotaryLaw]:
+def _conventions(
+    tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: bool
+) -> Iterator[RotaryConvention]:
     is_complex = len(tables) == 1
     pairings: tuple[Pairing, ...] = get_args(Pairing)
     for heads_dim, half_tables in product(
@@ -315,7 +319,7 @@ def _laws(tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: b
     ):
         for reads, writes in product(pairings, pairings):
             for places in ("shared",) if half_tables else (*pairings, "shared"):
-                yield RotaryLaw(
+                yield RotaryConvention(
                     tensors=tensors,
                     tables=tables,
                     layout=RotaryLayout(reads=reads, writes=writes, tables=places),  # type: ignore[arg-type]
@@ -325,50 +329,52 @@ def _laws(tensors: tuple[str, ...], tables: tuple[str, ...], *, is_multimodal: b
                 )
 
 
-def _reproduces(function: Callable[..., Any], law: RotaryLaw) -> bool:
-    """True if the law gives the outputs and gradients of the function, on tables whose halves differ."""
+def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> bool:
+    """True if the convention gives the outputs and gradients of the function, on tables whose halves differ."""
     generator = torch.Generator().manual_seed(0)
-    shape = (BATCH, HEADS, TOKENS, WIDTH) if law.heads_dim == 1 else (BATCH, TOKENS, HEADS, WIDTH)
-    width = WIDTH // 2 if law.half_tables else WIDTH - 4 if law.partial else WIDTH
+    shape = (BATCH, HEADS, TOKENS, WIDTH) if convention.heads_dim == 1 else (BATCH, TOKENS, HEADS, WIDTH)
+    width = WIDTH // 2 if convention.half_tables else WIDTH - 4 if convention.partial else WIDTH
     parameters = signature(function).parameters
     lead: tuple[int, ...] = (BATCH, TOKENS)
     given: dict[str, Any] = {}
     if "mrope_section" in parameters:
         lead, given["mrope_section"] = (3, *lead), SECTIONS
-        if law.partial:
+        if convention.partial:
             return False
-    if law.layout.tables == "shared" and not law.half_tables:
+    if convention.layout.tables == "shared" and not convention.half_tables:
         half = torch.randn(2, *lead, width // 2, generator=generator)
         cos, sin = torch.cat([half, half], -1)
     else:
         cos, sin = torch.randn(2, *lead, width, generator=generator)
-    if law.is_complex:
-        given[law.tables[0]] = torch.complex(cos, sin)
+    if convention.is_complex:
+        given[convention.tables[0]] = torch.complex(cos, sin)
     else:
         given |= {"cos": cos, "sin": sin}
     if "unsqueeze_dim" in parameters:
-        given["unsqueeze_dim"] = law.heads_dim
+        given["unsqueeze_dim"] = convention.heads_dim
     results: list[tuple[Tensor, ...]] = []
     for own in (True, False):
         leaves = [
             torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-            for seed in range(len(law.tensors))
+            for seed in range(len(convention.tensors))
         ]
-        named = dict(zip(law.tensors, leaves, strict=True)) | given
+        named = dict(zip(convention.tensors, leaves, strict=True)) | given
         with torch.enable_grad():
             if own:
                 try:
                     outputs = function(**named)
                 except Exception:
-                    # Whatever the model's function raises on these shapes: this law is not its layout. An attention
+                    # Whatever the model's function raises on these shapes: it has another convention. An attention
                     # without any keeps its own forward, with that reason in explain.
                     return False
             else:
-                arguments = _arguments(named, law)
+                arguments = _arguments(named, convention)
                 if arguments is None:
                     return False
                 tensors, cos, sin, num_rotated = arguments
-                outputs = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=law.layout, backend="reference")
+                outputs = rotary(
+                    tensors, cos, sin, num_rotated=num_rotated, layout=convention.layout, backend="reference"
+                )
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if len(outputs) != len(leaves) or any(output.shape != torch.Size(shape) for output in outputs):
             return False

@@ -45,8 +45,8 @@ class Kind:
     is_candidate: Callable[[nn.Module], bool]
     """True if a module looks like one of this kind"""
     match: Callable[[nn.Module, Backend], Any]
-    """What the swapped forward needs to know of a candidate, found by running its own forward on probe values. Its
-    ``str`` is shown by ``explain``. Raises :class:`LeftAloneError` if the module computes something else."""
+    """Probes the candidate's own forward and returns the options of its kernel, whose ``str`` is shown by ``explain``.
+    Raises :class:`LeftAloneError` if the module computes something else."""
     make_forward: Callable[[Forward], Forward]
     """The swapped forward, from the forward of the module's own class; it reads :func:`match_of` the module."""
 

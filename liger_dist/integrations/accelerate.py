@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from liger_dist.config import WrapConfig
+from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import FSDP2, LMHead
 from liger_dist.wrap import inner_model, record_of, wrap
@@ -55,6 +55,7 @@ def wrap_for(
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`; or settings that do not fit a vocab-parallel lm_head.
     """
+    check_choice("lm_head", lm_head, get_args(LMHead))
     plugin: Any = state.fsdp_plugin if state.distributed_type == DistributedType.FSDP else None
     if lm_head == "vocab_parallel":
         if plugin is None or plugin.fsdp_version != 2:

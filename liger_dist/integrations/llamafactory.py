@@ -15,6 +15,7 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.fsdp2 import LMHead
 
 from .trainer import fuse
 
@@ -22,24 +23,33 @@ FUSED_STAGES = {"pt": CustomTrainer, "sft": CustomSeq2SeqTrainer}
 OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
 
 
-def run_exp(args: dict[str, Any] | None = None, callbacks: list[Any] | None = None, **options: Any) -> None:
+def run_exp(
+    args: dict[str, Any] | None = None,
+    callbacks: list[Any] | None = None,
+    *,
+    lm_head: LMHead = "gather",
+    **options: Any,
+) -> None:
     """``llamafactory.train.tuner.run_exp`` with :func:`fused_trainers`; ``options`` are those of a
     :class:`liger_dist.WrapConfig`."""
-    with fused_trainers(WrapConfig(**options)):
+    with fused_trainers(WrapConfig(**options), lm_head=lm_head):
         tuner.run_exp(args, callbacks)
 
 
 @contextmanager
-def fused_trainers(config: WrapConfig | None = None) -> Iterator[None]:
+def fused_trainers(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
     """Within, the models of LLaMA-Factory's trainers (stages pt and sft) compute their loss fused, under DDP, FSDP1,
     FSDP2 or DeepSpeed.
+
+    Args:
+        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Raises:
         LigerDistError: another stage, or Liger's loss; before a model is loaded.
     """
     with ExitStack() as stack:
         for trainer in FUSED_STAGES.values():
-            stack.enter_context(_patched(trainer, "__init__", _fusing(trainer.__init__, config)))
+            stack.enter_context(_patched(trainer, "__init__", _fusing(trainer.__init__, config, lm_head)))
         for stage in OTHER_STAGES:
             stack.enter_context(_patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
         own = loader.apply_liger_kernel
@@ -58,11 +68,11 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own)
 
 
-def _fusing(own: Callable[..., None], config: WrapConfig | None) -> Callable[..., None]:
+def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
     @functools.wraps(own)
     def make_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        fuse(self, config)
+        fuse(self, config, lm_head=lm_head)
 
     return make_and_fuse
 

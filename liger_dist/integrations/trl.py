@@ -21,6 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped, record_of, unwrap
 
 from .accelerate import wrap_for
@@ -32,9 +33,12 @@ NAMES = {"log_probs": "log_prob", "entropy": "entropy", "mean_logits": "mean_log
 
 
 @contextmanager
-def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
+def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
     """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO) score their tokens with this library's lm_head, and so
     do their reference models, under the trainers' own settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+
+    Args:
+        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Raises:
         LigerDistError: a trainer asks for what this head does not have, or see :func:`liger_dist.wrap`; from the
@@ -54,7 +58,7 @@ def fused_heads(config: WrapConfig | None = None) -> Iterator[None]:
                 "wraps the trainer's models itself: pass it unwrapped (liger_dist.unwrap)."
             )
         _check(model, cast_lm_head_to_fp32, outputs)
-        wrap_for(AcceleratorState(), model, config)
+        wrap_for(AcceleratorState(), model, config, lm_head)
         reason = record_of(model).unfused_reason
         if reason is not None:
             unwrap(model)

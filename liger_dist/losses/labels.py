@@ -52,7 +52,7 @@ class Targets:
     """The tokens that a loss is computed for."""
 
     labels_T: Tensor
-    """int64, on the device of the hidden states; -1 for a token that takes no part"""
+    """int64, on the device of the hidden states; -1 for an ignored token"""
     index_T: Tensor | None
     """positions of these tokens among all tokens, negative for padding to a fixed number; None for all tokens"""
 

@@ -45,7 +45,7 @@ class Strategy(Protocol):
         ...
 
     def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        """Refuses a model that cannot be sharded so. No collectives.
+        """Refuses a model that this strategy cannot shard. No collectives.
 
         Args:
             unfused: why the loss of the model is not fused; None if it is.
@@ -95,7 +95,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What every rank knows alike of lm_head. Nothing here may differ between ranks."""
+    """Storage and options of lm_head; equal on all ranks."""
 
     strategy: str
     engine: Engine
@@ -146,7 +146,7 @@ class DataParallel:
 
 
 class Head(Protocol):
-    """What gives logits: an ``nn.Linear``, or the effective weight of one with LoRA."""
+    """Weight and bias of lm_head, or the effective ones of a LoRA layer."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -156,7 +156,7 @@ class Head(Protocol):
 
 
 class ShardingAdapter(Protocol):
-    """Computes the loss of an lm_head whose weight is stored in one way, no matter who sharded it."""
+    """Computes the loss for one storage layout of ``lm_head.weight``, whichever framework sharded it."""
 
     name: ClassVar[str]
 

@@ -51,12 +51,10 @@ class DDP(Unsharded):
         return DistributedDataParallel(outer.to(compute_device()))
 
 
-def may_be_running(wrapper: DistributedDataParallel | None = None) -> bool:
-    """True inside the forward of a DDP (of ``wrapper``, if given), and where its reducer runs in Python
-    (torch.compile) and cannot be asked."""
+def may_be_running() -> bool:
+    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile) and cannot be asked."""
     dynamo = sys.modules.get("torch._dynamo.config")
     if str(getattr(dynamo, "optimize_ddp", "")).startswith("python_reducer"):
         return True
     ask = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
-    active = None if ask is None else ask()
-    return ask is None or (active is not None if wrapper is None else active is wrapper)
+    return ask is None or ask() is not None

@@ -62,11 +62,12 @@ def materialize(
             module._parameters[name] = first._parameters[first_name]
     for tensor in (*model.parameters(), *model.buffers()):
         _poison(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    seed = torch.randint(2**62, ())
+    seed = torch.randint(2**62, (), device="cpu")
     if dist.is_initialized():
         seed = seed.to(collective_device())
         dist.broadcast(seed, src=0)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # The caller may still be in the context of the meta device, where the model was made.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
         _initialize(model, initialize, frozenset(layers), set())
     for name, buffer in model.named_buffers():
@@ -81,7 +82,8 @@ def _check_flags(model: nn.Module, initialize: Initializer, device: torch.device
         before = {name: b.clone() for name, b in owner._buffers.items() if b is not None and b.dtype == torch.bool}
         if not before:
             continue
-        with _throwaway(owner), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with _throwaway(owner), torch.device("cpu"), torch.random.fork_rng(devices=devices):
             initialize(owner)
             after = dict(owner._buffers)
         for name, value in before.items():
