@@ -2,9 +2,11 @@
 tensors that are saved anyway.
 
 When a norm is called, all matmuls that read the output of the previous norm are in the graph of its input. That graph
-is walked back as far as such norms. Saved-tensor hooks of other code (activation checkpointing, offloading) take
-precedence. A backward through a part of the graph frees what a later one through another part may need to recompute an
-output: ``retain_graph=True`` keeps it.
+is walked back as far as such norms, and hooks are put on the saved tensors that are found. The context
+``torch.autograd.graph.saved_tensors_hooks`` would need no walk, but under it autograd stops noticing in-place changes
+of every tensor that the model saves. Hooks of other code (activation checkpointing, offloading) take precedence. A
+backward through a part of the graph frees what a later one through another part may need to recompute an output:
+``retain_graph=True`` keeps it.
 """
 
 from __future__ import annotations
