@@ -172,6 +172,25 @@ def test_the_training_program_imports_only_what_is_public() -> None:
                 assert is_integration or {alias.name for alias in node.names} <= public, file
 
 
+def test_public_functions_do_not_return_any() -> None:
+    """Those that ``liger_dist`` exports, and those of the integrations."""
+    package = (ROOT / "liger_dist" / "__init__.py").read_text()
+    exported = re.findall(r"^from \.(\S+) import (\w+) as", package, re.MULTILINE)
+    files = [(ROOT / "liger_dist" / f"{module.replace('.', '/')}.py", name) for module, name in exported]
+    files += [(file, None) for file in (ROOT / "liger_dist" / "integrations").rglob("*.py")]
+    checked = 0
+    for file, exported_name in files:
+        if not file.exists():
+            continue  # STRATEGIES, of the package itself
+        for node in ast.parse(file.read_text()).body:
+            is_function = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            if is_function and exported_name in (None, node.name):
+                assert node.returns is not None, f"{file.name}: {node.name}"
+                assert "Any" not in ast.unparse(node.returns).replace("AnyTrainer", ""), f"{file.name}: {node.name}"
+                checked += 1
+    assert checked > 20
+
+
 def test_losses_use_no_dtensor() -> None:
     """Ruff cannot vary its bans by folder."""
     for file in (ROOT / "liger_dist" / "losses").glob("*.py"):

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from typing_extensions import TypeVarTuple, Unpack
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import FSDP2, LMHead
 from liger_dist.wrap import inner_model, record_of, wrap
 
+Others = TypeVarTuple("Others")
+
+
+@overload
+def prepare(
+    accelerator: Accelerator, model: nn.Module, *, config: WrapConfig | None = ..., lm_head: LMHead = ...
+) -> nn.Module: ...
+
+
+@overload
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *others: Unpack[Others],
+    config: WrapConfig | None = ...,
+    lm_head: LMHead = ...,
+) -> tuple[nn.Module, Unpack[Others]]: ...
+
 
 def prepare(
     accelerator: Accelerator,
     model: nn.Module,
-    *others: Any,
+    *others: object,
     config: WrapConfig | None = None,
     lm_head: LMHead = "gather",
-) -> Any:
+) -> nn.Module | tuple[object, ...]:
     """``accelerator.prepare(model, *others)`` of a model that computes its loss fused, under the accelerator's own
     settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
 
@@ -43,7 +62,8 @@ def prepare(
         given = zip(group["params"], named, strict=True)
         group["params"] = [own if name is None else now[name] for own, name in given]
     del now
-    return accelerator.prepare(model, *others)
+    prepared: nn.Module | tuple[object, ...] = accelerator.prepare(model, *others)
+    return prepared
 
 
 def wrap_for(

@@ -13,24 +13,27 @@ import base64
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed
 import hjson
 from deepspeed.pipe import PipelineModule
+from torch.optim import Optimizer
 
 from liger_dist.errors import LigerDistError
 from liger_dist.wrap import unwrap, wrap
 
 from .deepspeed_section import NAME, Section, read_section
 
-_own: Callable[..., Any] = deepspeed.initialize
+_own: Callable[..., tuple[Any, ...]] = deepspeed.initialize
 
 
 @functools.wraps(_own)
-def initialize(*args: Any, **kwargs: Any) -> Any:
+def initialize(
+    *args: Any, **kwargs: Any
+) -> tuple[deepspeed.DeepSpeedEngine, Optimizer, Iterable[object] | None, object]:
     """``deepspeed.initialize`` with the model wrapped as the section says; without one, or with ``"enabled": false``,
     nothing but ``deepspeed.initialize``.
 
