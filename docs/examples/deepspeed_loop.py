@@ -24,4 +24,6 @@ for batch in DataLoader(Sequences(), batch_size=4):
     engine.step()
 if engine.global_rank == 0:
     print(float(loss))
+# gloo's threads may still hold tensors of the last step, and abort if Python ends before they have freed them.
+torch.distributed.barrier()
 torch.distributed.destroy_process_group()

@@ -26,4 +26,6 @@ for _ in range(2):
     engine.backward(loss)
     engine.step()
 print(f"wrapped: {'_liger_dist' in vars(engine.module)}", flush=True)
+# gloo's threads may still hold tensors of the last step, and abort if Python ends before they have freed them.
+torch.distributed.barrier()
 torch.distributed.destroy_process_group()
