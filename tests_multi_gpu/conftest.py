@@ -17,17 +17,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from harness import Workers
+from harness import Workers, shared_buffers
 from training_runs import arguments_for, write_corpus
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-pages", action="store_true", help="write the pages of docs that show what a run saw")
-
-
-def shared_buffers() -> set[Path]:
-    """What DeepSpeed leaves in memory for processes of one machine, 66 MiB for each."""
-    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 OTHERS = shared_buffers()
@@ -50,21 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {found}"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers_2() -> Iterator[Workers]:
-    """Two processes in one process group, started once."""
+    """Two processes in one process group, started once per file."""
     with Workers(2) as workers:
         yield workers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers_4() -> Iterator[Workers]:
-    """Four processes in one process group, started once."""
+    """Four processes in one process group, started once per file."""
     with Workers(4) as workers:
         yield workers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers_on_all(request: pytest.FixtureRequest) -> Workers:
     """Four processes; two where the machine has no more GPUs."""
     workers: Workers = request.getfixturevalue("workers_2" if torch.cuda.device_count() in (2, 3) else "workers_4")
@@ -84,10 +79,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(workers_2: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of the training program on two ranks under FSDP2."""
     from training.loop import train
 
     output = tmp_path_factory.mktemp("trained")
-    workers_2.run(train, arguments_for(data, cache, output))
+    with Workers(2) as workers:
+        workers.run(train, arguments_for(data, cache, output))
     return output

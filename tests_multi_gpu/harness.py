@@ -1,4 +1,6 @@
-"""Processes that outlive a test: one process group for a session, functions sent to it by name.
+"""Processes that outlive a test: one process group for a file, functions sent to it by name.
+
+Not for longer: torch keeps every group that a test has made, and a thread of gloo polls for each every 10 ms.
 
 Every call has a time limit. A rank that fails or hangs ends the pool, so that no test can wait for it, and the next
 call starts a fresh one.
@@ -13,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,11 @@ TIME_LIMIT = 150.0
 """seconds for one call; DeepSpeed compiles an extension in its first one on a machine"""
 START_LIMIT = 120.0
 """seconds for the processes to import and meet"""
+
+
+def shared_buffers(pattern: str = "*") -> set[Path]:
+    """What DeepSpeed leaves in memory for processes of one machine, 66 MiB for each."""
+    return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer{pattern}"))
 
 
 class Workers:
@@ -94,6 +102,9 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
+        if self._store is not None:
+            for path in shared_buffers(f"*_{self._store.port}_*"):
+                path.unlink()
         self._processes, self._pipes, self._store = [], [], None
 
 
