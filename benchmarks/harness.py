@@ -60,12 +60,12 @@ class Row:
 
 
 def pause() -> None:
-    """Keeps the GPU busy while the host issues the next call, as the layers in front of it would."""
+    """Keeps the GPU busy while the host issues the next call, as the layers before it would."""
     torch.cuda._sleep(500_000)
 
 
 def products(milliseconds: float = 20.0) -> Callable[[], None]:
-    """GEMMs for about as long (at 700 TFLOP/s), as the layers in front of a loss."""
+    """GEMMs for about as long (at 700 TFLOP/s), as the layers before a loss."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -86,7 +86,7 @@ def measure(
     warmups: int = 3,
     before: Callable[[], object] = pause,
 ) -> list[Row]:
-    """Medians over ``rounds``, with ``before`` in front of each timed call. A candidate that raises is reported with
+    """Medians over ``rounds``, with ``before`` called before each timed call. A candidate that raises is reported with
     its sentence, and the others go on."""
     rows = {c.name: Row(problem, c.name, c.accuracy) for c in candidates}
     alive = []
@@ -129,7 +129,7 @@ def peak_mib(run: Callable[[], object]) -> float:
 
 
 def host_us(run: Callable[[], object], calls: int = 50) -> float:
-    """Time the host needs to issue a call, in microseconds: median, with an empty queue in front of each."""
+    """Time the host needs to issue a call, in microseconds: median, with an empty queue before each."""
     import time
 
     seen = []

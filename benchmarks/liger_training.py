@@ -1,4 +1,4 @@
-"""``launch/train.py`` with Liger's kernels in the place of ours: the same data, loop and optimiser."""
+"""``launch/train.py`` with Liger's kernels instead of ours: the same data, loop and optimiser."""
 
 from __future__ import annotations
 

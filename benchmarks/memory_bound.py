@@ -1,6 +1,6 @@
 """Kernels that move bytes: norms, gated activations, rotary embedding, cross entropy on given logits.
 
-Time is that of the device: calls are captured in a CUDA graph, each on inputs of its own, so that none finds its data
+Time is that of the device: calls are captured in a CUDA graph, each on separate inputs, so that none finds its data
 in the L2 cache. A backward is what a forward and backward together take longer than the forward. Percentages are of
 the bandwidth of a large copy in the same rounds; the bytes are those that have to be moved, each once.
 """

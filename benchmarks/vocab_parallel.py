@@ -111,7 +111,7 @@ def measure_together(problem: str, candidates: list[Candidate], rounds: int) -> 
     for number in range(rounds):
         for index in torch.randperm(len(candidates), generator=order).tolist():
             before()
-            # Nobody's clock runs while it waits for somebody else's products; the hosts run ahead.
+            # No rank is timed while it waits for another rank's products; the hosts run ahead.
             dist.all_reduce(torch.zeros(1, device="cuda"))
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

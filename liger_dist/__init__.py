@@ -6,9 +6,9 @@ from .config import WrapConfig as WrapConfig
 from .errors import LigerDistError as LigerDistError
 from .explain import Explanation as Explanation
 from .explain import explain as explain
+from .functional import cross_entropy as cross_entropy
+from .functional import linear_cross_entropy as linear_cross_entropy
 from .losses.arguments import LossOutput as LossOutput
-from .losses.cross_entropy import cross_entropy as cross_entropy
-from .losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding.base import Strategy as Strategy
 from .sharding.ddp import DDP as DDP

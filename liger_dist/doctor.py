@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from .losses.linear_cross_entropy import linear_cross_entropy
+from .functional import linear_cross_entropy
 from .sharding.process_groups import compute_device
 
 Verdict = Literal["ok", "note", "wrong"]

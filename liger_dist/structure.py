@@ -240,7 +240,7 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
         elif any(True for _ in module.parameters(recurse=False)):
             raise LigerDistError(
                 f"{type(module).__name__} has parameters on the meta device and no rule to initialise them "
-                "(_init_weights of its model, or reset_parameters of its own); define one, or build the model on a "
+                "(_init_weights of its model, or its reset_parameters); define one, or build the model on a "
                 "real device."
             )
         for child in module.children():

@@ -84,7 +84,7 @@ def wrap(
               sent through the wrapper.
             - "tp": the rows of lm_head are sharded over all ranks, which see the same tokens; the layers stay full, or
               keep the plan that the model was loaded with. Rank 0's values count. Torch's optimizers do not mix
-              DTensors with other tensors in one foreach update: give the DTensor parameters a group of their own, or
+              DTensors with other tensors in one foreach update: give the DTensor parameters a separate group, or
               ``foreach=False``.
         mesh: shorthand for the option ``mesh`` of "fsdp1", "fsdp2" and "tp" given by name: a DeviceMesh or its shape,
             ``(shard,)`` or ``(replicate, shard)``; all ranks in one shard group by default. A last axis named "tp" is

@@ -65,7 +65,7 @@ class Model:
 
 
 class QuantisedLinear(nn.Module):
-    """As quantisation libraries replace an lm_head: integers, and a forward of its own."""
+    """An lm_head as quantisation libraries make it: integer weights and another forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -224,7 +224,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _head_modules(model: nn.Module, cell: Cell) -> list[nn.Module]:
-    """The parts of the head that become units of their own. DoRA's parts read each other's weights, so it is one."""
+    """The parts of lm_head that become separate FSDP units. DoRA's parts read each other's weights, so it is one."""
     modules = [(name, module) for name, module in model.named_modules() if "lm_head" in name]
     if cell.built.lora == "DoRA":
         return [modules[0][1]]

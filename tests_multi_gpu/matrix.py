@@ -134,7 +134,7 @@ SITUATIONS = {
     "full on every rank (DDP, ZeRO-0 to 2)": FULL,
     "the same, global mean, averaged by nothing that is known": replace(FULL, token_mean="global"),
     "FSDP1": replace(FULL, engine="fsdp1", storage="FSDP1 shards the weight"),
-    "FSDP1, tied, in a unit of its own": replace(
+    "FSDP1, tied, in a separate unit": replace(
         FULL, engine="fsdp1", storage="FSDP1 shards the weight", tied=True, apart_from_embedding=True
     ),
     "FSDP2": replace(FULL, engine="fsdp2", storage="FSDP2 shards the weight"),

@@ -1,5 +1,5 @@
-"""Axolotl's plugin interface and trainer, where Axolotl is installed (its versions are not this project's: it has an
-environment of its own)."""
+"""Axolotl's plugin interface and trainer, where Axolotl is installed (its versions are not this project's: it needs
+another environment)."""
 
 from __future__ import annotations
 

@@ -247,6 +247,6 @@ def test_a_loss_without_a_plain_mean_stays_the_models_own() -> None:
     model: nn.Module = make_model("llama")
     model.__class__ = Summing
     expected = model(**make_batch(0)).loss
-    with pytest.warns(UserWarning, match="a reduction of its own"):
+    with pytest.warns(UserWarning, match="passes another reduction to its loss"):
         liger_dist.wrap(model)
     assert torch.equal(model(**make_batch(0)).loss, expected)

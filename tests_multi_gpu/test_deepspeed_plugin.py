@@ -90,7 +90,7 @@ def trained(stage: int, section: dict[str, Any]) -> dict[str, Any]:
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
-    # Without partitions there is none of its own.
+    # Stage 0 in fp32 keeps no separate fp32 weights.
     weights = {
         name: (parameter if stage == 0 else safe_get_full_fp32_param(parameter)).detach().cpu().clone()
         for name, parameter in model.named_parameters()

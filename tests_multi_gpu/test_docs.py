@@ -1,5 +1,5 @@
 """Every code block of every page runs, with what a reader has around it; commands run where two processes on CPUs can
-run them (some in tests of their own), and are read by the programs that they start where not. The pages build without a
+run them (some in separate tests), and are read by the programs that they start where not. The pages build without a
 warning, so that links hold."""
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_bool_buffers_of_a_meta_model_get_their_values_or_refuse() -> None:
 
 
 class FailsInBf16(nn.Module):
-    """A norm that raises in bf16 for a reason of its own."""
+    """A norm that raises in bf16 for another reason."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

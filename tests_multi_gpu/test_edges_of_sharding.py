@@ -1,4 +1,4 @@
-"""Sharded models beside the usual loop: ranks that weigh their losses, refuse alone, put off reductions, or save while
+"""Sharded models beside the usual loop: ranks that weigh their losses, refuse alone, skip reductions, or save while
 another thread computes."""
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_a_state_dict_taken_during_a_forward_has_full_shapes(workers_2: Workers)
 
 
 def saved_during_a_forward() -> list[tuple[int, ...]]:
-    """Gemma's embedding has a class of its own, which reads the dtype of the weight."""
+    """Gemma's embedding has a separate class, which reads the dtype of the weight."""
     model: Any = make_model("gemma2", tied=True, dtype=torch.float32)
     embedding = model.model.embed_tokens
     scaled = type(embedding)

@@ -57,7 +57,7 @@ def test_every_strategy_draws_the_same_curve(
 def test_the_norm_is_known_without_clipping(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Stage 0 in fp32 has none of its own then."""
+    """DeepSpeed computes no norm at stage 0 in fp32 without clipping."""
     (tmp_path / "zero0.json").write_text("{}")
     ways = {"zero0": {"strategy": "deepspeed", "deepspeed": str(tmp_path / "zero0.json")}}
     ways |= {name: WAYS[name] for name in ("zero2", "zero3", "fsdp1", "ddp")}

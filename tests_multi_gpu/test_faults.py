@@ -312,7 +312,7 @@ def test_one_run_at_a_time_has_a_folder(data: Path, cache: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("option", ["output_dir", "cache_dir"])
 def test_a_disk_that_is_not_shared(option: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
-    """Each rank has a folder of its own, as where a mount is missing on a machine."""
+    """Each rank has another folder, as where a mount is missing on a machine."""
     (tmp_path / "apart" / "1" / "checkpoints").mkdir(parents=True)
     arguments = arguments_for(data, cache, tmp_path, **{option: str(tmp_path / "apart")})
     for said in workers_2.run(refused_without_a_shared_disk, arguments, option):

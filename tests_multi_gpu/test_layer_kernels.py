@@ -298,7 +298,7 @@ def true_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) ->
     def places(pairing: str, pair: int) -> tuple[int, int]:
         if pairing == "shared":
             return pair, pair
-        return (2 * pair, 2 * pair + 1) if pairing == "neighbours" else (pair, pair + R // 2)
+        return (2 * pair, 2 * pair + 1) if pairing == "interleaved" else (pair, pair + R // 2)
 
     columns = list(x.unbind(-1))
     for pair in range(R // 2):
@@ -312,7 +312,7 @@ def true_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) ->
 LAYOUTS = [
     RotaryLayout(reads=reads, writes=writes, tables=tables)
     for reads, writes, tables in product(
-        ("halves", "neighbours"), ("halves", "neighbours"), ("halves", "neighbours", "shared")
+        ("halves", "interleaved"), ("halves", "interleaved"), ("halves", "interleaved", "shared")
     )
 ]
 

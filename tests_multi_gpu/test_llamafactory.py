@@ -1,5 +1,5 @@
-"""LLaMA-Factory's own training function, where it is installed (its versions are not this project's: it has an
-environment of its own)."""
+"""LLaMA-Factory's own training function, where it is installed (its versions are not this project's: it needs
+another environment)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DDP = DistributedDataParallel
 
 
 class Policy(nn.Module):
-    """A module of somebody's that asks the model for two losses."""
+    """A module around the model that asks the model for two losses."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ def skip_without(layout: Layout) -> None:
     if missing:
         pytest.skip(f"DistributedConfig of this transformers has no {', '.join(missing)}")
     if 0 < torch.cuda.device_count() < layout.world:
-        pytest.skip(f"transformers gives each of {layout.world} ranks a GPU of its own")
+        pytest.skip(f"transformers gives each of {layout.world} ranks another GPU")
     if layout.name == FSDP_TP.name and "dp_replicate_size" not in known:
         pytest.skip("this transformers makes a mesh of one axis, for fsdp_size or tp_size")
 

@@ -26,7 +26,7 @@ from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped
 
 HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.16"
-"""Python 3.10 has only earlier releases of TRL, without a head of their own"""
+"""Python 3.10 has only earlier releases of TRL, without a fused lm_head"""
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="TRL 1.16 is not installed")
 ROWS = 8
 CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)

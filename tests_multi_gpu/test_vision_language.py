@@ -461,7 +461,7 @@ def test_a_second_wrap_after_unwrapping_exchanges_again(workers_2: Workers) -> N
 
 
 def wrapped_twice() -> list[float]:
-    """The exchange has a process group of its own, which unwrapping destroys."""
+    """The exchange has a separate process group, which unwrapping destroys."""
     losses = []
     for _ in range(3):
         wrapped = liger_dist.wrap(make_model("llava"), "fsdp2")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import Workers
 from models import make_batch, make_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
@@ -120,6 +121,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
 
 def test_the_op_refuses_a_weight_that_is_sharded(workers_2: Workers) -> None:
     for sentences in workers_2.run(given_sharded_weights):
+        assert sum(layout.startswith("logits") for layout in sentences) == 2
         for layout, sentence in sentences.items():
             assert "liger_dist.wrap" in sentence, layout
 
@@ -139,6 +141,10 @@ def given_sharded_weights() -> dict[str, str]:
         with pytest.raises(liger_dist.LigerDistError) as caught:
             liger_dist.linear_cross_entropy(hidden, head.weight, batch["labels"])
         sentences[str(cell)] = str(caught.value)
+        if isinstance(head.weight, DTensor):
+            with pytest.raises(liger_dist.LigerDistError) as caught:
+                liger_dist.cross_entropy(head.weight, torch.zeros(len(head.weight), dtype=torch.int64))
+            sentences[f"logits, {cell}"] = str(caught.value)
         if cell.engine == "zero":
             import deepspeed
 

@@ -467,5 +467,5 @@ def test_a_model_that_was_not_initialised_is_not_wrapped_again() -> None:
     model._init_weights = lambda module: None if isinstance(module, torch.nn.Linear) else own(module)
     with pytest.raises(liger_dist.LigerDistError, match="without values"):
         liger_dist.wrap(model, "none")
-    with pytest.raises(liger_dist.LigerDistError, match="have got storage already"):
+    with pytest.raises(liger_dist.LigerDistError, match="sharded or initialised already"):
         liger_dist.wrap(model, "none")

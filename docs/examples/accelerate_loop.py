@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate. On several GPUs: accelerate launch docs/examples/accelerate_loop.py"""
+"""A custom training loop with Accelerate. On several GPUs: accelerate launch docs/examples/accelerate_loop.py"""
 
 import torch
 from accelerate import Accelerator

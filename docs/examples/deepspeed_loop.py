@@ -1,4 +1,4 @@
-"""A loop of one's own with DeepSpeed: torchrun --nproc-per-node 2 docs/examples/deepspeed_loop.py"""
+"""A custom training loop with DeepSpeed: torchrun --nproc-per-node 2 docs/examples/deepspeed_loop.py"""
 
 import os
 from pathlib import Path

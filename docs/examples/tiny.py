@@ -1,4 +1,4 @@
-"""What the examples train: a small random Llama on random tokens. Put your own in the place of all of it."""
+"""Model and data of the examples: a small random Llama on random tokens. Replace both with your own."""
 
 from __future__ import annotations
 

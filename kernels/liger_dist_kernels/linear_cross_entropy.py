@@ -200,7 +200,7 @@ def linear_cross_entropy(
         needs: the gradients to compute.
         with_entropy: also return each token's entropy.
         weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
-            gradient of its own: no further memory, and nothing is rounded between micro-batches.
+            separate gradient: no further memory, and nothing is rounded between micro-batches.
         memory_budget: bytes of the logits buffer; see :func:`plan_chunks`. By default a quarter without gradients.
         backend: Triton kernels or the plain-torch reference; see :func:`runs_triton`.
     """

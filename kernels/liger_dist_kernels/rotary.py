@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ._triton_utils import Backend, runs_triton, statistics_dtype
 
-Pairing = Literal["halves", "neighbours"]
+Pairing = Literal["halves", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryLayout:
-    """Where the pairs of R features are: feature p and p + R/2 ("halves", GPT-NeoX), or 2p and 2p + 1 ("neighbours",
+    """Where the pairs of R features are: feature p and p + R/2 ("halves", GPT-NeoX), or 2p and 2p + 1 ("interleaved",
     GPT-J)."""
 
     reads: Pairing = "halves"
@@ -33,8 +33,8 @@ class RotaryLayout:
 
 
 @triton.jit
-def _places(pair, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    if NEIGHBOURS:
+def _places(pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
         return 2 * pair, 2 * pair + 1
     return pair, pair + HALF
 
@@ -42,18 +42,18 @@ def _places(pair, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr):
 @triton.jit
 def _rotate_heads(
     x_ptr, y_ptr, cos_ptr, sin_ptr, first, heads, stride_xh, stride_yh, stride_ch, stride_sh, D: tl.constexpr,
-    HALF: tl.constexpr, READS_NEIGHBOURS: tl.constexpr, WRITES_NEIGHBOURS: tl.constexpr, TABLE_NEIGHBOURS: tl.constexpr,
-    TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HALF: tl.constexpr, READS_INTERLEAVED: tl.constexpr, WRITES_INTERLEAVED: tl.constexpr,
+    TABLE_INTERLEAVED: tl.constexpr, TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, from ``first`` on; the pointers are those of the token's first head."""
     dtype = tl.float64 if FP64 else tl.float32
     head = (first + tl.arange(0, HEADS))[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (pair < HALF)
-    read_a, read_b = _places(pair, HALF, READS_NEIGHBOURS)
-    write_a, write_b = _places(pair, HALF, WRITES_NEIGHBOURS)
-    table_a, table_b = _places(pair, HALF, TABLE_NEIGHBOURS)
+    read_a, read_b = _places(pair, HALF, READS_INTERLEAVED)
+    write_a, write_b = _places(pair, HALF, WRITES_INTERLEAVED)
+    table_a, table_b = _places(pair, HALF, TABLE_INTERLEAVED)
     if TABLE_SHARED:
         table_b = table_a
     a = tl.load(x_ptr + head * stride_xh + read_a, mask=mask, other=0.0).to(dtype)
@@ -82,8 +82,8 @@ def _rotate_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, y_q_ptr, y_k_ptr, tokens, heads_q, heads_k,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_cb, stride_ct, stride_ch,
     stride_sb, stride_st, stride_sh, stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
-    blocks_q, D: tl.constexpr, HALF: tl.constexpr, READS_NEIGHBOURS: tl.constexpr, WRITES_NEIGHBOURS: tl.constexpr,
-    TABLE_NEIGHBOURS: tl.constexpr, TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr,
+    blocks_q, D: tl.constexpr, HALF: tl.constexpr, READS_INTERLEAVED: tl.constexpr, WRITES_INTERLEAVED: tl.constexpr,
+    TABLE_INTERLEAVED: tl.constexpr, TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -96,14 +96,14 @@ def _rotate_kernel(
         _rotate_heads(
             q_ptr + batch * stride_qb + token * stride_qt, y_q_ptr + batch * stride_yqb + token * stride_yqt,
             cos_ptr, sin_ptr, block * HEADS, heads_q, stride_qh, stride_yqh, stride_ch, stride_sh, D, HALF,
-            READS_NEIGHBOURS, WRITES_NEIGHBOURS, TABLE_NEIGHBOURS, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
+            READS_INTERLEAVED, WRITES_INTERLEAVED, TABLE_INTERLEAVED, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
             BLOCK_REST,
         )  # fmt: skip
     else:
         _rotate_heads(
             k_ptr + batch * stride_kb + token * stride_kt, y_k_ptr + batch * stride_ykb + token * stride_ykt,
             cos_ptr, sin_ptr, (block - blocks_q) * HEADS, heads_k, stride_kh, stride_ykh, stride_ch, stride_sh, D, HALF,
-            READS_NEIGHBOURS, WRITES_NEIGHBOURS, TABLE_NEIGHBOURS, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
+            READS_INTERLEAVED, WRITES_INTERLEAVED, TABLE_INTERLEAVED, TABLE_SHARED, BACKWARD, FP64, HEADS, BLOCK_HALF,
             BLOCK_REST,
         )  # fmt: skip
 
@@ -162,9 +162,9 @@ def rotate(
             blocks_q,
             D=D,
             HALF=R // 2,
-            READS_NEIGHBOURS=reads == "neighbours",
-            WRITES_NEIGHBOURS=writes == "neighbours",
-            TABLE_NEIGHBOURS=layout.tables == "neighbours",
+            READS_INTERLEAVED=reads == "interleaved",
+            WRITES_INTERLEAVED=writes == "interleaved",
+            TABLE_INTERLEAVED=layout.tables == "interleaved",
             TABLE_SHARED=layout.tables == "shared",
             BACKWARD=backward,
             FP64=q.dtype == torch.float64,
@@ -192,7 +192,7 @@ def reference(
         rotated = (a * cos_a + b * sin_b, b * cos_b - a * sin_a)
     else:
         rotated = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
-    joined = torch.stack(rotated, -1).flatten(-2) if writes == "neighbours" else torch.cat(rotated, -1)
+    joined = torch.stack(rotated, -1).flatten(-2) if writes == "interleaved" else torch.cat(rotated, -1)
     # In the layout of x, as arithmetic would give it: models look at it with other shapes.
     y = torch.empty_like(x)
     y[..., :R], y[..., R:] = joined, x[..., R:]
@@ -200,7 +200,7 @@ def reference(
 
 
 def _pairs(x: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-    if pairing == "neighbours":
+    if pairing == "interleaved":
         return x[..., ::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]

@@ -110,11 +110,11 @@ class _Probe:
         arrival = self.arrivals[0]
         items = arrival.options.pop("num_items_in_batch", None)
         if items not in ((None, PROBE_ITEMS) if takes_items else (None,)):
-            raise NotFusableError("its forward gives its loss function a num_items_in_batch of its own")
+            raise NotFusableError("its forward passes another num_items_in_batch to its loss function")
         smoothing = float(arrival.options.pop("label_smoothing", 0.0))
         for name, usual in (("ignore_index", IGNORED), ("reduction", "mean"), ("weight", None)):
             if arrival.options.pop(name, usual) != usual:
-                raise NotFusableError(f"its forward gives its loss a {name} of its own")
+                raise NotFusableError(f"its forward passes another {name} to its loss")
         targets, rows = self._targets(arrival)
         return LossRecipe(
             targets=targets,
@@ -266,7 +266,7 @@ class _Probe:
             if shift_labels is not None:
                 targets = shift_labels
             if given["vocab_size"] != logits.shape[-1]:
-                raise NotFusableError("its forward gives its loss function a vocab_size of its own")
+                raise NotFusableError("its forward passes another vocab_size to its loss function")
             options: dict[str, Any] = {
                 key: given[key] for key in ("num_items_in_batch", "ignore_index") if key in given
             }

@@ -2,7 +2,7 @@
 forward calls it.
 
 The function, a global of the model's module such as ``apply_rotary_pos_emb``, runs on probe values; the layout of pairs
-and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its own forward in
+and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward in
 whose globals that one function is replaced: no source is read, and every other global is looked up at call time.
 """
 

@@ -1,4 +1,4 @@
-"""Swaps the forward of one module, reversibly: by a subclass of its own class, set on the instance.
+"""Swaps the forward of one module, reversibly: by a subclass of its class, set on the instance.
 
 Parameters, names, state dict, ``isinstance`` and the class's name stay; only the instance changes. A swapped forward
 falls back to the module's own wherever the module is not what it was when it was matched.

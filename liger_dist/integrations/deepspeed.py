@@ -1,6 +1,6 @@
 """DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
 
-In code of your own, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate),
+In your own code, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate),
 :func:`install` once before, or ``liger-dist deepspeed`` before the usual command:
 
     liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json

@@ -1,6 +1,6 @@
 """TRL's trainers: ``with fused_heads(): trainer = SFTTrainer(…)``.
 
-TRL 1.x gives its models a head of its own (``add_fused_lm_head``), which is asked for per-token log-probabilities by
+TRL 1.x gives its models another lm_head (``add_fused_lm_head``), which is asked for per-token log-probabilities by
 ``model(..., labels=labels, fused_lm_head=True)``. Here a wrapped model answers those calls.
 """
 

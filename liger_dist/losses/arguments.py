@@ -79,7 +79,7 @@ class Execution:
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
     """groups of the ranks whose tokens share one mean, one group for each mesh axis; empty for this rank alone"""
     divide_factor: float = 1.0
-    """number by which the framework divides the gradients summed over ``mean_groups``"""
+    """divisor that the framework applies to the gradients summed over ``mean_groups``"""
 
     def __post_init__(self) -> None:
         check_count("memory_budget", self.memory_budget, "bytes")
@@ -171,6 +171,15 @@ def _check_weight(name: str, weight: Tensor | None, shape: torch.Size, meaning: 
         raise LigerDistError(
             f"{name} requires a gradient, which this loss does not compute. Detach it, or ask for reduction='none' (or "
             "outputs=('log_prob',)) and multiply yourself."
+        )
+
+
+def check_not_dtensor(name: str, tensor: Tensor) -> None:
+    """Refuses a DTensor, of which every rank holds another part."""
+    if hasattr(tensor, "placements"):
+        raise LigerDistError(
+            f"{name} is a DTensor with placements {tensor.placements}; expected a full local tensor. Wrap the model "
+            "with liger_dist.wrap, which computes the loss inside lm_head."
         )
 
 

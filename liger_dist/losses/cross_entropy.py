@@ -7,7 +7,6 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cr
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
-from .arguments import Execution, LossArguments, LossOutput, Reduction, loss_arguments
+from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import check_labels, select_targets
 from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
@@ -93,58 +92,9 @@ class _CrossEntropy(torch.autograd.Function):
         return d_logits_TV, None
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    num_items_in_batch: Tensor | float | None = None,
-    outputs: Sequence[str] = (),
-    overwrite_logits: bool = False,
-) -> Tensor | LossOutput:
-    """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
-
-    Args:
-        logits: ``[..., V]`` raw logits.
-        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
-        overwrite_logits: write the gradient over the logits, which saves their size; they must not be read again, and
-            a backward of anything else computed from them raises. Only for scalar losses without differentiable
-            ``outputs``.
-
-    The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
-    """
-    loss = loss_arguments(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        num_items_in_batch=num_items_in_batch,
-        outputs=outputs,
-    )
-    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
-    return result if loss.outputs else result.loss
-
-
 def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
-    """:func:`cross_entropy` with its arguments as records."""
-    if hasattr(logits, "placements"):
-        raise LigerDistError(
-            f"logits are a DTensor with placements {logits.placements}; this function takes full local tensors. "
-            "Wrap the model with liger_dist.wrap, which computes the loss inside lm_head."
-        )
+    """:func:`liger_dist.cross_entropy` with its arguments as records."""
+    check_not_dtensor("logits", logits)
     if logits.dim() < 1 or not logits.is_floating_point():
         raise LigerDistError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}; expected [..., V] of a floating dtype."

@@ -51,7 +51,7 @@ class _Lookup:
         return padded
 
     def own_rows(self, ids_Gm: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Row of this rank for each id, any row for ids of other ranks, and a mask of its own ids."""
+        """Row of this rank for each id, any row for ids of other ranks, and a mask of this rank's ids."""
         rows = ids_Gm.reshape(-1) - self.shard.start
         is_own = (rows >= 0) & (rows < num_rows)
         # Spread over the rows, so that the backward does not accumulate into one.

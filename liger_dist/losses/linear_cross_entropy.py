@@ -9,7 +9,6 @@ backward recomputes the logits chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import GradientNeeds, LinearCrossEntropyResult, TokenGradients, TokenTerms
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
-from .arguments import Execution, LossArguments, LossOutput, Reduction, loss_arguments
+from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import Targets, check_labels, select_targets
 from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
@@ -167,7 +166,7 @@ def fused_linear_cross_entropy(
             products round it to that of ``hidden_states``, its gradient is not rounded.
     """
     rows = HeadRows(vocab_size=weight.shape[0]) if rows is None else rows
-    _check_tensors(hidden_states, weight, bias)
+    check_tensors(hidden_states, weight, bias)
     check_labels(
         labels,
         tokens_of="hidden states",
@@ -220,13 +219,15 @@ def _scales(targets: Targets, hidden_TD: Tensor, rows: HeadRows, loss: LossArgum
     return token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_TD.dtype, common_divisor=divisor)
 
 
-def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses tensors that are no full hidden states, weight and bias on one device.
+
+    Raises:
+        LigerDistError: with what does not fit.
+    """
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
-        if tensor is not None and hasattr(tensor, "placements"):
-            raise LigerDistError(
-                f"{name} is a DTensor with placements {tensor.placements}; this function takes full local tensors. "
-                "Wrap the model with liger_dist.wrap, which computes the loss inside lm_head."
-            )
+        if tensor is not None:
+            check_not_dtensor(name, tensor)
     if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
         raise LigerDistError(
             f"hidden_states have shape {tuple(hidden_states.shape)} and weight has shape {tuple(weight.shape)}; "
@@ -250,87 +251,4 @@ def _check_dtypes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) ->
             f"hidden_states have dtype {hidden_states.dtype} and weight has dtype {weight.dtype}"
             + ("" if bias is None else f" and bias has dtype {bias.dtype}")
             + "; expected one floating dtype. Convert them, or run under torch.autocast."
-        )
-
-
-def linear_cross_entropy(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    num_items_in_batch: Tensor | float | None = None,
-    outputs: Sequence[str] = (),
-    memory_budget: int | None = None,
-    max_valid_tokens: int | None = None,
-) -> Tensor | LossOutput:
-    """Cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
-
-    A logit is first transformed to ``softcap * tanh(logit_scale * raw / softcap) / temperature``. Labels are not
-    shifted.
-
-    Args:
-        hidden_states: ``[..., D]``, fp64, fp32, bf16 or fp16, any strides.
-        weight: ``[V, D]``, the same dtype (under autocast both are cast).
-        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. On the CPU they are checked at no cost and ignored
-            tokens are skipped; on the GPU an assertion on the device guards their range.
-        bias: ``[V]``.
-        ignore_index: label of tokens that are ignored.
-        label_smoothing: mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`.
-        z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
-        softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
-        logit_scale: factor of the raw logits.
-        temperature: divisor of the transformed logits.
-        class_weight: ``[V]``; weighs each token by its label, and the mean with it.
-        token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
-        reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
-            valid tokens (the sum of their class weights); the mean of no token is 0.
-        num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
-        outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
-        memory_budget: bytes of the buffer for one chunk of logits; None for 1 GiB, 256 MiB without gradients.
-        max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
-            among them; an assertion on the device fails when more have one.
-
-    Returns:
-        The loss, fp32 or, for fp64 inputs, fp64; 0-d, or the labels' shape for "none". With ``outputs``, a
-        :class:`LossOutput`.
-
-    Raises:
-        LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
-    """
-    _refuse_zero3(weight)
-    loss = loss_arguments(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        num_items_in_batch=num_items_in_batch,
-        outputs=outputs,
-    )
-    _check_tensors(hidden_states, weight, bias)
-    loss.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
-    execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens)
-    result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
-    return result if loss.outputs else result.loss
-
-
-def _refuse_zero3(weight: Tensor) -> None:
-    if hasattr(weight, "ds_id") and weight.requires_grad and torch.is_grad_enabled():
-        raise LigerDistError(
-            "the weight belongs to DeepSpeed ZeRO-3, which frees it before the backward of a loss that its own module "
-            "has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
         )

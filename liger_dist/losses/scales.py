@@ -105,8 +105,7 @@ def denominator(
     NaN, so that a rank without labels does not spoil the gradients of the others.
 
     With ``groups``, the tokens of all their ranks are counted (one all-reduce of one number per group), and the count
-    is divided by ``divide_factor``, by which the framework divides summed gradients afterwards. Nothing is read by the
-    host.
+    is divided by ``divide_factor``, as the framework divides summed gradients afterwards. Nothing is read by the host.
     """
     device = labels_T.device
     if reduction != "mean":

@@ -142,7 +142,7 @@ class DataParallel:
     groups: tuple[dist.ProcessGroup, ...]
     """one for each mesh axis; a sum over each of them in turn is a sum over all ranks"""
     divide_factor: float
-    """number by which the framework divides summed gradients"""
+    """divisor that the framework applies to summed gradients"""
 
 
 class Head(Protocol):

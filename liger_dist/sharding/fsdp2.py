@@ -225,7 +225,7 @@ def _tied_weight_reasons(facts: Facts) -> list[str]:
 
 
 def divide_factor(model: nn.Module) -> float:
-    """Number by which FSDP2 divides summed gradients, read from the first of the model's groups."""
+    """Divisor that FSDP2 applies to summed gradients, read from the first of the model's groups."""
     return _divide_factor(next(_param_groups(model)))
 
 

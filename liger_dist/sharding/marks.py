@@ -18,8 +18,8 @@ _FAILED = "_liger_dist_failed"
 
 @dataclass(frozen=True)
 class RefusesPrepare:
-    """Value of the attribute by which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings with
-    which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
+    """Value of the attribute from which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings
+    with which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
 
     strategy: str
 
@@ -57,8 +57,8 @@ def storage_state(model: nn.Module) -> tuple[int, int, int]:
 def refuse_half_sharded(
     model: nn.Module, before: tuple[int, int, int], kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding or initialising, what is sharded or
-    has got storage cannot be restored, so the model refuses to be wrapped or called.
+    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding or initialising, sharded parameters
+    and those that have storage now cannot be restored, so the model refuses to be wrapped or called.
 
     Args:
         before: :func:`storage_state` before sharding.
@@ -67,7 +67,7 @@ def refuse_half_sharded(
         return
     sentence = (
         f"liger_dist.wrap failed while it sharded this {type(model).__name__} ({type(error).__name__}: {error}), and "
-        "some of its parameters are sharded or have got storage already; build the model anew."
+        "some of its parameters are sharded or initialised already; build the model anew."
     )
 
     def refuse(*_: Any) -> None:

@@ -54,7 +54,7 @@ class RowShards:
     reduce_dtype: torch.dtype
     """dtype in which gradients of replicas are summed"""
     divide_factor: Callable[[], float]
-    """number by which FSDP2 divides summed gradients"""
+    """divisor that FSDP2 applies to summed gradients"""
     syncs_replicas: Callable[[], bool]
     """True if a backward that runs now reduces gradients over replicas"""
     unreduced: dict[int, Tensor] = field(default_factory=dict)

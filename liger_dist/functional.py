@@ -1,0 +1,138 @@
+"""Public functions that compute a loss from tensors: :func:`linear_cross_entropy` and :func:`cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import LigerDistError
+from .losses.arguments import Execution, LossOutput, Reduction, loss_arguments
+from .losses.cross_entropy import fused_cross_entropy
+from .losses.linear_cross_entropy import check_tensors, fused_linear_cross_entropy
+from .sharding.deepspeed import is_stored_by_zero3
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items_in_batch: Tensor | float | None = None,
+    outputs: Sequence[str] = (),
+    memory_budget: int | None = None,
+    max_valid_tokens: int | None = None,
+) -> Tensor | LossOutput:
+    """Cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
+
+    A logit is first transformed to ``softcap * tanh(logit_scale * raw / softcap) / temperature``. Labels are not
+    shifted.
+
+    Args:
+        hidden_states: ``[..., D]``, fp64, fp32, bf16 or fp16, any strides.
+        weight: ``[V, D]``, the same dtype (under autocast both are cast).
+        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. On the CPU they are checked at no cost and ignored
+            tokens are skipped; on the GPU an assertion on the device guards their range.
+        bias: ``[V]``.
+        ignore_index: label of tokens that are ignored.
+        label_smoothing: mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`.
+        z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
+        softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
+        logit_scale: factor of the raw logits.
+        temperature: divisor of the transformed logits.
+        class_weight: ``[V]``; weighs each token by its label, and the mean with it.
+        token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
+        reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
+            valid tokens (the sum of their class weights); the mean of no token is 0.
+        num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
+        outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
+        memory_budget: bytes of the buffer for one chunk of logits; None for 1 GiB, 256 MiB without gradients.
+        max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
+            among them; an assertion on the device fails when more have one.
+
+    Returns:
+        The loss, fp32 or, for fp64 inputs, fp64; 0-d, or the labels' shape for "none". With ``outputs``, a
+        :class:`LossOutput`.
+
+    Raises:
+        LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
+    """
+    loss = loss_arguments(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        num_items_in_batch=num_items_in_batch,
+        outputs=outputs,
+    )
+    if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
+        raise LigerDistError(
+            "the weight belongs to DeepSpeed ZeRO-3, which frees it before the backward of a loss that its own module "
+            "has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
+        )
+    check_tensors(hidden_states, weight, bias)
+    loss.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
+    execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens)
+    result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+    return result if loss.outputs else result.loss
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items_in_batch: Tensor | float | None = None,
+    outputs: Sequence[str] = (),
+    overwrite_logits: bool = False,
+) -> Tensor | LossOutput:
+    """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
+
+    Args:
+        logits: ``[..., V]`` raw logits.
+        labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
+        overwrite_logits: write the gradient over the logits, which saves their size; they must not be read again, and
+            a backward of anything else computed from them raises. Only for scalar losses without differentiable
+            ``outputs``.
+
+    The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
+    """
+    loss = loss_arguments(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        num_items_in_batch=num_items_in_batch,
+        outputs=outputs,
+    )
+    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
+    return result if loss.outputs else result.loss
