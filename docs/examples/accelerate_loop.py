@@ -17,4 +17,4 @@ for batch in loader:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-accelerator.print(float(loss))
+accelerator.print(loss.item())

@@ -27,4 +27,4 @@ class Module(LightningModule):
 module = Module()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 Trainer(max_steps=3, devices=1, **quiet).fit(module, DataLoader(Sequences(), batch_size=4))
-print(float(module.loss))
+print(module.loss.item())

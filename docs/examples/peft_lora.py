@@ -24,7 +24,7 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-value = float(loss)  # on every rank: it waits for the GPU, which still works on the last step
+value = loss.item()  # on every rank: it waits for the GPU, which still works on the last step
 if int(os.environ.get("RANK", 0)) == 0:
     print(value)
 if dist.is_initialized():
