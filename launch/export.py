@@ -1,6 +1,6 @@
 """Writes a checkpoint as safetensors that transformers loads.
 
-    python launch/export.py runs/train                        # the newest whole checkpoint, into runs/train/exported
+    python launch/export.py runs/train                        # the newest complete checkpoint, into runs/train/exported
     python launch/export.py runs/train --step 2000 --dtype bfloat16 --to my-model
 
 ``AutoModelForCausalLM.from_pretrained`` and ``launch/train.py --model`` read what it writes. No GPU, one process; it
@@ -12,19 +12,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from training.ending import run
+from training.fault_tolerance import run
 from training.export import DTYPES, export
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="what --output_dir was")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest whole one")
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest complete one")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args()
     to = options.to or options.run / "exported"
-    step = export(options.run, to, step=options.step, dtype=options.dtype)
+    step = export(options.run, to, step=options.step, best=options.best, dtype=options.dtype)
     print(f"written to {to}: step {step} of {options.run}, in {options.dtype}")
 
 

@@ -1,7 +1,7 @@
 """Trains a causal language model with liger_dist.
 
-    torchrun --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml --steps 100
-    python launch/train.py --model small --data notes.txt
+    torchrun --standalone --nproc-per-node 2 launch/train.py run.yaml --steps 100
+    python launch/train.py --model small --tokenizer my-tokenizer --data notes.txt
 
 ``--help`` lists every option.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import sys
 
-from training.arguments import parse
-from training.ending import run
-from training.loop import train
-from training.process import start
-
 
 def main() -> None:
-    arguments = parse(sys.argv[1:])
+    # Here, not above: processes that tokenise import this file, and need nothing of it.
+    from training.config import parse
+    from training.distributed import start
+    from training.trainer import train
+
+    config = parse(sys.argv[1:])
     start()
-    train(arguments)
+    train(config)
 
 
 if __name__ == "__main__":
+    from training.fault_tolerance import run
+
     run(main)

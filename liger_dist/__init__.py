@@ -2,6 +2,7 @@
 strategy="fsdp2")``."""
 
 from ._version import __version__ as __version__
+from .clip import clip_grad_norm_ as clip_grad_norm_
 from .config import WrapConfig as WrapConfig
 from .errors import LigerDistError as LigerDistError
 from .explain import Explanation as Explanation

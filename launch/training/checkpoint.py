@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written by all ranks, published when they are whole, and never taken for whole before."""
+"""Checkpoints of a run: written by all ranks, published when they are complete, with a checksum of every file."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
 
+from .config import TrainConfig
+from .distributed import UnwrittenError, as_one, gathered, on_rank_zero, rank, world_size
 from .engine import Engine, Writing
-from .process import rank
-from .together import UnwrittenError, as_one, on_rank_zero
 
 DESCRIPTION = "description.json"
 MODEL = "model"
@@ -40,49 +42,93 @@ NO_PART_OF_THE_MODEL = {
 """settings that may differ between the run that wrote a checkpoint and the one that resumes it"""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    step: int
+    description: dict[str, Any]
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What :meth:`Checkpoints.save` was given."""
+        found: dict[str, Any] = self.description["progress"]
+        return found
+
+
 class Checkpoints:
     """The folder ``checkpoints`` of a run, with one folder for each step.
 
-    A step is written beside its final name. When every rank is done, the sizes of all files are noted in it, and then
-    it gets its name.
+    A step is written beside its final name. When every rank is done, the checksums of all files are noted in it, and
+    then it gets its name.
     """
 
-    def __init__(
-        self, folder: Path, description: dict[str, Any], write_model: Callable[[Path], None], *, keep: int
-    ) -> None:
+    def __init__(self, folder: Path, write_model: Callable[[Path], None], *, keep: int) -> None:
         """``keep`` of the newest stay, 0 for all. ``write_model`` leaves config and tokenizer in a folder."""
         self._folder = folder
-        self._description = description
+        self._description: dict[str, Any] = {}
         self._write_model = write_model
         self._keep = keep
-        self._begun: tuple[int, Path, Writing] | None = None
+        self._begun: tuple[int, Path, Writing, dict[str, Any]] | None = None
+        self._best: int | None = None
 
-    def newest(self) -> int | None:
-        """The newest whole checkpoint's step, alike on every rank; None when there is none. One that was damaged since
-        it was published is passed over, with a sentence.
+    def newest(self) -> Saved | None:
+        """The newest complete checkpoint, the same on every rank; None when there is none. One that was damaged since
+        it was published is passed over, with a sentence that names the file. Every rank reads a part of the files.
 
         Raises:
-            LigerDistError: it belongs to another model, tokenizer or seed, or it is of a format that cannot be read.
+            LigerDistError: none of several is complete.
         """
-        return on_rank_zero(self._read_newest)
+        names, damage = on_rank_zero(lambda: steps_in(self._folder)), None
+        for name in reversed(names):
+            path = self._folder / name
+            damage = damage_of(path)
+            if damage is None:
+                description = on_rank_zero(lambda path=path: read_description(path))  # type: ignore[misc]
+                return Saved(description["step"], description)
+            if rank() == 0:
+                print(f"{path} is not complete ({damage}); it is passed over", flush=True)
+        if names:
+            raise LigerDistError(
+                f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damage}). Repair one, choose "
+                "another --output_dir, or begin anew with --overwrite true instead of --resume true."
+            )
+        return None
+
+    def describe(self, description: dict[str, Any], saved: Saved | None) -> None:
+        """Notes what checkpoints of this run must share with those that resume them.
+
+        Raises:
+            LigerDistError: ``saved`` belongs to another model, tokenizer or seed, or its format cannot be read.
+        """
+        self._description = description
+        if saved is not None:
+            self._check(self._path(saved.step), saved.description)
 
     def clear(self, after: int) -> None:
         """Makes room for steps after ``after``: what an earlier run began and did not end is removed, and so is
         everything where the run starts anew, at 0; a checkpoint that was passed over gets another name."""
         on_rank_zero(lambda: self._clear(after))
 
-    def save(self, step: int, engine: Engine, *, in_background: bool) -> None:
-        """Writes the state after ``step`` optimiser steps; in the background until :meth:`finish`.
+    def save(
+        self, step: int, engine: Engine, progress: dict[str, Any], *, in_background: bool, best: int | None
+    ) -> None:
+        """Writes the state after ``step`` optimizer steps; in the background until :meth:`finish`.
+
+        Args:
+            progress: kept in the description.
+            best: step of a checkpoint that stays, however many there are.
 
         Raises:
             LigerDistError: on every rank, when one of them could not write.
         """
         self.finish()
+        self._best = best
         partial = self._path(step).with_suffix(".partial")
         on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
         with self._writing(step, partial):
             writing = engine.save(partial, in_background=in_background)
-        self._begun = step, partial, writing
+        self._begun = step, partial, writing, progress
         if not in_background:
             self.finish()
 
@@ -94,23 +140,27 @@ class Checkpoints:
         """Waits for what :meth:`save` began, and publishes it."""
         if self._begun is None:
             return
-        (step, partial, writing), self._begun = self._begun, None
+        (step, partial, writing, progress), self._begun = self._begun, None
         with self._writing(step, partial):
             writing.result()
-        with self._writing(step, partial):
-            try:
-                if rank() == 0:
-                    self._publish(step, partial)
-            except OSError as error:
-                raise UnwrittenError from error
+        with self._writing(step, partial), _as_unwritten():
+            if rank() == 0:
+                self._write_model(partial / MODEL)
+        with self._writing(step, partial), _as_unwritten():
+            checksums = checksums_of(partial)
+        with self._writing(step, partial), _as_unwritten():
+            if rank() == 0:
+                self._publish(step, partial, progress, checksums)
         on_rank_zero(self._remove_surplus)
 
-    def load(self, step: int, engine: Engine) -> None:
+    def load(self, step: int, engine: Engine, *, weights_only: bool = False) -> None:
         """Raises:
-        LigerDistError: it cannot be read, though every file has its size.
+        LigerDistError: it cannot be read, though every file has its checksum.
         """
         try:
-            engine.load(self._path(step))
+            engine.load(self._path(step), weights_only=weights_only)
+        except LigerDistError:
+            raise
         except (Exception, CheckpointException) as error:
             raise LigerDistError(
                 f"the checkpoint {self._path(step)} cannot be read ({reason_of(error)}); move it away to go on from "
@@ -122,7 +172,7 @@ class Checkpoints:
         newest = (["none", *steps_in(self._folder)])[-1]
         together = as_one(
             f"the checkpoint of step {step} cannot be written to {self._folder}",
-            f"Make room and go on with --resume true; the newest whole checkpoint is {newest}",
+            f"Make room and go on with --resume true; the newest complete checkpoint is {newest}",
             self._write_probe,
         )
         try:
@@ -141,14 +191,14 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def _publish(self, step: int, partial: Path) -> None:
-        self._write_model(partial / MODEL)
-        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
-        (partial / DESCRIPTION).write_text(json.dumps(self._description | {"step": step, "files": sizes}, indent=2))
+    def _publish(self, step: int, partial: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
+        description = self._description | {"step": step, "progress": progress, "files": checksums}
+        text = json.dumps(description | {"checksum": checksum_of_text(description)}, indent=1)
+        (partial / DESCRIPTION).write_text(text)
         partial.rename(self._path(step))
 
     def _remove_surplus(self) -> None:
-        names = steps_in(self._folder)
+        names = [name for name in steps_in(self._folder) if _step_of(name) != self._best]
         for name in names[: -self._keep] if self._keep else []:
             _remove(self._folder / name)
 
@@ -162,24 +212,6 @@ class Checkpoints:
                 path.rename(path.with_suffix(f".damaged-{time.time():.0f}"))
         for path in self._folder.glob("step-*.partial"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _read_newest(self) -> int | None:
-        names, damage = steps_in(self._folder), None
-        for name in reversed(names):
-            path = self._folder / name
-            damage = damage_of(path)
-            if damage is None:
-                found = json.loads((path / DESCRIPTION).read_text())
-                self._check(path, found)
-                step: int = found["step"]
-                return step
-            print(f"{path} is not whole ({damage}); it is passed over", flush=True)
-        if names:
-            raise LigerDistError(
-                f"no checkpoint in {self._folder} is whole, the newest {names[-1]} ({damage}). Repair one, choose "
-                "another --output_dir, or begin anew with --overwrite true in the place of --resume true."
-            )
-        return None
 
     def _check(self, path: Path, found: dict[str, Any]) -> None:
         if found.get("format") != self._description["format"]:
@@ -214,23 +246,90 @@ def refuse_earlier(folder: Path) -> None:
         )
 
 
-def damage_of(path: Path) -> str | None:
-    """What is missing of a published checkpoint; None for nothing.
+@contextmanager
+def _as_unwritten() -> Iterator[None]:
+    """What this rank cannot write or read back is refused by all ranks together."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwrittenError from error
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """XXH3 (128 bits) of every file in a folder, by its name there; every rank reads a part of the files.
 
     Raises:
-        OSError: the disk does not say.
+        OSError: a file of this rank cannot be read; the other ranks wait for it no longer.
     """
+    names = on_rank_zero(lambda: sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()))
+    found: dict[str, str | OSError] = {}
+    for name in names[rank() :: world_size()]:
+        try:
+            found[name] = checksum_of_file(folder / name)
+        except OSError as error:
+            found[name] = error
+    merged = {name: sum_ for of_rank in gathered(found) for name, sum_ in of_rank.items()}
+    for value in merged.values():
+        if isinstance(value, OSError):
+            raise value
+    return {name: str(merged[name]) for name in names}
+
+
+def checksum_of_file(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def checksum_of_text(description: dict[str, Any]) -> str:
+    """Of a description, without its own checksum."""
+    values = {name: value for name, value in description.items() if name != "checksum"}
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Raises:
+    ValueError: it is not as it was written.
+    """
+    found: dict[str, Any] = json.loads((path / DESCRIPTION).read_text())
+    if not isinstance(found, dict) or found.get("checksum") != checksum_of_text(found):
+        raise ValueError("its content is not what was written")
+    return found
+
+
+def damage_of(path: Path) -> str | None:
+    """What is wrong with a published checkpoint, the same on every rank; None for nothing.
+
+    Raises:
+        LigerDistError: the disk does not say.
+    """
+    expected = on_rank_zero(lambda: _described(path))
+    if isinstance(expected, str):
+        return expected
     try:
-        sizes: dict[str, int] = json.loads((path / DESCRIPTION).read_text())["files"]
+        found = checksums_of(path)
+    except OSError as error:
+        raise LigerDistError(f"{path} cannot be read: {error}.") from error
+    for name, checksum in expected["files"].items():
+        if name not in found:
+            return f"{name} is not there"
+        if found[name] != checksum:
+            return f"{name} has another content than was written: checksum {found[name]} instead of {checksum}"
+    unknown = sorted(found.keys() - expected["files"].keys() - {DESCRIPTION})
+    if unknown:
+        return f"{unknown[0]} was not there when it was written"
+    if expected["step"] != _step_of(path.name):
+        return f"it is of step {expected['step']}"
+    return None
+
+
+def _described(path: Path) -> dict[str, Any] | str:
+    try:
+        return read_description(path)
     except (FileNotFoundError, ValueError, KeyError) as error:
         return f"{DESCRIPTION}: {error}"
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is not there"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes of {size}"
-    return None
 
 
 def reason_of(error: BaseException) -> str:
@@ -241,16 +340,19 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def describe_run(config: Any, tokenizer_fingerprint: str, seed: int, format: str) -> dict[str, Any]:
+def describe_model(model_config: Any, tokenization: str, config: TrainConfig, format: str) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    settings = config.get_text_config().to_diff_dict()
+    settings = model_config.get_text_config().to_diff_dict()
     model = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
+    lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
+    lora["model"] = config.model
     return {
         "format": format,
         # As it is when it is read again.
         "model": json.loads(json.dumps(model, default=str)),
-        "tokenizer": tokenizer_fingerprint,
-        "seed": seed,
+        "tokenizer": tokenization,
+        "seed": config.seed,
+        "lora": lora if config.lora_rank else None,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,39 +15,47 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_dist import LigerDistError
 
-from .checkpoint import DESCRIPTION, MODEL, damage_of, reason_of, steps_in
-from .tokens import load_tokenizer
+from .checkpoint import MODEL, damage_of, read_description, reason_of, steps_in
+from .config import TrainConfig
+from .model import add_lora, read_weights
+from .optimizer import decays
+from .safe_pickle import TensorsOnly, check_dcp, check_deepspeed
+from .tokenizer import load_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(run: Path, to: Path, *, step: int | None, dtype: str) -> int:
-    """Writes config, weights and tokenizer of a run's checkpoint into ``to``; returns its step.
+def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: str = "float32") -> int:
+    """Writes config, weights and tokenizer of a run's checkpoint into ``to``, LoRA layers merged; returns its step.
+
+    Args:
+        best: the checkpoint with the lowest held-out loss, instead of the newest one.
 
     Raises:
-        LigerDistError: there is no such whole checkpoint, or ``to`` exists.
+        LigerDistError: there is no such complete checkpoint, or ``to`` exists.
     """
     if to.exists():
         raise LigerDistError(f"{to} exists; give another folder with --to, or remove it.")
-    path = _checkpoint(run, step)
-    description = json.loads((path / DESCRIPTION).read_text())
-    config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # What is computed from the config is not stored, and not exported either.
-    model.to_empty(device="cpu")
-    model.tie_weights()
+    path = _checkpoint(run, step, best=best)
+    description = read_description(path)
+    model = _empty_model(path, description)
     try:
-        weights = _weights(path, description["format"], model)
+        weights = _weights(path, description, model)
+    except LigerDistError:
+        raise
     except (Exception, CheckpointException) as error:
         raise LigerDistError(
             f"the checkpoint {path} cannot be read: {reason_of(error)}; choose another --step."
         ) from error
-    missing = model.load_state_dict(weights, strict=False).missing_keys
+    missing = set(model.load_state_dict(weights, strict=False).missing_keys)
+    if description["lora"] is not None:
+        missing = {name for name in missing if "lora_" in name}
     if missing:
         raise LigerDistError(
-            f"the checkpoint {path} has no values for {', '.join(missing[:5])}; it is of another model."
+            f"the checkpoint {path} has no values for {', '.join(sorted(missing)[:5])}; it is of another model."
         )
+    if description["lora"] is not None:
+        model = model.merge_and_unload()
     model.to(getattr(torch, dtype))
     _let_it_end(model, load_tokenizer(path / MODEL))
     partial = to.with_name(f"{to.name}.partial")
@@ -68,6 +75,25 @@ def export(run: Path, to: Path, *, step: int | None, dtype: str) -> int:
     return found
 
 
+def _empty_model(path: Path, description: dict[str, Any]) -> Any:
+    """The model of a checkpoint, to be filled; with LoRA layers the pretrained one, which the checkpoint lacks.
+
+    Raises:
+        LigerDistError: the folder of the pretrained model is not there any more.
+    """
+    lora = description["lora"]
+    if lora is not None:
+        config = TrainConfig(**lora)
+        return add_lora(read_weights(Path(lora["model"]), None), config, has_weights=True)
+    config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # What is computed from the config is not stored, and not exported either.
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
 def _let_it_end(model: Any, tokenizer: Any) -> None:
     """``generate`` stops at the tokenizer's end-of-sequence token, where the model's config has none."""
     for settings in (model.config.get_text_config(), model.generation_config):
@@ -80,47 +106,65 @@ def _let_it_end(model: Any, tokenizer: Any) -> None:
         )
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
+def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:
     folder = run / "checkpoints"
     listed = steps_in(folder)
     if not listed:
-        raise LigerDistError(f"{run} has no whole checkpoint; expected the --output_dir of a run that wrote one.")
+        raise LigerDistError(f"{run} has no complete checkpoint; expected the --output_dir of a run that wrote one.")
+    if best:
+        step = read_description(folder / listed[-1])["progress"]["progress"]["best_step"]
+        if step is None:
+            raise LigerDistError(f"{run} was never evaluated, so no checkpoint is the best; leave --best out.")
     name = listed[-1] if step is None else f"step-{step:08d}"
     if name not in listed:
-        raise LigerDistError(f"{run} has no checkpoint of step {step}; there are {', '.join(listed)}.")
+        keeping = " (--keep_best true keeps the best one)" if best else ""
+        raise LigerDistError(f"{run} has no checkpoint of step {step}; there are {', '.join(listed)}{keeping}.")
     damage = damage_of(folder / name)
     if damage is not None:
-        raise LigerDistError(f"{folder / name} is not whole ({damage}); choose another --step of {', '.join(listed)}.")
+        raise LigerDistError(
+            f"{folder / name} is not complete ({damage}); choose another --step of {', '.join(listed)}."
+        )
     path: Path = folder / name
     return path
 
 
-def _weights(path: Path, format: str, model: Any) -> dict[str, Any]:
+def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:
     """By parameter name, in fp32."""
+    format = description["format"]
     if not format.startswith("DeepSpeed"):
-        state: dict[str, Any] = {"model": model.state_dict()}
-        state_dict_loader.load(state, checkpoint_id=str(path), no_dist=True)
+        check_dcp(path)
+        trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        wanted = model.state_dict()
+        if description["lora"] is not None:
+            wanted = {name: value for name, value in wanted.items() if name in trained}
+        state: dict[str, Any] = {"model": wanted}
+        state_dict_loader.load(state, checkpoint_id=str(path), planner=TensorsOnly(), no_dist=True)
         weights: dict[str, Any] = state["model"]
         return weights
+    check_deepspeed(path / "state")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    whole = path / "state" / "mp_rank_00_model_states.pt"
     if "stage 0" in format:
-        state = torch.load(whole, map_location="cpu", weights_only=False)
+        file = path / "state" / "mp_rank_00_model_states.pt"
+        state = torch.load(file, map_location="cpu", weights_only=False)
         module: dict[str, Any] = state["module"]
         masters = (state["optimizer"] or {}).get("fp32_groups")
-        return module if masters is None else _named_masters(model, masters)
+        return module if masters is None else module | _named_masters(model, masters, description)
     found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="state")
     return found
 
 
-def _named_masters(model: Any, masters: list[list[torch.Tensor]]) -> dict[str, Any]:
-    """Those of DeepSpeed without ZeRO in bf16, in the order of the optimiser's groups: matrices, then vectors, or the
-    other way round, as the model begins."""
+def _named_masters(
+    model: Any, masters: list[list[torch.Tensor]], description: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Those of DeepSpeed without ZeRO in bf16, in the order of the optimizer's groups: with weight decay and without,
+    or the other way round, as the model begins."""
+    excluded = description["progress"]["no_weight_decay"]
     groups: dict[bool, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault(parameter.dim() >= 2, []).append((name, parameter))
+        if parameter.requires_grad:
+            groups.setdefault(decays(name, parameter, excluded), []).append((name, parameter))
     found = {}
     for group, values in zip(groups.values(), masters, strict=True):
         for (name, parameter), value in zip(group, values, strict=True):
@@ -128,4 +172,5 @@ def _named_masters(model: Any, masters: list[list[torch.Tensor]]) -> dict[str, A
                 raise LigerDistError(f"{name} is {list(parameter.shape)} and its fp32 master {list(value.shape)}")
             found[parameter] = value
     # Under both names of one that is tied.
-    return {name: found[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: found[parameter] for name, parameter in names if parameter in found}

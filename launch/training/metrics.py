@@ -1,55 +1,77 @@
-"""What a run leaves to look at: a progress bar, ``metrics.jsonl`` and ``loss.png``. Rank 0 only."""
+"""Numbers of a run: ``metrics.jsonl``, trackers, a progress bar, ``loss.png``, a profile, and the model's FLOPs."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from liger_dist import LigerDistError
 
+from .config import TrainConfig
+from .distributed import rank, world_size
+
+
+METRICS = "metrics.jsonl"
+SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}", "epoch": "{:.2f}"}
+"""of the newest row, in the progress bar"""
+
 
 class Metrics:
-    """One object a step in ``metrics.jsonl``; a resumed run continues the file from its step."""
+    """Writes one object a step to ``metrics.jsonl`` (a resumed run continues the file from its step), shows a progress
+    bar, and hands numbers to trackers. On ranks other than 0 it does nothing.
 
-    def __init__(self, folder: Path, *, total_steps: int, first_step: int, is_writer: bool) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._is_writer = is_writer
+    Raises:
+        LigerDistError: a row cannot be written, or a tracker cannot be started.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, num_steps: int, first_step: int) -> None:
+        self._path = folder / METRICS
+        self._every, self._num_steps = config.log_every, num_steps
+        self._is_writer = rank() == 0
         self.rows: list[dict[str, Any]] = []
-        if not is_writer:
+        self._trackers: list[Any] = []
+        if not self._is_writer:
             return
         if first_step > 0 and self._path.is_file():
             # What was written after the checkpoint is written again.
-            self.rows = [row for row in whole_rows(self._path) if row["step"] <= first_step]
+            self.rows = [row for row in complete_rows(self._path) if row["step"] <= first_step]
         partial = self._path.with_suffix(".partial")
         with self._refusing(first_step):
             partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
             os.replace(partial, self._path)
             self._file = self._path.open("a")
-        self._bar = tqdm(total=total_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
+        self._trackers = start_trackers(config)
+        self._bar = tqdm(total=num_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
 
     def add(self, row: dict[str, Any]) -> None:
         """Writes one step's numbers and shows them."""
         if not self._is_writer:
             return
         self.rows.append(row)
-        with self._refusing(row["step"]):
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-        shown = {
-            "loss": f"{row['loss']:.3f}",
-            "eval": next((f"{r['eval_loss']:.3f}" for r in reversed(self.rows) if "eval_loss" in r), "-"),
-            "tokens/s": f"{row['tokens_per_second']:.0f}",
-            "peak": f"{row['peak_memory_bytes'] / 2**30:.2f} GiB",
-        }
+        step = row["step"]
+        if step % self._every == 0 or "eval_loss" in row or step in (1, self._num_steps):
+            with self._refusing(step):
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+                for tracker in self._trackers:
+                    tracker.log({name: value for name, value in row.items() if name != "step"}, step=step)
+        newest = {name: value for seen in self.rows[-1:] for name, value in seen.items()}
+        evaluated = [seen["eval_loss"] for seen in self.rows if "eval_loss" in seen][-1:]
+        newest |= {"eval_loss": value for value in evaluated}
+        shown = {name: form.format(newest[name]) for name, form in SHOWN.items() if name in newest}
+        shown |= {"tokens": f"{newest['tokens']:.3g}", "peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
 
@@ -68,10 +90,12 @@ class Metrics:
         return median(speeds) if speeds else None
 
     def close(self) -> None:
-        """Ends the bar and the file."""
+        """Ends the bar, the file and the trackers."""
         if self._is_writer:
             self._bar.close()
             self._file.close()
+            for tracker in self._trackers:
+                tracker.finish()
 
     def plot(self) -> None:
         """Draws the losses of all steps; no file where there were none."""
@@ -92,8 +116,79 @@ class Metrics:
         figure.savefig(self._path.with_name("loss.png"), dpi=120)
         pyplot.close(figure)
 
+    def report(self, step: int, why: str | None, flops: Flops, *, has_checkpoint: bool) -> None:
+        """Prints what the run came to, and draws the plot.
 
-def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+        Args:
+            why: the run ended before its last step.
+        """
+        folder, files = self._path.parent, [METRICS]
+        try:
+            self.plot()
+            files.append("loss.png")
+        except (OSError, ImportError) as error:
+            # What counts is written.
+            print(f"loss.png is not written to {folder}: {error}", file=sys.stderr)
+        if why is not None:
+            way_on = f"continue with --resume true --output_dir {folder}"
+            print(f"{why} after step {step}; {way_on if has_checkpoint else 'no checkpoint, by --checkpoint_every 0'}")
+            return
+        if has_checkpoint:
+            files.append(f"checkpoints/step-{step:08d}")
+        print(f"written to {folder}: {', '.join(files)}")
+        losses = [row["eval_loss"] for row in self.rows if "eval_loss" in row]
+        if losses:
+            print(f"held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        speed = self.usual_speed()
+        if speed is not None:
+            said = f"{speed:.0f} tokens/s (median of the steps after the third)"
+            print(f"{said}{flops.in_words(speed / world_size())}")
+
+
+def start_trackers(config: TrainConfig) -> list[Any]:
+    """Accelerate's trackers that ``--trackers`` names, in ``output_dir``.
+
+    Raises:
+        LigerDistError: Accelerate does not know one, its package is not installed, or it cannot be started.
+    """
+    if not config.trackers:
+        return []
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()
+    known = {str(name): kind for name, kind in LOGGER_TYPE_TO_CLASS.items()}
+    started = []
+    for name in config.trackers:
+        if name not in known:
+            raise LigerDistError(f"--trackers names {name!r}; expected some of {', '.join(known)}.")
+        kind = known[name]
+        options = {"logging_dir": config.output_dir} if kind.requires_logging_directory else {}
+        try:
+            tracker = kind(config.run_name, **options)
+            tracker.store_init_configuration(
+                {key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(config).items()}
+            )
+        except Exception as error:  # Each service raises its own.
+            raise LigerDistError(f"the tracker {name} cannot be started: {error!r}; install and configure it.") from error
+        started.append(tracker)
+    return started
+
+
+@contextmanager
+def profiled(folder: Path) -> Iterator[None]:
+    """Writes ``trace-rank*.json`` into ``folder``, for Perfetto or chrome://tracing."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / f"trace-rank{rank()}.json"))
+
+
+def complete_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Those of the lines that were not cut off."""
     for line in path.read_bytes().splitlines():
         try:
@@ -109,3 +204,38 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""dense bf16 operations per second by the vendor's data sheets, by a part of the device's name"""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """As in the appendix of PaLM (Chowdhery et al. 2022): six for each weight of a linear layer that a token meets, and
+    those of attention, here of its causal half. What is computed again for activation checkpointing does not count."""
+
+    per_token: float
+    peak: float | None
+    """of one device; None where it is not known, and in fp32"""
+
+    @classmethod
+    def of(cls, model: nn.Module, model_config: Any, config: TrainConfig) -> Flops:
+        weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        text = model_config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 0)
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
+        attention = 6 * getattr(text, "num_hidden_layers", 0) * width * config.sequence_length
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        known = [peak for part, peak in PEAKS.items() if part in name and config.dtype == "bfloat16"]
+        return cls(6.0 * weights + attention, known[0] if known else None)
+
+    def utilization(self, tokens_per_second: float) -> dict[str, float]:
+        """For ``metrics.jsonl``, from the tokens per second of one device."""
+        return {} if self.peak is None else {"mfu": tokens_per_second * self.per_token / self.peak}
+
+    def in_words(self, tokens_per_second: float) -> str:
+        if self.peak is None:
+            return ""
+        achieved = tokens_per_second * self.per_token
+        return f", {achieved / 1e12:.0f} TFLOP/s of the model on each GPU, utilisation {achieved / self.peak:.1%}"

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from liger_dist import STRATEGIES, LigerDistError, Strategy, WrapConfig, explain, find_structure, wrap
 
-from .arguments import TrainArguments
-from .layout import Layout
-from .process import device, rank, world_size
-from .together import on_rank_zero
+from .config import TrainConfig
+from .parallel_dims import ParallelDims
+from .distributed import device, rank, world_size
+from .distributed import on_rank_zero
 
 # hidden size, MLP size, layers, heads, key-value heads
 PRESETS = {
@@ -27,18 +27,18 @@ PRESETS = {
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
 }
-WHOLE_FIRST = ("fsdp1", "deepspeed")
-"""strategies that take pretrained weights as a whole model, which every process reads"""
+FULL_FIRST = ("fsdp1", "deepspeed")
+"""strategies that take pretrained weights as a full model, which every rank reads"""
 
 
-def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
+def find_config(config: TrainConfig, vocab_size: int) -> Any:
     """The model's config. A preset takes ``vocab_size``; others must have room for it.
 
     Raises:
         LigerDistError: unknown preset, a folder or file that does not exist, a vocabulary smaller than the tokenizer's.
     """
-    if arguments.model in PRESETS:
-        hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[arguments.model]
+    if config.model in PRESETS:
+        hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[config.model]
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -46,19 +46,19 @@ def find_config(arguments: TrainArguments, vocab_size: int) -> Any:
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
-            max_position_embeddings=arguments.sequence_length,
+            max_position_embeddings=config.sequence_length,
             bos_token_id=None,
             eos_token_id=None,
         )
-    path = Path(arguments.model)
-    config = read_config(path)
-    available = config.get_text_config().vocab_size
+    path = Path(config.model)
+    found = read_config(path)
+    available = found.get_text_config().vocab_size
     if available < vocab_size:
         raise LigerDistError(
             f"the tokenizer has {vocab_size} entries but the model {path} has only {available}; use the tokenizer that "
             "the model was trained with (--tokenizer), or resize its embeddings first."
         )
-    return config
+    return found
 
 
 def read_config(path: Path) -> Any:
@@ -78,7 +78,7 @@ def read_config(path: Path) -> Any:
         raise LigerDistError(f"no model config can be read from {path}: {error}") from error
 
 
-def shell(arguments: TrainArguments, config: Any) -> nn.Module:
+def shell(config: TrainConfig, model_config: Any) -> nn.Module:
     """The model without storage.
 
     Raises:
@@ -87,35 +87,40 @@ def shell(arguments: TrainArguments, config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=arguments.attention
+                model_config, dtype=torch.float32, attn_implementation=config.attention
             )
     except (ImportError, ValueError) as error:
         raise LigerDistError(
-            f"no model can be built from the config with --attention {arguments.attention}: {error}"
+            f"no model can be built from the config with --attention {config.attention}: {error}"
         ) from error
     return model
 
 
-def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: WrapConfig | None = None) -> nn.Module:
+def build(
+    config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: WrapConfig | None = None
+) -> nn.Module:
     """``model`` wrapped, with pretrained weights when ``--model`` is a folder that has them.
 
     Args:
-        config: what the arguments are added to; default: WrapConfig's defaults.
+        wrapping: what the configuration is added to; default: WrapConfig's defaults.
     """
-    torch.manual_seed(arguments.seed)
-    folder = Path(arguments.model)
+    torch.manual_seed(config.seed)
+    folder = Path(config.model)
     # Decided once: the folder may be there for some machines only. A preset's name may be that of another folder.
-    has_weights = arguments.model not in PRESETS and on_rank_zero(lambda: _has_weights(folder))
-    if has_weights and layout.strategy in WHOLE_FIRST:
-        model = _read_weights(folder, arguments.attention)
-    if arguments.compile:
+    has_weights = config.model not in PRESETS and on_rank_zero(lambda: _has_weights(folder))
+    is_full_first = dims.strategy in FULL_FIRST or config.lora_rank > 0
+    if has_weights and is_full_first:
+        model = read_weights(folder, config.attention)
+    if config.lora_rank:
+        model = add_lora(model, config, has_weights=has_weights)
+    if config.compile:
         for layer in find_structure(model).layers:
             layer.compile()
-    if arguments.activation_checkpointing:
+    if config.activation_checkpointing:
         _checkpoint_activations(model)
-    strategy = strategy_of(arguments, layout, layout.mesh(device().type))
-    wrapped = wrap(model, strategy, config=wrap_config(arguments, config or WrapConfig()))
-    if has_weights and layout.strategy not in WHOLE_FIRST:
+    strategy = strategy_of(config, dims, dims.mesh(device().type))
+    wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
+    if has_weights and not is_full_first:
         _load_pretrained(wrapped, folder)
     if rank() == 0:
         explanation = explain(wrapped)
@@ -123,46 +128,46 @@ def build(arguments: TrainArguments, layout: Layout, model: nn.Module, config: W
     return wrapped
 
 
-def strategy_of(arguments: TrainArguments, layout: Layout, mesh: Any) -> Strategy:
-    """The strategy with the options that the arguments give it.
+def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
+    """The strategy with the options that the config give it.
 
     Raises:
         LigerDistError: options that the strategy does not have.
     """
-    strategy = STRATEGIES[layout.strategy]
+    strategy = STRATEGIES[dims.strategy]
     names = {field.name for field in fields(strategy)}  # type: ignore[arg-type]
     options = {
         "mesh": mesh,
-        "param_dtype": torch.bfloat16 if arguments.dtype == "bfloat16" and "param_dtype" in names else None,
-        "reshard_after_forward": arguments.reshard_after_forward,
-        "cpu_offload": arguments.cpu_offload,
-        "lm_head": arguments.lm_head,
+        "param_dtype": torch.bfloat16 if config.dtype == "bfloat16" and "param_dtype" in names else None,
+        "reshard_after_forward": config.reshard_after_forward,
+        "cpu_offload": config.cpu_offload,
+        "lm_head": config.lm_head,
     }
     usual = {"reshard_after_forward": True, "cpu_offload": False, "lm_head": "gather"}
     for name, value in options.items():
         if name not in names and value != usual.get(name):
             raise LigerDistError(
-                f"{name} is {value} but strategy={layout.strategy!r} does not have it; leave it out, or use fsdp2."
+                f"{name} is {value} but strategy={dims.strategy!r} does not have it; leave it out, or use fsdp2."
             )
-    if arguments.lm_head == "vocab_parallel" and layout.tensor_parallel > 1:
+    if config.lm_head == "vocab_parallel" and dims.tensor_parallel > 1:
         raise LigerDistError(
-            f"--lm_head is vocab_parallel but --tp is {layout.tensor_parallel}, which shards its rows already; leave "
+            f"--lm_head is vocab_parallel but --tp is {dims.tensor_parallel}, which shards its rows already; leave "
             "one of them out."
         )
     given = {name: value for name, value in options.items() if name in names}
     return replace(strategy, **given)  # type: ignore[type-var]
 
 
-def check_wrap(arguments: TrainArguments, layout: Layout) -> None:
+def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
     """What ``liger_dist.wrap`` would refuse, without processes.
 
     Raises:
         LigerDistError: options or sizes that the strategy does not have.
     """
-    sizes = (layout.replicate, layout.shard) if layout.replicate > 1 else (layout.shard,)
-    mesh = sizes if "fsdp" in layout.strategy and layout.tensor_parallel == 1 else None
-    strategy = strategy_of(arguments, layout, mesh)
-    strategy.check(wrap_config(arguments, WrapConfig()), world_size=layout.world_size)
+    sizes = (dims.replicate, dims.shard) if dims.replicate > 1 else (dims.shard,)
+    mesh = sizes if "fsdp" in dims.strategy and dims.tensor_parallel == 1 else None
+    strategy = strategy_of(config, dims, mesh)
+    strategy.check(wrap_config(config, WrapConfig()), world_size=dims.world_size)
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
@@ -184,7 +189,7 @@ def _has_weights(folder: Path) -> bool:
     return found
 
 
-def _read_weights(folder: Path, attention: str | None) -> nn.Module:
+def read_weights(folder: Path, attention: str | None) -> nn.Module:
     """In fp32, whatever format transformers reads.
 
     Raises:
@@ -206,13 +211,13 @@ def _read_weights(folder: Path, attention: str | None) -> nn.Module:
     return whole
 
 
-def wrap_config(arguments: TrainArguments, config: WrapConfig) -> WrapConfig:
-    """``config`` with what the arguments say."""
+def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
+    """``wrapping`` with what the configuration says."""
     return replace(
-        config,
-        fused_loss=config.fused_loss and arguments.fused_loss,
-        layer_kernels=config.layer_kernels and arguments.layer_kernels and not arguments.compile,
-        memory_budget=arguments.memory_budget or config.memory_budget,
+        wrapping,
+        fused_loss=wrapping.fused_loss and config.fused_loss,
+        layer_kernels=wrapping.layer_kernels and config.layer_kernels and not config.compile,
+        memory_budget=config.memory_budget or wrapping.memory_budget,
     )
 
 
@@ -220,23 +225,45 @@ def _load_pretrained(model: nn.Module, folder: Path) -> None:
     """Rank 0 reads the folder, and every rank takes its shards."""
     weights: dict[str, Any] = {}
     if rank() == 0:
-        weights = _read_weights(folder, None).state_dict()
+        weights = read_weights(folder, None).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(model, weights, options=options)
 
 
-def inner_model(model: nn.Module) -> Any:
-    """The transformers model, without the wrapper that DDP, FSDP1 or DeepSpeed puts around it."""
-    from transformers import PreTrainedModel
+def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.Module:
+    """The model with PEFT's LoRA layers, which alone are trained.
 
-    while not isinstance(model, PreTrainedModel):
-        inner = model.module
-        assert isinstance(inner, nn.Module)
-        model = inner
-    return model
+    Raises:
+        LigerDistError: the model has no pretrained weights, PEFT is not installed, or no layer has such a name.
+    """
+    if not has_weights:
+        raise LigerDistError(
+            f"--lora_rank is {config.lora_rank} but --model {config.model} has no pretrained weights, which LoRA keeps "
+            "as they are; give the folder of a pretrained model."
+        )
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise LigerDistError(f"--lora_rank needs PEFT, which cannot be imported ({error}); pip install peft.") from error
+    targets: Any = config.lora_targets[0] if config.lora_targets == ["all-linear"] else config.lora_targets
+    try:
+        found: nn.Module = get_peft_model(
+            model,  # type: ignore[arg-type]
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+                lora_dropout=config.lora_dropout,
+                target_modules=targets,
+                use_dora=config.dora,
+            ),
+        )
+    except ValueError as error:
+        raise LigerDistError(f"--lora_targets is {config.lora_targets}: {error}") from error
+    return found
 
 
-def autocast(arguments: TrainArguments, strategy: str) -> Any:
+def autocast(config: TrainConfig, strategy: str) -> Any:
     """bf16 compute where the strategy does not bring it itself."""
-    needed = arguments.dtype == "bfloat16" and strategy in ("none", "ddp", "tp")
+    needed = config.dtype == "bfloat16" and strategy in ("none", "ddp", "tp")
     return torch.autocast(device().type, dtype=torch.bfloat16, enabled=needed)

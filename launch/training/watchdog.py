@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from .ending import STORE_LIMIT, answer_of, is_first_to_report, speaks_without_store
-from .process import own_store, rank, world_size
-from .together import on_sign_of_life
+from .fault_tolerance import STORE_LIMIT, answer_of, is_first_to_report, speaks_without_store
+from .distributed import on_sign_of_life, own_store, rank, world_size
 
 T = TypeVar("T")
 PHASES = (

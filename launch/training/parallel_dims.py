@@ -1,4 +1,4 @@
-"""Which strategy runs over which processes, and who reads which data; from the arguments and the world size alone."""
+"""The sizes of data, shard, replica and tensor parallelism, from the configuration and the world size alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from liger_dist import LigerDistError
 
-from .arguments import TrainArguments
+from .config import TrainConfig
 
 SIZES = ("dp_replicate", "dp_shard", "tp")
 OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
@@ -17,7 +17,7 @@ OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelDims:
     """Processes of one tensor-parallel group read the same data; the others read different."""
 
     strategy: str
@@ -32,7 +32,28 @@ class Layout:
         return self.world_size // self.tensor_parallel
 
     def data_rank(self, rank: int) -> int:
+        """Which of the data ranks a rank is."""
         return rank // self.tensor_parallel
+
+    def global_batch_size(self, config: TrainConfig) -> int:
+        """Sequences of one optimizer step.
+
+        Raises:
+            LigerDistError: fewer than there are data ranks.
+        """
+        tokens = config.global_batch_tokens
+        given = config.global_batch_size if tokens is None else tokens // config.sequence_length
+        found = config.batch_size * self.data_size if given is None else given
+        if found < self.data_size:
+            raise LigerDistError(
+                f"one optimizer step is of {found} sequences (--global_batch_size or --global_batch_tokens) but "
+                f"{self.data_size} ranks read different ones; expected at least one for each."
+            )
+        return found
+
+    def micro_batches(self, config: TrainConfig, global_batch_size: int) -> int:
+        """Micro-batches of one optimizer step on each rank; the last ones may have fewer sequences."""
+        return -(-global_batch_size // (self.data_size * config.batch_size))
 
     def mesh(self, device_type: str) -> Any:
         """What ``liger_dist.wrap`` takes."""
@@ -53,12 +74,12 @@ class Layout:
         return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}"
 
 
-def layout_of(arguments: TrainArguments, world_size: int) -> Layout:
+def parallel_dims_of(config: TrainConfig, world_size: int) -> ParallelDims:
     """Raises:
     LigerDistError: sizes that the strategy does not have, or that do not multiply to ``world_size``.
     """
-    strategy = arguments.strategy or ("fsdp2" if world_size > 1 else "none")
-    given = {name: getattr(arguments, name) for name in SIZES}
+    strategy = config.strategy or ("fsdp2" if world_size > 1 else "none")
+    given = {name: getattr(config, name) for name in SIZES}
     for name, size in given.items():
         if size is not None and name not in OPTIONS.get(strategy, ()):
             raise LigerDistError(
@@ -78,4 +99,4 @@ def layout_of(arguments: TrainArguments, world_size: int) -> Layout:
             f"{shown} needs {replicate * shard * tensor_parallel} processes but {world_size} are running; choose sizes "
             f"whose product is {world_size}, or start other processes."
         )
-    return Layout(strategy, world_size, replicate, shard, tensor_parallel)
+    return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel)

@@ -1,25 +1,29 @@
-"""The folder of a run: on a disk that every rank sees, and for one run at a time."""
+"""The folder of a run: on a disk that every rank sees, and for one run at a time; and folders that are complete or not
+there."""
 
 from __future__ import annotations
 
 import fcntl
+import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from liger_dist import LigerDistError
 
-from .process import launcher, rank
-from .together import gathered, on_rank_zero
+from .distributed import launcher, rank
+from .distributed import gathered, on_rank_zero
 
 SHARED_LIMIT = 30.0
 """seconds for a file of rank 0 to be seen by the others: shared disks are asked rarely"""
 LOCK = "lock"
 BEGUN = "begun"
+ABANDONED = 24 * 3600.0
+"""seconds without a change, after which what another process began is taken for left behind"""
 
 
 @contextmanager
@@ -134,3 +138,38 @@ def _refuse(objection: str | None, option: str) -> None:
     if found:
         ranks = ", ".join(map(str, found))
         raise LigerDistError(f"rank {ranks}: {next(iter(found.values()))}; choose another {option}.")
+
+
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` fill a folder beside ``folder``, which then gets its name. Another process may do the same.
+
+    Raises:
+        LigerDistError: it cannot be written; nothing of it stays.
+    """
+    for other in folder.parent.glob(f"{folder.name}.*.partial"):
+        if time.time() - other.stat().st_mtime > ABANDONED:
+            shutil.rmtree(other, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: in containers, process ids are alike.
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+    except OSError as error:
+        raise LigerDistError(f"{folder} cannot be written: {error}; choose another --cache_dir.") from error
+    try:
+        write(partial / folder.name)
+        _rename(partial / folder.name, folder)
+    except Exception as error:  # So general by the tokenizers library.
+        raise LigerDistError(
+            f"{folder} cannot be written: {error}; make room, or choose another --cache_dir."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        # Somebody else was first.
+        if not folder.is_dir():
+            raise

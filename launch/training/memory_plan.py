@@ -1,6 +1,6 @@
 """What each process would hold, from shapes alone: nothing is allocated.
 
-Legend: T tokens of a micro-batch, D hidden, F width of the MLP, G processes that share the parameters.
+Legend: T tokens of a micro-batch, S of a sequence, D hidden, F width of the MLP, G ranks that share the parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import nn
 
 from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
 
-from .arguments import TrainArguments
-from .engine import deepspeed_settings
-from .layer_memory import needs_of_a_layer
-from .layout import Layout
+from .config import TrainConfig
+from .deepspeed_engine import deepspeed_settings
+from .parallel_dims import ParallelDims
 
 FP32 = 4
 ADAM = 2 * FP32
@@ -57,7 +56,7 @@ class MemoryPlan:
 class Plans:
     """One plan for each layout of lm_head."""
 
-    layout: Layout
+    dims: ParallelDims
     plans: list[MemoryPlan]
 
     def __str__(self) -> str:
@@ -66,10 +65,10 @@ class Plans:
         rows += [[name, *(f"{getattr(plan, name) / 2**30:.2f}" for plan in self.plans)] for name in names]
         width = max(len(row[0]) for row in rows)
         lines = [f"{first:<{width}}" + "".join(f"{value:>16}" for value in rest) for first, *rest in rows]
-        return "\n".join([f"{self.layout}", *lines])
+        return "\n".join([f"{self.dims}", *lines])
 
 
-def plan(arguments: TrainArguments, layout: Layout, model: nn.Module, config: Any) -> Plans:
+def plan(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any) -> Plans:
     """Plans for a model without storage: parameters, gradients and AdamW's states in fp32, decoder layers of attention
     and a gated MLP.
 
@@ -77,36 +76,36 @@ def plan(arguments: TrainArguments, layout: Layout, model: nn.Module, config: An
         LigerDistError: layers of another kind.
     """
     structure = find_structure(model)
-    text = config.get_text_config()
+    text = model_config.get_text_config()
     width = getattr(text, "intermediate_size", None)
     if not structure.layers or not isinstance(width, int) or getattr(text, "num_experts", None):
         raise LigerDistError(
             f"--dry_run knows decoder layers of attention and a gated MLP, and {type(model).__name__} has others; "
             "measure a step instead (peak_memory_bytes in metrics.jsonl)."
         )
-    heads = ["gather", "vocab_parallel"] if layout.strategy == "fsdp2" and layout.shard > 1 else ["gather"]
-    if layout.tensor_parallel > 1:
+    heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.shard > 1 else ["gather"]
+    if dims.tensor_parallel > 1:
         heads = ["gather"]
-    return Plans(layout, [_plan(arguments, layout, model, structure, text, head) for head in heads])
+    return Plans(dims, [_plan(config, dims, model, structure, text, head) for head in heads])
 
 
 def _plan(
-    arguments: TrainArguments, layout: Layout, model: nn.Module, structure: Structure, text: Any, head: str
+    config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
 ) -> MemoryPlan:
-    a = arguments
+    a = config
     size = FP32 if a.dtype == "float32" else 2
     numbers = sum(parameter.numel() for parameter in model.parameters())
     layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
     embedding = structure.head.weight.numel() * size
-    stored = _stored(a, layout, numbers, layer, embedding, size)
+    stored = _stored(a, dims, numbers, layer, embedding, size)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
-    layer_needs = needs_of_a_layer(a, layout.strategy, text)
+    layer_needs = needs_of_a_layer(a, dims.strategy, text)
     kept = T * D * size if a.activation_checkpointing else layer_needs.kept
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
         vocab_size=structure.vocab_size,
-        ranks=layout.shard if "fsdp" in layout.strategy else 1,
+        ranks=dims.shard if "fsdp" in dims.strategy else 1,
         tied=structure.tied,
         trains=True,
         itemsize=size,
@@ -127,19 +126,19 @@ def _plan(
     )
 
 
-def _stored(a: TrainArguments, layout: Layout, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
+def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
     """What does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
     empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0, 0)
-    if layout.strategy == "deepspeed":
-        return _zero(a, layout, numbers, size)
-    if layout.strategy in ("fsdp1", "fsdp2"):
-        share = -(-numbers // layout.shard)
+    if dims.strategy == "deepspeed":
+        return _zero(a, dims, numbers, size)
+    if dims.strategy in ("fsdp1", "fsdp2"):
+        share = -(-numbers // dims.shard)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
         gathered = layer * (GATHERED_LAYERS * size + size + FP32)
         if a.cpu_offload:
             return replace(empty, parameters=0, optimizer=0, gradients=0, gathered=gathered)
         # FSDP1 keeps what is in its root gathered: the embedding.
-        buffers = embedding if layout.strategy == "fsdp1" else 0
+        buffers = embedding if dims.strategy == "fsdp1" else 0
         return replace(
             empty,
             parameters=share * FP32,
@@ -151,13 +150,13 @@ def _stored(a: TrainArguments, layout: Layout, numbers: int, layer: int, embeddi
     # Autocast keeps the weights in bf16 through a forward.
     casts = 0 if size == FP32 else numbers * size
     # DDP reduces copies of the gradients.
-    return replace(empty, gathered=casts, buffers=numbers * FP32 if layout.strategy == "ddp" else 0)
+    return replace(empty, gathered=casts, buffers=numbers * FP32 if dims.strategy == "ddp" else 0)
 
 
-def _zero(a: TrainArguments, layout: Layout, numbers: int, size: int) -> MemoryPlan:
-    settings = deepspeed_settings(a, layout)
+def _zero(a: TrainConfig, dims: ParallelDims, numbers: int, size: int) -> MemoryPlan:
+    settings = deepspeed_settings(a, dims)
     zero = settings.get("zero_optimization", {})
-    stage, ranks = int(zero.get("stage", 0)), layout.world_size
+    stage, ranks = int(zero.get("stage", 0)), dims.world_size
     held = {name: int(float(zero.get(name, default))) for name, default in BUCKETS.items()}
     masters = 0 if size == FP32 else FP32
     weights = numbers // ranks if stage == 3 else numbers
@@ -179,3 +178,47 @@ def _zero(a: TrainArguments, layout: Layout, numbers: int, size: int) -> MemoryP
         loss=0,
         sent=0,
     )
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """Bytes of one layer."""
+
+    kept: int
+    passing: int
+    """while its backward runs"""
+
+
+def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
+    """By the config of the model's text part. Numbers that were measured stand in docs/benchmarks.md."""
+    size = 4 if a.dtype == "float32" else 2
+    S, T = a.sequence_length, a.batch_size * a.sequence_length
+    D: int = text.hidden_size
+    F: int = text.intermediate_size
+    heads: int = text.num_attention_heads
+    queries = heads * (getattr(text, "head_dim", None) or D // heads)
+    is_masked = not a.attend_across_documents and a.attention in (None, "sdpa")
+    # With a mask, SDPA is given keys and values as often as there are queries.
+    groups = 1 if is_masked else heads // (text.num_key_value_heads or heads)
+    numbers = 2 * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
+    if size == 2 and strategy in ("none", "ddp", "tp"):
+        # Under autocast the residual stream is fp32, and products get copies in bf16.
+        numbers += 4 * D
+    square = a.batch_size * S * S
+    # A mask of each layer's own, in bf16 and as it was; scores where SDPA has no fused kernel: fp32 with shared keys.
+    masks = 3 * square if is_masked else 0
+    has_scores = a.attention == "eager" or (size == 4 and a.attention in (None, "sdpa"))
+    scores = heads * square * size if has_scores else 0
+    return LayerNeeds(kept=T * size * numbers + masks + scores, passing=2 * T * F * size + 3 * scores)
+
+
+def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
+    """Numbers of each token, with the residual stream's two."""
+    if a.compile:
+        # What is no product is fused and computed again; inputs of products are kept.
+        return 4 * D + 3 * F
+    if a.layer_kernels:
+        # Norms and the activation keep their inputs alone.
+        return 2 * D + 2 * F
+    # Each norm: its input in fp32, normalised, and scaled; the MLP: gate, its activation, up, and their product.
+    return 2 * D + 2 * 4 * D + 4 * F

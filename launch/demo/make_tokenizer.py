@@ -1,0 +1,80 @@
+"""Trains a byte-level BPE tokenizer with a chat template on your data, for models that start from random weights.
+
+    python launch/demo/make_tokenizer.py my-tokenizer notes.txt chats.jsonl --vocab_size 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from training.output_folder import write_folder  # noqa: E402
+from training.sources import find_source, read_rows  # noqa: E402
+
+END = "<|end|>"
+SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> None:
+    """Trains a byte-level BPE (Sennrich et al. 2016; on bytes as GPT-2) and writes it to ``folder``, completely or not
+    at all.
+
+    Raises:
+        LigerDistError: the data cannot be read, or ``folder`` cannot be written.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(data), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast.chat_template = CHAT_TEMPLATE
+    write_folder(folder, fast.save_pretrained)
+
+
+def _texts(data: list[str]) -> Iterator[str]:
+    """Every text in every column of the data."""
+    for name in data:
+        for row in read_rows(find_source(name).parts(2**26)):
+            yield from _strings(row["values"] if row["text"] is None else row["text"])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the tokenizer is written")
+    parser.add_argument("data", nargs="+", help="files and folders that launch/train.py reads")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="entries, at most; default: %(default)s")
+    options = parser.parse_args()
+    if options.vocab_size < 260:
+        parser.error(f"--vocab_size is {options.vocab_size}; expected at least 260, bytes and special tokens")
+    train_tokenizer(options.data, options.vocab_size, options.folder)
+    print(f"written to {options.folder}: a tokenizer of at most {options.vocab_size} entries")
+
+
+if __name__ == "__main__":
+    main()

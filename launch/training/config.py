@@ -1,0 +1,270 @@
+"""What a run is made of: one dataclass, from the command line, a YAML file, or both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import yaml
+from transformers import HfArgumentParser, SchedulerType
+
+from liger_dist import LigerDistError
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with its help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# Optional[...] rather than "... | None": the parser of transformers reads the former on every Python we support.
+@dataclass(frozen=True)
+class TrainConfig:
+    """Trains a causal language model with liger_dist."""
+
+    model: str = option("tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, or config.json")
+    tokenizer: Optional[str] = option(None, "folder with a tokenizer; default: the one in the folder of --model")
+    chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")
+    data: list[str] = option([], "sources: files or folders (.txt .md .py .jsonl .json .csv .parquet), saved datasets")
+    data_weights: list[float] = option([], "shares of the sources in the sequences; default: by their size")
+    eval_data: list[str] = option([], "held-out sources; default: --eval_fraction of --data")
+    eval_fraction: float = option(0.05, "of the documents, held out where there is no --eval_data; 0 for none")
+    text_column: str = option("text", "column with plain text")
+    messages_column: str = option("messages", "column with chat turns (conversations, prompt and completion, too)")
+    train_on_prompts: bool = option(False, "make prompts and user turns labels, too")
+    max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
+    streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
+    shuffle_window: int = option(256, "streaming: sequences that are packed and shuffled together")
+    num_proc: int = option(os.cpu_count() or 1, "processes that tokenise")
+    output_dir: str = option("runs/train", "where everything is written")
+    cache_dir: str = option("runs/cache", "where tokenised data is kept between runs")
+    allow_changed_data: bool = option(False, "resume though the data differs from that of the checkpoint")
+
+    strategy: Optional[Literal["none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]] = option(
+        None, "default: fsdp2 where several processes run, otherwise none"
+    )
+    dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
+    dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: ranks that share a replica; default: all that remain")
+    tp: Optional[int] = option(None, "fsdp2, tp: ranks that share lm_head's rows and see the same tokens")
+    deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
+    fused_loss: bool = option(True, "compute the loss in lm_head; false trains with the model's own, to compare")
+    lm_head: Literal["gather", "vocab_parallel"] = option(
+        "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and exchange the tokens"
+    )
+    memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; weights and optimizer states are fp32")
+    activation_checkpointing: bool = option(False, "recompute layers in the backward")
+    compile: bool = option(False, "compile every decoder layer; layers then keep their own code instead of our kernels")
+    layer_kernels: bool = option(True, "compute norms, gated MLPs and rotary embedding by kernels")
+    attention: Optional[str] = option(None, "implementation that transformers knows, such as flash_attention_2")
+    reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
+    cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
+
+    lora_rank: int = option(0, "train LoRA layers of this rank instead of the model; 0 for none")
+    lora_alpha: float = option(16.0, "scale of the LoRA layers, over their rank")
+    lora_dropout: float = option(0.0, "before the LoRA layers")
+    lora_targets: list[str] = option(["all-linear"], "names of the linear layers; default: all but lm_head")
+    dora: bool = option(False, "weight-decomposed LoRA")
+
+    steps: Optional[int] = option(None, "optimizer steps; default: those of --epochs")
+    epochs: Optional[float] = option(None, "passes over the data; default: 1 where --steps is left out")
+    sequence_length: int = option(512, "tokens of one packed sequence")
+    attend_across_documents: bool = option(False, "let a sequence be one text: positions run on, attention is causal")
+    batch_size: int = option(8, "sequences of one micro-batch on each rank")
+    global_batch_size: Optional[int] = option(
+        None, "sequences of one optimizer step on all ranks, by gradient accumulation; default: one micro-batch each"
+    )
+    global_batch_tokens: Optional[int] = option(None, "the same in tokens")
+    optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", "adamw_8bit: states in 8 bits, by torchao")
+    learning_rate: float = option(1e-3, "peak")
+    lr_scheduler: str = option("cosine_with_min_lr", "schedule of transformers: linear, cosine, constant_with_warmup ...")
+    lr_scheduler_kwargs: Optional[str] = option(None, "more of its arguments, as JSON")
+    min_learning_rate_ratio: float = option(0.1, "final over peak, for schedules that have it")
+    warmup_steps: int = option(20, "of the schedule")
+    weight_decay: float = option(0.1, "of matrices; vectors have none")
+    no_weight_decay: list[str] = option([], "parts of names of further parameters without weight decay")
+    adam_beta1: float = option(0.9, "of AdamW")
+    adam_beta2: float = option(0.95, "of AdamW")
+    adam_epsilon: float = option(1e-8, "of AdamW")
+    max_grad_norm: float = option(1.0, "gradient clipping; 0 for none")
+    seed: int = option(0, "of weights, dropout and data order")
+
+    eval_every: int = option(50, "steps between evaluations on held-out data")
+    eval_batches: int = option(8, "micro-batches of one evaluation on each rank; 0 for all held-out data")
+    eval_only: bool = option(False, "evaluate, print the held-out loss, and end; with --resume true of a checkpoint")
+    early_stopping_patience: int = option(0, "evaluations without a better held-out loss until the run ends; 0: never")
+    keep_best: bool = option(False, "write a checkpoint at every best held-out loss, and keep the best one")
+    checkpoint_every: int = option(200, "steps between checkpoints; one is written at the end; 0 for none at all")
+    keep_checkpoints: int = option(3, "the newest so many are kept; 0 for all")
+    async_checkpoints: bool = option(False, "write them beside the training; not with deepspeed")
+    resume: bool = option(False, "continue from the newest complete checkpoint in output_dir, if there is one")
+    overwrite: bool = option(False, "begin anew in an output_dir that has checkpoints, and remove them")
+    stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
+    stall_timeout: float = option(900.0, "seconds without a step until the watchdog names who is stuck; 0 for none")
+    grace_seconds: float = option(20.0, "from SIGTERM, SIGINT or SIGUSR1 to the end, checkpoint included")
+    log_every: int = option(1, "steps between lines in metrics.jsonl and the trackers")
+    trackers: list[str] = option([], "tensorboard, wandb and others that Accelerate knows")
+    run_name: str = option("liger_dist", "project of the trackers")
+    profile_step: Optional[int] = option(None, "write a profiler trace of that step, trace-rank*.json")
+    dry_run: bool = option(False, "print what each rank would hold in memory, and allocate nothing")
+    world_size: Optional[int] = option(None, "dry_run: how many ranks; default: those that are running")
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_choices()
+        self._check_data()
+
+    @property
+    def lr_kwargs(self) -> dict[str, Any]:
+        """``lr_scheduler_kwargs`` as a dict."""
+        found: dict[str, Any] = json.loads(self.lr_scheduler_kwargs or "{}")
+        return found
+
+    def _check_data(self) -> None:
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            raise LigerDistError(
+                f"--data_weights has {len(self.data_weights)} numbers and --data {len(self.data)} sources; expected "
+                "one for each."
+            )
+        if self.data_weights and min(self.data_weights) <= 0:
+            raise LigerDistError(f"--data_weights holds {min(self.data_weights)}; expected numbers above 0.")
+        if self.steps is not None and self.epochs is not None:
+            raise LigerDistError(f"--steps is {self.steps} and --epochs {self.epochs}; give one of them.")
+        if self.streaming and self.steps is None and not self.eval_only:
+            raise LigerDistError("--streaming is true, and nobody knows how long the data is; give --steps.")
+        if self.global_batch_size is not None and self.global_batch_tokens is not None:
+            raise LigerDistError(
+                f"--global_batch_size is {self.global_batch_size} and --global_batch_tokens "
+                f"{self.global_batch_tokens}; give one of them."
+            )
+        if (self.global_batch_tokens or 0) % self.sequence_length:
+            raise LigerDistError(
+                f"--global_batch_tokens is {self.global_batch_tokens}; expected a multiple of --sequence_length, "
+                f"{self.sequence_length}."
+            )
+
+    def _check_choices(self) -> None:
+        if self.resume and self.overwrite:
+            raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
+        if self.profile_step is not None and self.steps is not None and self.profile_step > self.steps:
+            raise LigerDistError(f"--profile_step is {self.profile_step}; expected at most --steps, {self.steps}.")
+        if self.world_size is not None and not self.dry_run:
+            raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
+        if (self.strategy == "deepspeed") != (self.deepspeed is not None):
+            raise LigerDistError(
+                f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "
+                "--strategy deepspeed --deepspeed launch/deepspeed/zero3.json"
+            )
+        if self.strategy == "deepspeed" and self.async_checkpoints:
+            raise LigerDistError("--async_checkpoints is set, which DeepSpeed's checkpoints cannot do; leave it out.")
+        schedules = [schedule.value for schedule in SchedulerType if schedule.value not in UNUSABLE_SCHEDULES]
+        if self.lr_scheduler not in schedules:
+            raise LigerDistError(f"--lr_scheduler is {self.lr_scheduler!r}; expected one of {', '.join(schedules)}.")
+        try:
+            self.lr_kwargs.items()
+        except (ValueError, AttributeError) as error:
+            raise LigerDistError(
+                f"--lr_scheduler_kwargs is {self.lr_scheduler_kwargs!r}; expected a JSON object."
+            ) from error
+        if (self.early_stopping_patience or self.keep_best) and not (self.eval_fraction or self.eval_data):
+            raise LigerDistError("--early_stopping_patience and --keep_best need held-out data; give --eval_data.")
+        if self.keep_best and not self.checkpoint_every:
+            raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
+
+    def _check_ranges(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise LigerDistError(f"--{name} is {value}; expected a finite number.")
+            least = MINIMA.get(name)
+            if least is not None and value < least:
+                expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
+                raise LigerDistError(f"--{name} is {value}; expected {expected}.")
+        for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1}.items():
+            if getattr(self, name) >= limit:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
+        if self.min_learning_rate_ratio > 1:
+            raise LigerDistError(f"--min_learning_rate_ratio is {self.min_learning_rate_ratio}; expected at most 1.")
+
+
+ABOVE_ZERO = 1e-300
+MINIMA: dict[str, float] = {
+    **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
+    **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"), 1),
+    **dict.fromkeys(("shuffle_window", "log_every"), 1),
+    **dict.fromkeys(("epochs", "learning_rate", "lora_alpha"), ABOVE_ZERO),
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
+    **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
+    **dict.fromkeys(("grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
+    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience"), 0),
+    "sequence_length": 2,
+}
+"""the least that an option may be; 2 tokens are a token and the one it predicts"""
+UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""of transformers: they go by a metric"""
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """``[FILE.yaml] [--name value ...]``; the command line wins over the file.
+
+    Raises:
+        LigerDistError: the file does not exist, or a name is no option.
+        SystemExit: the command line cannot be read; only rank 0 says why.
+    """
+    parser = HfArgumentParser(TrainConfig, description=TrainConfig.__doc__, allow_abbrev=False)
+    if argv and not argv[0].startswith("-"):
+        argv = [*_read_yaml(Path(argv[0])), *argv[1:]]
+    quiet = int(os.environ.get("RANK", "0")) != 0
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere if quiet else sys.stderr):
+        config, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
+    if unknown:
+        raise LigerDistError(f"{unknown[0]} is no option{_nearest(unknown[0].lstrip('-'))}.")
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as a file that :func:`parse` reads."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    text: str = yaml.safe_dump(values, sort_keys=False)
+    return text
+
+
+def _nearest(name: str) -> str:
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    found = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"; the nearest is --{found[0]}" if found else "; expected those that --help lists"
+
+
+def _read_yaml(path: Path) -> list[str]:
+    """The file as options of the command line, so that both are checked alike."""
+    if not path.is_file():
+        raise LigerDistError(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LigerDistError(f"the configuration file {path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise LigerDistError(
+            f"the configuration file {path} holds a {type(values).__name__}; expected name: value lines."
+        )
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    options: list[str] = []
+    for name, value in values.items():
+        if name not in known:
+            raise LigerDistError(f"{path} sets {name!r}, which is no option{_nearest(str(name))}.")
+        if value is None or value == []:
+            continue
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options

@@ -1,0 +1,609 @@
+"""Sequences for training and evaluation: packed from token shards in a cache, or from a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from liger_dist import LigerDistError
+
+from .config import TrainConfig
+from .dataset import ShardCounts, TokenCache, Tokenization, TokenTable, refuse_bad_rows, token_stream, use_cache
+from .distributed import on_rank_zero, rank
+from .formats import IGNORE_INDEX, Format
+from .model import PRESETS, read_config
+from .output_folder import write_folder
+from .packing import Integers, Packing, pack
+from .parallel_dims import ParallelDims
+from .sources import Part, Source, find_source
+from .tokenizer import load_tokenizer
+
+DATA_JSON = "data.json"
+PACKING_FORMAT = 1
+"""part of a cache's key"""
+STREAM_PART = 2**23
+"""bytes of a file that are read one after another in a stream; parts are shuffled"""
+
+
+class Piece(NamedTuple):
+    """Tokens of one document in a sequence; the first is predicted from nothing."""
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+
+
+@dataclass
+class SplitCounts:
+    """What ``data.json`` says of one split of one source."""
+
+    documents: int = 0
+    tokens: int = 0
+    documents_cut: int = 0
+    """longer than a sequence, so that they are in several pieces"""
+    sequences: int = 0
+    packed_efficiency: float = 0.0
+    """tokens over places in the sequences"""
+
+
+class Data(Protocol):
+    """Sequences that steps take, in an order that the seed decides."""
+
+    fingerprint: str
+    """changes with the data, its order, and what makes sequences of it"""
+    num_sequences: int | None
+    """of one epoch; None for a stream"""
+
+    def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
+        """The sequences of data rank ``rank`` of ``size``, of the ``count`` after the first ``consumed``."""
+
+    def bad_rows(self) -> list[tuple[str, int, str]]:
+        """Rows that this rank has skipped in its stream; none of cached data, which is counted before."""
+
+    def state(self) -> dict[str, Any]:
+        """Of this rank's stream."""
+
+
+class CachedData:
+    """Packed sequences of one split of several sources.
+
+    Args:
+        weights: how often a sequence is of each source; None for as often as it has sequences.
+    """
+
+    def __init__(
+        self,
+        tables: list[TokenTable],
+        packings: list[Packing],
+        fingerprint: str,
+        seed: int,
+        weights: list[float] | None = None,
+    ) -> None:
+        self._tables, self._packings = tables, packings
+        self.num_sequences: int = sum(len(packing) for packing in packings)
+        self._order = Order([len(packing) for packing in packings], seed, weights)
+        self.fingerprint = fingerprint
+
+    def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
+        return [self._sequence(*self._order[consumed + index]) for index in range(rank, count, size)]
+
+    def in_order(self, first: int, count: int) -> list[list[Piece]]:
+        """Sequences by their place in the data; fewer at its end."""
+        places = [(source, i) for source, packing in enumerate(self._packings) for i in range(len(packing))]
+        return [self._sequence(*place) for place in places[first : first + count]]
+
+    def places(self, consumed: int, count: int, rank: int, size: int) -> list[str]:
+        """Where the documents of the sequences that :meth:`take` gives come from."""
+        found = []
+        for index in range(rank, count, size):
+            source, sequence = self._order[consumed + index]
+            rows = {row for row, _, _ in self._packings[source].pieces(sequence)}
+            found += [self._tables[source].place(row)[0] for row in sorted(rows)]
+        return list(dict.fromkeys(found))
+
+    def bad_rows(self) -> list[tuple[str, int, str]]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def _sequence(self, source: int, sequence: int) -> list[Piece]:
+        pieces = self._packings[source].pieces(sequence)
+        return [Piece(*self._tables[source].piece(*piece)) for piece in pieces]
+
+
+class Order:
+    """Which sequence of which source comes when: a function of seed and position, so that a resumed run goes on."""
+
+    def __init__(self, sizes: list[int], seed: int, weights: list[float] | None) -> None:
+        self._sizes, self._seed, self._weights = sizes, seed, weights
+        self._epoch = -1
+        self._places: list[tuple[Integers, Integers]] = []
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        epoch, place = divmod(position, sum(self._sizes))
+        if epoch != self._epoch:
+            self._epoch, self._sources, self._indices = epoch, *self._of_epoch(epoch)
+        return int(self._sources[place]), int(self._indices[place])
+
+    def _of_epoch(self, epoch: int) -> tuple[Integers, Integers]:
+        total = sum(self._sizes)
+        if self._weights is None:
+            order = np.random.default_rng([self._seed, epoch]).permutation(total)
+            firsts = np.cumsum([0, *self._sizes])
+            sources = np.searchsorted(firsts, order, side="right") - 1
+            return sources, order - firsts[sources]
+        # A source is read from its beginning again, in another order, when all of it has been taken.
+        taken = sum((self._taken(before) for before in range(epoch)), np.zeros(len(self._sizes), np.int64))
+        sources = self._drawn(epoch)
+        indices = np.empty(total, np.int64)
+        for source, size in enumerate(self._sizes):
+            mine = np.flatnonzero(sources == source)
+            places = taken[source] + np.arange(len(mine))
+            rounds = range(int(taken[source]) // size, (int(taken[source]) + len(mine)) // size + 1)
+            orders = [np.random.default_rng([self._seed, source, turn]).permutation(size) for turn in rounds]
+            indices[mine] = np.concatenate(orders)[places - rounds[0] * size]
+        return sources, indices
+
+    def _drawn(self, epoch: int) -> Integers:
+        weights = np.array(self._weights) / np.sum(self._weights)
+        return np.random.default_rng([self._seed, epoch]).choice(len(weights), sum(self._sizes), p=weights)
+
+    def _taken(self, epoch: int) -> Integers:
+        return np.bincount(self._drawn(epoch), minlength=len(self._sizes))
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """Token shards of one source, and its packings, in the cache."""
+
+    shards: list[Path]
+    files: list[str]
+    digests: list[str]
+    """of the shards' tokens"""
+    packings: dict[str, Path]
+    """folder by split: "train", and "held_out" where documents are held out"""
+    counts: dict[str, Any]
+    """what ``data.json`` says of it"""
+
+
+def prepare_source(
+    source: Source,
+    tokenization: Tokenization,
+    cache: Path,
+    *,
+    sequence_length: int,
+    eval_fraction: float,
+    max_bad_rows: int,
+    num_proc: int,
+) -> PreparedSource:
+    """Tokenises and packs one source into ``cache``, once.
+
+    Raises:
+        LigerDistError: rows that cannot be trained on, or conversations longer than a sequence, more than
+            ``max_bad_rows`` together; or nothing can be written.
+    """
+    tokens = TokenCache(source, tokenization, cache)
+    tokens.prepare(max_bad_rows, num_proc)
+    shards = tokens.counts()
+    table = tokens.table()
+    too_long = np.flatnonzero(table.is_whole & (table.lengths > sequence_length))
+    skipped = [bad for counts in shards for bad in counts.skipped]
+    too_long_rows = [
+        (*table.place(row), f"is a conversation of {table.lengths[row]} tokens and --sequence_length is {sequence_length}")
+        for row in too_long[: max_bad_rows + 1].tolist()
+    ]
+    refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows)
+    if not table.lengths.sum():
+        raise LigerDistError(f"--data {source.name} holds no token; give files with text in them.")
+    folders: dict[str, Path] = {}
+    said: dict[str, dict[str, Any]] = {}
+    for split, selection in split_rows(table, eval_fraction).items():
+        keep = ~np.isin(selection.rows, too_long)
+        chosen = Selection(*(column[keep] for column in selection))
+        folder = tokens.folder / f"packed-{PACKING_FORMAT}-{sequence_length}-{eval_fraction}-{split}"
+        if not folder.is_dir():
+            packing = pack(chosen.rows, chosen.lengths, sequence_length, chosen.first)
+            write_folder(folder, packing.save)
+        folders[split] = folder
+        said[split] = asdict(_count(table, chosen, Packing.load(folder), sequence_length))
+    totals = _totals(shards) | {"skipped": len(skipped) + len(too_long)}
+    _check_counts(source, totals, said, len(too_long), int(table.lengths[too_long].sum()))
+    counts = {"source": source.name, "files": len(source.files), **totals, "splits": said}
+    return PreparedSource(tokens.paths, list(tokens.files), [shard.digest for shard in shards], folders, counts)
+
+
+class Selection(NamedTuple):
+    """Rows of a split, or the part of each from token ``first`` on."""
+
+    rows: Integers
+    first: Integers
+    lengths: Integers
+
+
+def split_rows(table: TokenTable, eval_fraction: float) -> dict[str, Selection]:
+    """Every 20th document is held out where ``eval_fraction`` is 0.05; of a source with fewer documents, the end of
+    each text, or the last conversation."""
+    rows = np.arange(len(table))
+    first = np.zeros(len(table), np.int64)
+    if eval_fraction == 0:
+        return {"train": Selection(rows, first, table.lengths)}
+    document = np.cumsum(table.begins) - 1
+    is_out = np.floor((document + 1) * eval_fraction + 1e-9) > np.floor(document * eval_fraction + 1e-9)
+    if is_out.any():
+        parts = {"train": rows[~is_out], "held_out": rows[is_out]}
+        return {name: Selection(part, first[part], table.lengths[part]) for name, part in parts.items()}
+    last = rows == len(rows) - 1
+    out = np.where(table.is_whole, np.where(last, table.lengths, 0), (table.lengths * eval_fraction).astype(np.int64))
+    kept = table.lengths - out
+    return {
+        "train": Selection(rows[kept > 0], first[kept > 0], kept[kept > 0]),
+        "held_out": Selection(rows[out > 0], kept[out > 0], out[out > 0]),
+    }
+
+
+def _count(table: TokenTable, chosen: Selection, packing: Packing, length: int) -> SplitCounts:
+    tokens = int(packing.length.sum())
+    document = np.cumsum(table.begins)[chosen.rows]
+    sizes = np.bincount(document, weights=chosen.lengths) if len(document) else np.zeros(1)
+    return SplitCounts(
+        documents=len(np.unique(document)),
+        tokens=tokens,
+        documents_cut=int((sizes > length).sum()),
+        sequences=len(packing),
+        packed_efficiency=round(tokens / max(1, len(packing) * length), 6),
+    )
+
+
+def _totals(shards: list[ShardCounts]) -> dict[str, int]:
+    names = ("documents_read", "documents", "tokens", "labels")
+    return {name: sum(getattr(counts, name) for counts in shards) for name in names}
+
+
+def _check_counts(
+    source: Source, totals: dict[str, int], splits: dict[str, dict[str, Any]], too_long: int, lost: int
+) -> None:
+    """Raises:
+    LigerDistError: what is in the sequences is not all that was tokenised.
+    """
+    packed = sum(split["tokens"] for split in splits.values())
+    if packed + lost != totals["tokens"] or totals["documents"] + totals["skipped"] - too_long != totals["documents_read"]:
+        raise LigerDistError(
+            f"{packed} tokens of {source.name} were packed and {lost} skipped, of {totals['tokens']}; expected all of "
+            "them. Remove its folder in --cache_dir, and report this."
+        )
+
+
+class StreamedData:
+    """Sequences of one data rank, tokenised while the training runs: nothing is written and little is held.
+
+    The parts of the files are shuffled; documents of ``window`` sequences are packed and shuffled together. Where the
+    files end they are read again, in another order.
+
+    Args:
+        window: sequences.
+    """
+
+    num_sequences = None
+
+    def __init__(
+        self,
+        sources: list[Source],
+        weights: list[float] | None,
+        tokenization: Tokenization,
+        cache: Path,
+        *,
+        sequence_length: int,
+        window: int,
+        seed: int,
+        rank: int,
+        size: int,
+    ) -> None:
+        use_cache(cache)
+        self._encoder = tokenization.encoder()
+        self._length, self._window, self._seed = sequence_length, window, seed
+        self._weights = weights
+        parts = [source.parts(STREAM_PART) for source in sources]
+        groups = parts if weights is not None else [[part for of_source in parts for part in of_source]]
+        for source, group in zip(sources, groups, strict=False):
+            if len(group) < size:
+                raise LigerDistError(
+                    f"--streaming: {source.name} can be read in {len(group)} parts and {size} ranks read different "
+                    "ones; give more files, or leave --streaming out."
+                )
+        self._groups, self._rank, self._size = groups, rank, size
+        settings = [asdict(tokenization), sequence_length, window, seed, weights, size]
+        names = [source.fingerprint() for source in sources]
+        self.fingerprint = hashlib.sha256(json.dumps([names, settings]).encode()).hexdigest()[:16]
+        self._names = {file: source.name for source in sources for file in map(str, source.files)}
+        self._place: dict[str, Any] = {"epoch": 0, "window": 0, "stream": None, "emitted": 0}
+        self._bad: list[tuple[str, int, str]] = []
+        self.counts: dict[str, SplitCounts] = {source.name: SplitCounts() for source in sources}
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._pending: list[list[Piece]] = []
+        self._is_started = False
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on where :meth:`state` was asked; before the first :meth:`take`."""
+        assert not self._is_started
+        self._place = dict(state["place"])
+        self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
+        self.counts = {name: SplitCounts(**counts) for name, counts in state["counts"].items()}
+
+    def write_counts(self, folder: Path, counts: list[dict[str, Any]], tensor_parallel: int) -> None:
+        """Writes ``data.json`` from the counts of all ranks."""
+        sources = []
+        for name in self.counts:
+            ranks = [SplitCounts(**of_rank[name]) for of_rank in counts[::tensor_parallel]]
+            added = {key: sum(getattr(c, key) for c in ranks) for key in ("documents", "tokens", "documents_cut")}
+            sources.append({"source": name, "splits": {"train": added}})
+        text = {"streaming": True, "sources": sources}
+        (folder / DATA_JSON).write_text(json.dumps(text, indent=1) + "\n")
+
+    def state(self) -> dict[str, Any]:
+        counts = {name: asdict(counts) for name, counts in self.counts.items()}
+        return {"place": self._place, "bad": self._bad, "counts": counts}
+
+    def bad_rows(self) -> list[tuple[str, int, str]]:
+        return self._bad
+
+    def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
+        if not self._is_started:
+            self._start()
+        wanted = len(range(rank, count, size))
+        taken: list[list[Piece]] = []
+        while len(taken) < wanted:
+            if not self._pending:
+                self._next_window(is_new=True)
+            part = self._pending[: wanted - len(taken)]
+            self._pending = self._pending[len(part) :]
+            self._place["emitted"] += len(part)
+            taken += part
+        return taken
+
+    def _start(self) -> None:
+        self._is_started = True
+        emitted = self._place["emitted"]
+        threading.Thread(target=self._produce, args=(dict(self._place),), daemon=True).start()
+        self._next_window(is_new=emitted == 0)
+        self._pending, self._place["emitted"] = self._pending[emitted:], emitted
+
+    def _next_window(self, *, is_new: bool) -> None:
+        """``is_new`` is False for one whose documents were counted before the run was resumed."""
+        made = self._queue.get()
+        if isinstance(made, BaseException):
+            raise made
+        self._place, self._pending, bad, counts = made
+        if is_new:
+            self._bad = [*self._bad, *bad]
+            for name, seen in counts.items():
+                total = self.counts[name]
+                total.documents, total.tokens = total.documents + seen.documents, total.tokens + seen.tokens
+                total.documents_cut += seen.documents_cut
+
+    def _produce(self, place: dict[str, Any]) -> None:
+        try:
+            while True:
+                stream = self._stream(place["epoch"])
+                if place["stream"] is not None:
+                    stream.load_state_dict(place["stream"])
+                rows = iter(stream)
+                is_empty = place["stream"] is None
+                while True:
+                    state = stream.state_dict()
+                    here = {"epoch": place["epoch"], "window": place["window"], "stream": state, "emitted": 0}
+                    documents, bad = self._read_window(rows)
+                    if not documents and not bad:
+                        break
+                    is_empty = False
+                    sequences = self._packed(documents, place["epoch"], place["window"])
+                    self._queue.put((here, sequences, bad, self._counted(documents)))
+                    place["window"] += 1
+                if is_empty:
+                    raise LigerDistError(f"--data holds nothing for rank {self._rank} of {self._size} of the stream.")
+                place |= {"epoch": place["epoch"] + 1, "stream": None}
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _stream(self, epoch: int) -> Any:
+        from datasets import interleave_datasets
+
+        streams = []
+        for group in self._groups:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(group))
+            mine: list[Part] = [group[index] for index in order[self._rank :: self._size]]
+            streams.append(token_stream(mine, self._encoder))
+        if self._weights is None:
+            return streams[0]
+        shares = np.array(self._weights) / np.sum(self._weights)
+        seed = int(np.random.default_rng([self._seed, epoch, self._rank]).integers(2**31))
+        return interleave_datasets(
+            streams, probabilities=shares.tolist(), seed=seed, stopping_strategy="all_exhausted"
+        )
+
+    def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
+        documents, bad, held = [], [], 0
+        for row in rows:
+            reason = row["reason"]
+            if reason is None and row["is_whole"] and len(row["ids"]) > self._length:
+                reason = f"is a conversation of {len(row['ids'])} tokens and --sequence_length is {self._length}"
+            if reason is not None:
+                bad.append((row["file"], row["at"], reason))
+                continue
+            documents.append(row)
+            held += len(row["ids"])
+            if held >= self._window * self._length:
+                break
+        return documents, bad
+
+    def _packed(self, documents: list[dict[str, Any]], epoch: int, window: int) -> list[list[Piece]]:
+        lengths = np.array([len(document["ids"]) for document in documents], dtype=np.int64)
+        packing = pack(np.arange(len(documents)), lengths, self._length)
+        order = np.random.default_rng([self._seed, epoch, window, self._rank]).permutation(len(packing))
+        sequences = []
+        for index in order.tolist():
+            pieces = []
+            for row, start, length in packing.pieces(index):
+                ids, labels = documents[row]["ids"], documents[row]["labels"]
+                here = slice(start, start + length)
+                pieces.append(Piece(ids[here], ids[here] if labels is None else labels[here]))
+            sequences.append(pieces)
+        return sequences
+
+    def _counted(self, documents: list[dict[str, Any]]) -> dict[str, SplitCounts]:
+        counts: dict[str, SplitCounts] = {}
+        for row in documents:
+            seen = counts.setdefault(self._names[row["file"]], SplitCounts())
+            seen.documents += row["begins"]
+            seen.tokens += len(row["ids"])
+            seen.documents_cut += len(row["ids"]) > self._length
+        return counts
+
+
+def collate(sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, *, restart: bool) -> dict[str, Tensor]:
+    """``input_ids``, ``labels`` and, where positions restart at each document, ``position_ids``: int64 ``[rows,
+    length]``. What no sequence fills is padding with labels of -100, in a document apart.
+
+    Where positions restart, the models of transformers attend within documents only (as long as they are given no
+    attention mask).
+    """
+    batch = {
+        "input_ids": np.full((rows, length), pad, np.int64),
+        "labels": np.full((rows, length), IGNORE_INDEX, np.int64),
+        "position_ids": np.tile(np.arange(length), (rows, 1)),
+    }
+    for row, pieces in enumerate(sequences):
+        start = 0
+        for ids, labels in pieces:
+            here = slice(start, start + len(ids))
+            batch["input_ids"][row, here] = ids
+            batch["labels"][row, here] = labels
+            batch["labels"][row, start] = IGNORE_INDEX
+            batch["position_ids"][row, here] = np.arange(len(ids))
+            start += len(ids)
+        batch["position_ids"][row, start:] = np.arange(length - start)
+    if not restart:
+        del batch["position_ids"]
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDims) -> tuple[Data, CachedData | None]:
+    """The data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached, and writes
+    ``data.json``.
+
+    Raises:
+        LigerDistError: on every rank: the data cannot be read or trained on.
+    """
+    if not config.data:
+        raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
+    sources = on_rank_zero(lambda: [find_source(name) for name in config.data])
+    eval_sources = on_rank_zero(lambda: [find_source(name) for name in config.eval_data])
+    folder, fraction = Path(config.output_dir), 0.0 if eval_sources or config.streaming else config.eval_fraction
+    held_out = on_rank_zero(lambda: [_prepare(config, tokenization, source, 0.0) for source in eval_sources])
+    train: list[PreparedSource] = []
+    if not config.streaming:
+        train = on_rank_zero(lambda: [_prepare(config, tokenization, source, fraction) for source in sources])
+        on_rank_zero(lambda: _write_counts(folder, train, held_out))
+    settings = (config.sequence_length, config.eval_fraction, config.data_weights)
+    evaluation: CachedData | None = None
+    if held_out or fraction:
+        of = [(source, "train") for source in held_out] or [(source, "held_out") for source in train]
+        evaluation = _cached(of, settings, config, None)
+    if not config.streaming:
+        return _cached([(source, "train") for source in train], settings, config, config.data_weights or None), evaluation
+    stream = StreamedData(
+        sources,
+        config.data_weights or None,
+        tokenization,
+        Path(config.cache_dir),
+        sequence_length=config.sequence_length,
+        window=config.shuffle_window,
+        seed=config.seed,
+        rank=dims.data_rank(rank()),
+        size=dims.data_size,
+    )
+    return stream, evaluation
+
+
+def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, eval_fraction: float) -> PreparedSource:
+    prepared = prepare_source(
+        source,
+        tokenization,
+        Path(config.cache_dir),
+        sequence_length=config.sequence_length,
+        eval_fraction=eval_fraction,
+        max_bad_rows=config.max_bad_rows,
+        num_proc=config.num_proc,
+    )
+    counts = prepared.counts
+    print(
+        f"data: {counts['source']}: {counts['documents_read']} documents read, {counts['documents']} with "
+        f"{counts['tokens']} tokens, {counts['skipped']} skipped",
+        flush=True,
+    )
+    return prepared
+
+
+def _write_counts(folder: Path, train: list[PreparedSource], held_out: list[PreparedSource]) -> None:
+    sources = [{"use": "data", **source.counts} for source in train]
+    sources += [{"use": "eval_data", **source.counts} for source in held_out]
+    (folder / DATA_JSON).write_text(json.dumps({"streaming": False, "sources": sources}, indent=1) + "\n")
+
+
+def _cached(
+    of: list[tuple[PreparedSource, str]], settings: tuple[Any, ...], config: TrainConfig, weights: list[float] | None
+) -> CachedData:
+    tables = [TokenTable(source.shards, source.files) for source, _ in of]
+    packings = [Packing.load(source.packings[split]) for source, split in of]
+    digests = [source.digests for source, _ in of]
+    mark = hashlib.sha256(json.dumps([PACKING_FORMAT, digests, settings]).encode()).hexdigest()[:16]
+    found = CachedData(tables, packings, mark, config.seed, weights)
+    if found.num_sequences == 0:
+        raise LigerDistError(f"the {of[0][1].replace('_', '-')} part of the data holds no token; give more data.")
+    return found
+
+
+def find_tokenization(config: TrainConfig) -> Tokenization:
+    """How the rows become tokens; the model's vocabulary is not known yet, and 0.
+
+    Raises:
+        LigerDistError: on every rank: no tokenizer can be loaded from ``--tokenizer``, or from the folder of
+            ``--model`` where there is no ``--tokenizer``; or there is no such chat template.
+    """
+    folder = on_rank_zero(lambda: str(_tokenizer_folder(config)))
+    template = on_rank_zero(lambda: None if config.chat_template is None else Path(config.chat_template).read_text())
+    format = Format(config.text_column, config.messages_column, config.train_on_prompts)
+    return Tokenization(folder, template, format, vocab_size=0)
+
+
+def _tokenizer_folder(config: TrainConfig) -> Path:
+    if config.tokenizer is not None:
+        load_tokenizer(Path(config.tokenizer))
+        return Path(config.tokenizer)
+    # The name of a preset may be that of another folder.
+    if config.model not in PRESETS:
+        read_config(Path(config.model))
+    if config.model in PRESETS or not Path(config.model).is_dir():
+        raise LigerDistError(
+            f"--model {config.model} has no tokenizer; name one with --tokenizer FOLDER (launch/demo/make_tokenizer.py "
+            "trains one on your data)."
+        )
+    # Pretrained weights know the ids of their own tokenizer only.
+    try:
+        load_tokenizer(Path(config.model))
+    except LigerDistError as error:
+        raise LigerDistError(
+            f"--model is the folder {config.model}, which has no tokenizer that can be used; name one with --tokenizer "
+            f"FOLDER ({error})"
+        ) from error
+    return Path(config.model)

@@ -1,0 +1,378 @@
+"""Tokenises documents with ``datasets``: into memory-mapped shards in a cache folder, or as a stream.
+
+A cache folder has a shard for each part of the files (at least 20 where there is enough to divide). A shard gets its
+name when it is whole, so a run that was killed goes on after the shards that it finished, and jobs on several machines
+may fill the same folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from liger_dist import LigerDistError
+
+from .formats import Encoder, Format
+from .sources import Part, Source, read_rows, where
+from .tokenizer import fingerprint, load_tokenizer
+
+CACHE_FORMAT = 3
+"""part of a cache's key; 2 kept all tokens of a corpus in one file"""
+SHARDS = 64
+MOST_BYTES = 2**26
+"""of the files, for one shard"""
+SMALL = 2**22
+"""bytes of data that are tokenised here, because starting processes would take longer"""
+ROWS_AT_ONCE = 32
+TOKENS_OF_A_BATCH = 2**20
+SCHEMA = pa.schema(
+    {
+        "ids": pa.list_(pa.int32()),
+        "labels": pa.list_(pa.int32()),
+        "is_whole": pa.bool_(),
+        "begins": pa.bool_(),
+        "file": pa.int32(),
+        "at": pa.int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How rows become tokens; processes that tokenise get this."""
+
+    tokenizer: str
+    """its folder"""
+    chat_template: str | None
+    """instead of the tokenizer's own"""
+    format: Format
+    vocab_size: int
+
+    def load_tokenizer(self) -> Any:
+        tokenizer = load_tokenizer(Path(self.tokenizer))
+        if self.chat_template is not None:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    def fingerprint(self) -> str:
+        """Changes with anything that could change a token."""
+        key = [fingerprint(self.load_tokenizer()), asdict(self.format), self.vocab_size]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.load_tokenizer(), self.format, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """Of one shard, as the JSON file beside it holds them."""
+
+    documents_read: int
+    """rows of the files; a text in several rows is one document"""
+    documents: int
+    tokens: int
+    labels: int
+    """tokens that are predicted, without the first one of each document"""
+    skipped: list[tuple[str, int, str]]
+    """file, place and reason of every bad row"""
+    digest: str
+    """of ids and labels"""
+
+
+def use_cache(cache: Path) -> None:
+    """Makes ``datasets`` leave its lock files in ``cache`` and nowhere else."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = cache / "datasets"
+
+
+def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] = read_rows) -> Any:
+    """An ``IterableDataset`` of documents with the columns of :class:`~training.formats.Document`, ``reason``,
+    ``begins``, ``file`` and ``at``. Its ``state_dict`` is the place in the parts."""
+    from datasets import IterableDataset
+
+    rows = IterableDataset.from_generator(read, gen_kwargs={"parts": parts})
+    unused = ["values", "text", "ends"]
+    return rows.map(encoder, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=unused)
+
+
+class TokenCache:
+    """The shards of one source."""
+
+    def __init__(self, source: Source, tokenization: Tokenization, cache: Path) -> None:
+        self.source = source
+        self._tokenization, self._cache = tokenization, cache
+        use_cache(cache)
+        key = [CACHE_FORMAT, source.fingerprint(), tokenization.fingerprint()]
+        mark = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        self.folder = cache / f"tokens-{mark}"
+        size = min(MOST_BYTES, max(1, source.num_bytes // SHARDS))
+        self._shards = _grouped(source.parts(size), size)
+        self.paths = [self.folder / f"{i:05d}-of-{len(self._shards):05d}.arrow" for i in range(len(self._shards))]
+        files: dict[str, int] = {}
+        for part in (part for parts in self._shards for part in parts):
+            files.setdefault(part.file, len(files))
+        self.files = files
+
+    def prepare(self, max_bad_rows: int, num_proc: int) -> None:
+        """Writes the shards that are missing, in ``num_proc`` processes.
+
+        Raises:
+            LigerDistError: more than ``max_bad_rows`` rows cannot be trained on, a document was lost on the way, or
+                nothing can be written.
+        """
+        tasks = [
+            ShardTask(parts, path, self.files, max_bad_rows)
+            for parts, path in zip(self._shards, self.paths, strict=True)
+            if not path.is_file()
+        ]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LigerDistError(f"{self.folder} cannot be made: {error}; choose another --cache_dir.") from error
+        if tasks:
+            self._write(tasks, num_proc)
+        refuse_bad_rows([bad for counts in self.counts() for bad in counts.skipped], max_bad_rows)
+
+    def _write(self, tasks: list[ShardTask], num_proc: int) -> None:
+        total = self.source.num_bytes
+        with tqdm(total=len(tasks), desc=f"tokenising {self.source.name}", unit=" shards", mininterval=1) as bar:
+            if total < SMALL or num_proc == 1:
+                encoder = self._tokenization.encoder()
+                for task in tasks:
+                    write_shard(task, encoder)
+                    bar.update()
+                return
+            # Spawned: a fork would share locks with threads of gloo and tokenizers.
+            context = multiprocessing.get_context("spawn")
+            workers = min(num_proc, len(tasks))
+            with ProcessPoolExecutor(workers, context, _start_worker, (self._tokenization, self._cache)) as pool:
+                running = {pool.submit(_write_in_worker, task) for task in tasks}
+                try:
+                    while running:
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        for future in done:
+                            future.result()
+                            bar.update()
+                except BrokenProcessPool as error:
+                    raise LigerDistError(
+                        "a process that tokenised ended without a word, as one that takes too much memory does; lower "
+                        "--num_proc. Finished shards are kept."
+                    ) from error
+                finally:
+                    pool.shutdown(cancel_futures=True)
+
+    def counts(self) -> list[ShardCounts]:
+        """Of every shard; call :meth:`prepare` first."""
+        found = []
+        for path in self.paths:
+            values = json.loads(path.with_suffix(".json").read_text())
+            found.append(ShardCounts(**values | {"skipped": [tuple(bad) for bad in values["skipped"]]}))
+        return found
+
+    def table(self) -> TokenTable:
+        """All shards; call :meth:`prepare` first."""
+        return TokenTable(self.paths, list(self.files))
+
+
+def _grouped(parts: list[Part], size: int) -> list[list[Part]]:
+    """Neighbours together, until they have ``size`` bytes; rows of tables stand for as many bytes as they have."""
+    groups: list[list[Part]] = [[]]
+    held = 0
+    for part in parts:
+        is_file = part.stop < 0
+        held += Path(part.file).stat().st_size if is_file else size if part.kind in ("parquet", "saved") else part.size
+        groups[-1].append(part)
+        if held >= size:
+            groups.append([])
+            held = 0
+    return [group for group in groups if group]
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """What a process needs to write one shard."""
+
+    parts: list[Part]
+    path: Path
+    files: dict[str, int]
+    """their numbers"""
+    max_bad_rows: int
+
+
+_worker: list[Encoder] = []
+
+
+def _start_worker(tokenization: Tokenization, cache: Path) -> None:
+    # One core for each process; and none stays when the one that started them is killed.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    use_cache(cache)
+    _worker.append(tokenization.encoder())
+
+
+def _write_in_worker(task: ShardTask) -> None:
+    write_shard(task, _worker[0])
+
+
+def write_shard(task: ShardTask, encoder: Encoder) -> None:
+    """Tokenises the rows of the parts into ``path``, with its counts in a JSON file beside it.
+
+    Raises:
+        LigerDistError: as :meth:`TokenCache.prepare`; nothing of the shard stays.
+    """
+    # A name that no other job has: in containers, process ids are alike.
+    partial = task.path.with_name(f"{task.path.stem}.{uuid.uuid4().hex}.partial")
+    try:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            counts = _write_documents(task, encoder, writer)
+        counts_file = partial.with_suffix(".counts")
+        counts_file.write_text(json.dumps(asdict(counts)) + "\n")
+        counts_file.replace(task.path.with_suffix(".json"))
+        partial.replace(task.path)
+    except OSError as error:
+        raise LigerDistError(
+            f"{task.path} cannot be written: {error}; make room, or choose another --cache_dir."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+        partial.with_suffix(".counts").unlink(missing_ok=True)
+
+
+def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCounts:
+    batch: list[dict[str, Any]] = []
+    skipped: list[tuple[str, int, str]] = []
+    documents = tokens = labels = held = documents_read = 0
+    digest = xxhash.xxh3_128()
+
+    def read(parts: list[Part]) -> Iterator[dict[str, Any]]:
+        nonlocal documents_read
+        for row in read_rows(parts):
+            documents_read += row["begins"]
+            yield row
+
+    for row in token_stream(task.parts, encoder, read):
+        if row["reason"] is not None:
+            skipped.append((row["file"], row["at"], row["reason"]))
+            refuse_bad_rows(skipped, task.max_bad_rows)
+            continue
+        documents += row["begins"]
+        tokens += len(row["ids"])
+        labels += count_labels(row)
+        digest.update(row["ids"].tobytes())
+        digest.update(b"" if row["labels"] is None else row["labels"].tobytes())
+        batch.append(row)
+        held += len(row["ids"])
+        if held > TOKENS_OF_A_BATCH:
+            writer.write_batch(_record_batch(batch, task.files))
+            batch, held = [], 0
+    if batch:
+        writer.write_batch(_record_batch(batch, task.files))
+    if documents + len(skipped) != documents_read:
+        raise LigerDistError(
+            f"{documents} documents were tokenised and {len(skipped)} skipped, but the files have {documents_read}; "
+            "expected every document. Nothing was written; report this with the kind of data and the version of "
+            "datasets."
+        )
+    return ShardCounts(documents_read, documents, tokens, labels, skipped, digest.hexdigest())
+
+
+def count_labels(row: dict[str, Any]) -> int:
+    """Tokens that are predicted; the first one of a document never is."""
+    if row["labels"] is None:
+        return len(row["ids"]) - bool(row["begins"])
+    return int((row["labels"][1:] >= 0).sum())
+
+
+def _record_batch(rows: list[dict[str, Any]], files: dict[str, int]) -> Any:
+    columns = {
+        "ids": _list_array([row["ids"] for row in rows]),
+        "labels": _list_array([row["labels"] for row in rows]),
+        "is_whole": pa.array([row["is_whole"] for row in rows], pa.bool_()),
+        "begins": pa.array([row["begins"] for row in rows], pa.bool_()),
+        "file": pa.array([files[row["file"]] for row in rows], pa.int32()),
+        "at": pa.array([row["at"] for row in rows], pa.int64()),
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def _list_array(rows: list[NDArray[np.int32] | None]) -> Any:
+    offsets = np.concatenate([[0], np.cumsum([0 if row is None else len(row) for row in rows])])
+    values = [row for row in rows if row is not None]
+    joined = np.concatenate(values) if values else np.zeros(0, np.int32)
+    mask = pa.array([row is None for row in rows], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(joined, pa.int32()), mask=mask)
+
+
+def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> None:
+    """Raises:
+    LigerDistError: more rows than are allowed cannot be trained on; the first one is named.
+    """
+    if len(skipped) > max_bad_rows:
+        file, at, reason = skipped[0]
+        more = "" if len(skipped) == 1 else f" (the first of {len(skipped)} such rows)"
+        raise LigerDistError(
+            f"{where(file, at)} {reason}{more}. Correct the data, or let such rows be skipped and counted with "
+            f"--max_bad_rows N; it is {max_bad_rows}."
+        )
+
+
+class TokenTable:
+    """The rows of all shards of a source, mapped from disk."""
+
+    def __init__(self, shards: list[Path], files: list[str]) -> None:
+        self._files = files
+        self._ids: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
+        self._labels: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
+        flags: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ("is_whole", "begins", "file", "at")}
+        for path in shards:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            for index in range(reader.num_record_batches):
+                batch = reader.get_batch(index)
+                for name, lists in (("ids", self._ids), ("labels", self._labels)):
+                    column = batch.column(name)
+                    lists.append((column.values.to_numpy(), column.offsets.to_numpy()))
+                for name, columns in flags.items():
+                    columns.append(batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64))
+        self.is_whole, self.begins = (np.concatenate(flags[name]).astype(bool) for name in ("is_whole", "begins"))
+        self._file, self._at = np.concatenate(flags["file"]), np.concatenate(flags["at"])
+        self._firsts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
+        lengths = [np.diff(offsets) for _, offsets in self._ids]
+        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def place(self, row: int) -> tuple[str, int]:
+        """File of a row, and where it is in it."""
+        return self._files[self._file[row]], int(self._at[row])
+
+    def piece(self, row: int, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Ids and labels of ``length`` tokens of a row."""
+        batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        index = row - self._firsts[batch]
+        values, offsets = self._ids[batch]
+        ids = values[offsets[index] + start : offsets[index] + start + length]
+        values, offsets = self._labels[batch]
+        if offsets[index] == offsets[index + 1]:
+            return ids, ids
+        return ids, values[offsets[index] + start : offsets[index] + start + length]
+

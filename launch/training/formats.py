@@ -1,0 +1,260 @@
+"""Makes token ids and labels of a row: plain text, prompt and completion, chat messages, ShareGPT conversations,
+instructions, or token ids that are there already."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sources import split_text
+
+IGNORE_INDEX = -100
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What of a row is trained on, and where it is."""
+
+    text_column: str = "text"
+    messages_column: str = "messages"
+    train_on_prompts: bool = False
+    """True: prompts and all turns of a conversation are labels too"""
+
+
+class Document(NamedTuple):
+    """Tokens of one row."""
+
+    ids: Ids
+    labels: Ids | None
+    """-100 where nothing is predicted; None where labels are the ids"""
+    is_whole: bool
+    """True for a conversation, which is never cut"""
+
+
+class BadRowError(Exception):
+    """A row that cannot be trained on; the message goes on after "file line N"."""
+
+
+class Encoder:
+    """Turns rows into documents with one tokenizer.
+
+    Args:
+        vocab_size: of the model; token ids of the data must be below it.
+    """
+
+    def __init__(self, tokenizer: Any, format: Format, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._format = format
+        self._vocab_size = vocab_size
+        first = tokenizer("a")["input_ids"][:1]
+        self._bos = first if first == [tokenizer.bos_token_id] else []
+        self._fast = tokenizer.backend_tokenizer
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """For ``map(batched=True)``: columns ``ids``, ``labels``, ``is_whole`` and ``reason`` (None for a good row)."""
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
+        encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
+        out: dict[str, list[Any]] = {"ids": [], "labels": [], "is_whole": [], "reason": []}
+        for index, row in enumerate(rows):
+            try:
+                document, reason = self._document(row, encoded.get(index)), None
+            except BadRowError as error:
+                document, reason = Document(np.zeros(0, np.int32), None, False), str(error)
+            for name, value in zip(out, (*document, reason), strict=True):
+                out[name].append(value)
+        return out
+
+    def _text_of(self, row: dict[str, Any]) -> str | None:
+        """None for a row that holds something else than plain text."""
+        values, format = row["values"], self._format
+        if values is None or not isinstance(values.get(format.text_column), str):
+            found: str | None = row["text"]
+            return found
+        others = ("input_ids", format.messages_column, "conversations", "completion")
+        text: str = values[format.text_column]
+        return text if all(values.get(name) is None for name in others) else None
+
+    def _document(self, row: dict[str, Any], encoded: Ids | None) -> Document:
+        """Raises:
+        BadRowError: a row of another shape, or one without a label.
+        """
+        if row["reason"] is not None:
+            raise BadRowError(row["reason"])
+        if encoded is not None:
+            if row["begins"] and row["ends"] and len(encoded) == 0:
+                raise BadRowError(f"has an empty {self._format.text_column!r}")
+            ends = [self._tokenizer.eos_token_id] if row["ends"] else []
+            ids = np.concatenate([self._bos if row["begins"] else [], encoded, ends]).astype(np.int32)
+            return Document(ids, None, False)
+        document = self._structured(row["values"])
+        learned = document.ids if document.labels is None else document.labels
+        if not (learned[1:] != IGNORE_INDEX).any():
+            raise BadRowError("has no label: nothing in it is predicted")
+        return document
+
+    def _structured(self, values: dict[str, Any]) -> Document:
+        format = self._format
+        if values.get("input_ids") is not None:
+            return self._token_ids(values["input_ids"], values.get("labels"))
+        turns = values.get(format.messages_column)
+        turns = values.get("conversations") if turns is None else turns
+        if turns is not None:
+            return self._chat(check_messages(turns), values.get("tools"))
+        if values.get("instruction") is not None and values.get("output") is not None:
+            parts = [check_text("instruction", values["instruction"]), check_text("input", values.get("input") or "")]
+            prompt = "\n".join(part for part in parts if part)
+            return self._prompt_and_completion(prompt, values["output"], values)
+        if values.get("prompt") is not None and values.get("completion") is not None:
+            return self._prompt_and_completion(values["prompt"], values["completion"], values)
+        for name in (format.text_column, format.messages_column, "prompt", "completion", "conversations"):
+            if name in values:
+                raise BadRowError(f"has {values[name]!r} in {name!r}; expected text or turns")
+        raise BadRowError(
+            f"has no {format.text_column!r}, {format.messages_column!r}, 'conversations', 'prompt' and 'completion', "
+            f"'instruction' and 'output', or 'input_ids' (its columns: {', '.join(map(str, values))}); name them with "
+            "--text_column or --messages_column"
+        )
+
+    def _encode_texts(self, texts: list[str]) -> list[Ids]:
+        """Without special tokens; a long text in parts, for an encoding takes about 150 bytes a token."""
+        parts = [split_text(text) for text in texts]
+        encoded: list[Ids] = []
+        for pieces in parts if any(len(pieces) > 1 for pieces in parts) else []:
+            encoded.append(np.concatenate([self._encode([piece])[0] for piece in pieces]))
+        return encoded or self._encode(texts)
+
+    def _encode(self, texts: list[str]) -> list[Ids]:
+        found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+
+    def _prompt_and_completion(self, prompt: Any, completion: Any, values: dict[str, Any]) -> Document:
+        if isinstance(prompt, list) or isinstance(completion, list):
+            messages = [*check_messages(prompt), *check_messages(completion)]
+            return self._chat(messages, values.get("tools"), first=len(prompt))
+        check_text("prompt", prompt), check_text("completion", completion)
+        if self._tokenizer.chat_template is not None and "instruction" in values:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return self._chat(turns, None)
+        before, after = self._encode([prompt, completion])
+        ids = np.concatenate([self._bos, before, after, [self._tokenizer.eos_token_id]]).astype(np.int32)
+        labels = ids.copy()
+        labels[: len(self._bos) + len(before)] = IGNORE_INDEX
+        return self._whole(ids, labels)
+
+    def _whole(self, ids: Ids, labels: Ids) -> Document:
+        return Document(ids, None if self._format.train_on_prompts else labels, True)
+
+    def _token_ids(self, ids: Any, labels: Any) -> Document:
+        found: list[Ids] = []
+        for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORE_INDEX)):
+            if values is None:
+                continue
+            for value in values:
+                if not isinstance(value, int):
+                    raise BadRowError(f"has {name} of type {type(value).__name__} ({value}); expected integers")
+                if not 0 <= value < self._vocab_size and value != extra:
+                    raise BadRowError(
+                        f"has {value} in {name} but the model's vocabulary has {self._vocab_size} entries; expected "
+                        f"numbers in [0, {self._vocab_size}). Tokenise with the model's own tokenizer"
+                    )
+            found.append(np.array(values, dtype=np.int32))
+        if labels is not None and len(labels) != len(ids):
+            raise BadRowError(
+                f"has {len(labels)} labels for {len(ids)} input_ids; expected one label for each token, {IGNORE_INDEX} "
+                "where nothing is predicted"
+            )
+        return Document(found[0], found[1] if labels is not None else None, labels is not None)
+
+    def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
+        """Labels are the assistant's turns from ``first`` on, each beyond the prompt that generation starts from."""
+        text, spans = self._assistant_spans(messages, json.loads(tools) if isinstance(tools, str) else tools, first)
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        begins = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        learned = np.zeros(len(ids), dtype=bool)
+        for start, stop in spans:
+            learned |= (begins >= start) & (begins < stop)
+        return self._whole(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
+
+    def _assistant_spans(
+        self, messages: list[dict[str, Any]], tools: Any, first: int
+    ) -> tuple[str, list[tuple[int, int]]]:
+        if self._tokenizer.chat_template is None:
+            raise BadRowError("holds chat turns but the tokenizer has no chat template; give --chat_template FILE")
+        text = self._render(messages, tools, prompt=False)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index < first:
+                continue
+            before = self._render(messages[:index], tools, prompt=True) if index else ""
+            after = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools, prompt=False)
+            if not text.startswith(after) or not after.startswith(before):
+                raise BadRowError(
+                    f"has a turn {index} that the chat template writes differently as a prompt, as history, or when "
+                    "later turns follow, so its labels cannot be told; give a template that only appends, with "
+                    "--chat_template FILE"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except Exception as error:  # Templates raise what they like.
+            raise BadRowError(f"is refused by the chat template: {error}") from error
+        return text
+
+
+def check_text(name: str, value: Any) -> str:
+    """Raises:
+    BadRowError: not a text.
+    """
+    if not isinstance(value, str):
+        raise BadRowError(f"has {value!r} in {name!r}; expected text")
+    return value
+
+
+def check_messages(turns: Any) -> list[dict[str, Any]]:
+    """Chat turns with ``role`` and ``content``; ShareGPT's ``from`` and ``value`` become those.
+
+    Raises:
+        BadRowError: no turns, or a turn without a role or content.
+    """
+    if not isinstance(turns, list) or not turns:
+        raise BadRowError(f"has {turns!r} for its turns; expected a list of at least one")
+    found = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, dict) and "from" in turn and "role" not in turn:
+            if turn["from"] not in SHAREGPT_ROLES:
+                raise BadRowError(
+                    f"has a turn {index} from {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}"
+                )
+            turn = {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise BadRowError(f"has {turn!r} for turn {index}; expected a role and a content")
+        # Columns of a table have every key in every row.
+        turn = {name: value for name, value in turn.items() if value is not None}
+        if not isinstance(turn.get("content"), str) and not (turn.get("tool_calls") and "content" not in turn):
+            raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
+        found.append(turn)
+    return found

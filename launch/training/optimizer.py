@@ -1,0 +1,103 @@
+"""AdamW with weight decay of matrices, and the learning rate's schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from liger_dist import LigerDistError
+
+from .config import TrainConfig
+
+
+def clean(name: str) -> str:
+    """A parameter's name in the model itself."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
+
+
+def decays(name: str, parameter: Tensor, excluded: list[str]) -> bool:
+    """Whether a parameter of the unsharded model has weight decay: a matrix that ``--no_weight_decay`` does not
+    name."""
+    return parameter.dim() >= 2 and not any(part in name for part in excluded)
+
+
+def decayed_parameters(model: nn.Module, config: TrainConfig) -> frozenset[str]:
+    """Names of the parameters with weight decay."""
+    named = model.named_parameters()
+    return frozenset(name for name, parameter in named if decays(name, parameter, config.no_weight_decay))
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str]) -> Optimizer:
+    """The optimizer of the parameters that are trained, with weight decay of ``decayed`` only.
+
+    Raises:
+        LigerDistError: torchao is not installed, for 8-bit states.
+    """
+    # Torch's updates of many tensors at once do not mix plain ones with DTensors, or DTensors of two meshes.
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            has_decay = clean(name) in decayed or ".lora_" in name
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            decay = config.weight_decay if has_decay else 0.0
+            groups.setdefault((has_decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+    if config.optimizer == "adamw_8bit":
+        return _eight_bit(list(groups.values()), settings)
+    # In one pass over the states, where updates of many tensors at once would hold intermediate ones of all.
+    is_fused = all(parameter.is_cuda for parameter in model.parameters())
+    return AdamW(list(groups.values()), **settings, fused=is_fused or None)
+
+
+def _eight_bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise LigerDistError(
+            f"--optimizer adamw_8bit needs torchao, which cannot be imported ({error}); pip install torchao, or take "
+            "--optimizer adamw."
+        ) from error
+    optimizer: Optimizer = AdamW8bit(groups, **settings)
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> LRScheduler:
+    """The schedule of transformers that ``--lr_scheduler`` names.
+
+    Raises:
+        LigerDistError: it does not take ``--lr_scheduler_kwargs``.
+    """
+    kwargs: dict[str, Any] = {}
+    if config.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        kwargs["min_lr_rate"] = config.min_learning_rate_ratio
+    if config.lr_scheduler == "warmup_stable_decay":
+        kwargs |= {"num_decay_steps": max(1, num_steps // 5), "min_lr_ratio": config.min_learning_rate_ratio}
+    try:
+        schedule: LRScheduler = get_scheduler(
+            config.lr_scheduler,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=kwargs | config.lr_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise LigerDistError(
+            f"--lr_scheduler {config.lr_scheduler} does not take {kwargs | config.lr_kwargs}: {error}; change "
+            "--lr_scheduler_kwargs."
+        ) from error
+    return schedule
+
+
+def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
+    """Names of those whose part on this rank holds NaN or Inf."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items() if t is not None}
+    return [clean(name) for name, tensor in local.items() if not bool(tensor.isfinite().all())]

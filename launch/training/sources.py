@@ -1,0 +1,293 @@
+"""Reads documents as rows: text, JSON, JSONL, CSV, parquet and saved datasets, cut into parts that any process can read."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from liger_dist import LigerDistError
+
+SUFFIXES = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    ".jsonl": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+COMPRESSED = (".gz", ".zst", ".bz2")
+"""of text, JSONL and CSV; read by pyarrow, from the first byte to the last"""
+TEXT_PART = 2**18
+"""characters of a text that are tokenised at once: a longer one is read and tokenised in parts"""
+LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
+"""where byte-level tokenizers never merge, so that parts have the tokens of the whole text"""
+
+
+class Part(NamedTuple):
+    """Rows of one file that one process reads: bytes of a file of lines, rows of a table, or all of it."""
+
+    file: str
+    kind: str
+    start: int
+    stop: int
+    """exclusive; -1 for the end"""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Row(NamedTuple):
+    """One document, or a part of a long text."""
+
+    file: str
+    at: int
+    """byte of the first character in a file of lines, otherwise the row"""
+    values: dict[str, Any] | None
+    """columns; None for a broken row and for text of a file"""
+    reason: str | None = None
+    """why it is broken"""
+    text: str | None = None
+    """of a file of text"""
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one entry of ``--data`` names."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    def parts(self, size: int) -> list[Part]:
+        """Parts of about ``size`` bytes (of tables: rows of about as many bytes), in the order of the files."""
+        return [part for file in self.files for part in _parts_of(file, size)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_size_of(file) for file in self.files)
+
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """Changes with the path, size or time of any file."""
+        files = [f for file in self.files for f in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+        return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def find_source(name: str) -> Source:
+    """The files of a path: a file, a folder of files, or the folder of a saved dataset.
+
+    Raises:
+        LigerDistError: the path does not exist, is empty, or is of an unknown kind.
+    """
+    path = Path(name)
+    known = ", ".join(SUFFIXES)
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        raise LigerDistError(
+            f"--data {path} holds the splits {', '.join(splits)}; name one of them, such as --data {path / splits[0]}."
+        )
+    if (path / "dataset_info.json").is_file():
+        return Source(name, (path,))
+    if path.is_dir():
+        inside = tuple(f for f in sorted(path.rglob("*")) if f.is_file() and _kind_of(f) and f.stat().st_size > 0)
+        if not inside:
+            raise LigerDistError(f"the folder {path} holds no data; expected files of {known}.")
+        return Source(name, inside)
+    if not path.is_file():
+        raise LigerDistError(
+            f"the data file {path} does not exist; give a file or folder on this machine (datasets of a hub are saved "
+            'first: datasets.load_dataset("NAME", split="train").save_to_disk("FOLDER")).'
+        )
+    if _kind_of(path) is None:
+        raise LigerDistError(f"the data file {path} is of an unknown kind; expected one of {known}.")
+    if path.stat().st_size == 0:
+        raise LigerDistError(f"the data file {path} is empty; give a file with text in it.")
+    return Source(name, (path,))
+
+
+def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the parts, as the fields of :class:`Row`."""
+    for part in parts:
+        yield from (row._asdict() for row in READERS[part.kind](part))
+
+
+def where(file: str, at: int) -> str:
+    """Place of a row for messages: file and line, or file and row."""
+    kind = _kind_of(Path(file))
+    if kind == "text":
+        return file
+    if kind == "lines":
+        with _opened(Path(file)) as stream:
+            line = 1 + (stream.read(at).count(b"\n") if at else 0)
+        return f"{file} line {line}"
+    return f"{file} row {at}"
+
+
+def _kind_of(file: Path) -> str | None:
+    if file.is_dir():
+        return "saved"
+    suffix = file.suffixes[-2] if file.suffix in COMPRESSED and len(file.suffixes) > 1 else file.suffix
+    kind = SUFFIXES.get(suffix)
+    return kind if file.suffix not in COMPRESSED or kind in ("text", "lines", "csv") else None
+
+
+def _size_of(file: Path) -> int:
+    return sum(f.stat().st_size for f in file.rglob("*.arrow")) if file.is_dir() else file.stat().st_size
+
+
+def _parts_of(file: Path, size: int) -> list[Part]:
+    kind = _kind_of(file)
+    assert kind is not None
+    if kind in ("parquet", "saved"):
+        rows = _num_rows(file, kind)
+        step = max(1, -(-rows * size // max(1, _size_of(file))))
+        return [Part(str(file), kind, start, min(start + step, rows)) for start in range(0, rows, step)]
+    end = file.stat().st_size
+    if kind == "json":
+        with file.open("rb") as stream:
+            kind = "json" if stream.read(1024).lstrip()[:1] == b"[" else "lines"
+    if kind != "lines" or file.suffix in COMPRESSED:
+        return [Part(str(file), kind, 0, -1)]
+    return [Part(str(file), kind, start, min(start + size, end)) for start in range(0, end, size)]
+
+
+def _num_rows(file: Path, kind: str) -> int:
+    if kind == "saved":
+        from datasets import load_from_disk
+
+        return len(load_from_disk(str(file)))
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        return int(parquet.read_metadata(file).num_rows)
+    except (ArrowInvalid, OSError) as error:
+        raise LigerDistError(f"{file} cannot be read as parquet: {error}; get the file again.") from error
+
+
+def _opened(file: Path) -> Any:
+    """The bytes of a file, decompressed."""
+    import pyarrow
+
+    return pyarrow.input_stream(str(file), compression="detect")
+
+
+def _read_text(part: Part) -> Iterator[Row]:
+    """A file is one document; of a long one, several rows."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    rest, begins = "", True
+    with _opened(Path(part.file)) as stream:
+        while block := stream.read(2**22):
+            *pieces, rest = split_text(rest + decoder.decode(block))
+            for piece in pieces:
+                yield Row(part.file, 0, None, None, piece, begins, ends=False)
+                begins = False
+    yield Row(part.file, 0, None, None, rest + decoder.decode(b"", final=True), begins)
+
+
+def _read_lines(part: Part) -> Iterator[Row]:
+    """Lines that begin in the part; blank ones are no rows."""
+    with io.BufferedReader(_opened(Path(part.file)), 2**20) as stream:
+        at = part.start
+        if at > 0:
+            # Of the line that holds the byte before, the part before has the beginning.
+            stream.seek(at - 1)
+            at += len(stream.readline()) - 1
+        while part.stop < 0 or at < part.stop:
+            line = stream.readline()
+            if not line:
+                return
+            if line.strip():
+                yield _json_row(part.file, at, line)
+            at += len(line)
+
+
+def _json_row(file: str, at: int, line: bytes) -> Row:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        return Row(file, at, None, f"is no JSON ({error})")
+    return _object_row(file, at, values)
+
+
+def _object_row(file: str, at: int, values: Any) -> Row:
+    if not isinstance(values, dict):
+        return Row(file, at, None, f"holds {type(values).__name__} instead of an object with columns")
+    return Row(file, at, values)
+
+
+def _read_json(part: Part) -> Iterator[Row]:
+    """A list of objects."""
+    try:
+        found = json.loads(Path(part.file).read_bytes())
+    except ValueError as error:
+        raise LigerDistError(f"{part.file} cannot be read as JSON: {error}; expected a list, or JSON lines.") from error
+    yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
+
+
+def _read_csv(part: Part) -> Iterator[Row]:
+    with _opened(Path(part.file)) as stream:
+        lines = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8", errors="replace", newline=""))
+        for index, values in enumerate(lines):
+            reason = "has more fields than the first line" if None in values else None
+            yield Row(part.file, index, None if reason else values, reason)
+
+
+def _read_parquet(part: Part) -> Iterator[Row]:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        with parquet.ParquetFile(part.file) as file:
+            counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            ends = list(itertools.accumulate(counts))
+            groups = [g for g, end in enumerate(ends) if end > part.start and end - counts[g] < part.stop]
+            at = ends[groups[0]] - counts[groups[0]]
+            for batch in file.iter_batches(256, row_groups=groups):
+                first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
+                if first < last:
+                    values = batch.slice(first, last - first).to_pylist()
+                    yield from (Row(part.file, at + first + index, row) for index, row in enumerate(values))
+                at += len(batch)
+    except (ArrowInvalid, OSError) as error:
+        raise LigerDistError(f"{part.file} cannot be read as parquet: {error}; get the file again.") from error
+
+
+def _read_saved(part: Part) -> Iterator[Row]:
+    from datasets import load_from_disk
+
+    rows = load_from_disk(part.file)
+    for start in range(part.start, part.stop, 256):
+        batch = rows.select(range(start, min(start + 256, part.stop)))
+        yield from (Row(part.file, start + index, values) for index, values in enumerate(batch))
+
+
+READERS = {
+    "text": _read_text,
+    "lines": _read_lines,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "saved": _read_saved,
+}
+
+
+def split_text(text: str) -> list[str]:
+    """Cut into pieces of at most :data:`TEXT_PART` characters, at line breaks where there are any."""
+    pieces, start = [], 0
+    while len(text) - start > TEXT_PART:
+        middle = start + TEXT_PART // 2
+        breaks = [m.end() for m in LINE_BREAK.finditer(text, middle, start + TEXT_PART)]
+        cut = breaks[-1] if breaks else start + TEXT_PART
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
+

@@ -1,0 +1,451 @@
+"""The run: from a configuration to checkpoints, metrics and their files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_dist import LigerDistError
+
+from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
+from .config import TrainConfig, to_yaml
+from .data_loader import CachedData, Data, Piece, StreamedData, collate, find_tokenization, load_data
+from .dataset import refuse_bad_rows
+from .deepspeed_engine import DeepSpeedEngine
+from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device, world_size
+from .engine import Engine, TorchEngine
+from .fault_tolerance import Interruption, check_weights, refuse_numbers
+from .memory_plan import plan
+from .metrics import Flops, Metrics, peak_memory_bytes, profiled
+from .model import autocast, check_wrap, find_config, shell
+from .optimizer import make_schedule
+from .output_folder import begin, check_shared, goes_on, held
+from .parallel_dims import ParallelDims, parallel_dims_of
+from .watchdog import Watchdog
+
+
+@dataclass
+class Progress:
+    """How far a run is; part of every checkpoint."""
+
+    step: int = 0
+    sequences: int = 0
+    """taken from the data"""
+    tokens: int = 0
+    """of them, padding not counted"""
+    best_step: int | None = None
+    best_loss: float = math.inf
+    """held-out loss of the step with the lowest one"""
+    evaluations_since_best: int = 0
+
+
+class InterruptedStepError(Exception):
+    """A signal came between two micro-batches: the step is given up."""
+
+
+class Trainer:
+    """A wrapped model, its data and its schedule; makes steps and evaluations."""
+
+    def __init__(
+        self, config: TrainConfig, dims: ParallelDims, engine: Engine, data: Data, held_out: CachedData | None, pad: int
+    ) -> None:
+        self.config, self.dims, self.engine, self.data, self.held_out = config, dims, engine, data, held_out
+        self.progress = Progress()
+        self.global_batch_size = dims.global_batch_size(config)
+        self.num_steps = num_steps(config, data, self.global_batch_size)
+        self.schedule = make_schedule(engine.optimizer, config, self.num_steps)
+        self.own_loss: Tensor | None = None
+        """of the last step: this rank's part of the mean"""
+        self.data_state: dict[str, Any] = {}
+        """of this rank's stream, before what the running step takes"""
+        self._pad = pad
+        self._data_rank, self._data_size = dims.data_rank(rank()), dims.data_size
+        engine.model.train()
+
+    def step(self, watchdog: Watchdog, interruption: Interruption) -> tuple[Tensor, Tensor, int]:
+        """One optimizer step: loss over all ranks' tokens, gradient norm, number of tokens. Gradients stay.
+
+        Raises:
+            InterruptedStepError: on every rank, when one of them was asked to end.
+            LigerDistError: on every rank, when one cannot read its data.
+        """
+        config, step = self.config, self.progress.step
+        watchdog.at(step + 1, "reading data")
+        self.data_state = self.data.state()
+        batches, labels, read = self._read_batches()
+        # Dropout draws the same numbers in a resumed run, and others on each rank.
+        torch.manual_seed((config.seed * 1_000_003 + step) * self._data_size + self._data_rank)
+        # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
+        # Every rank of a tensor-parallel group has counted the same ones.
+        num_items = torch.tensor(max(labels, 1.0) / self.dims.world_size, device=device())
+        losses = []
+        for index, batch in enumerate(batches):
+            watchdog.at(step + 1, "computing")
+            if index and total(interruption.requested)[0]:
+                raise InterruptedStepError
+            with self.engine.micro_batch(is_last=index == len(batches) - 1):
+                loss = self._loss(batch, num_items)
+                self.engine.backward(loss)
+            losses.append(loss.detach())
+        norm = self.engine.update()
+        self.schedule.step()
+        self.own_loss = torch.stack(losses).sum()
+        mean = total_on_device(self.own_loss.clone()) / self.dims.world_size
+        tokens = int(read) // self.dims.tensor_parallel
+        self.progress.step += 1
+        self.progress.sequences += self.global_batch_size
+        self.progress.tokens += tokens
+        self.data_state = self.data.state()
+        return mean, norm, tokens
+
+    @torch.no_grad()
+    def evaluate(self, watchdog: Watchdog) -> float:
+        """Mean loss on held-out data, with the same loss as training; alike on every rank."""
+        assert self.held_out is not None
+        config, held_out = self.config, self.held_out
+        rows = self._data_size * config.batch_size
+        most = held_out.num_sequences if config.eval_batches == 0 else config.eval_batches * rows
+        self.engine.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=device())
+        one = torch.tensor(1.0, device=device())
+        for first in range(0, min(most, held_out.num_sequences), rows):
+            watchdog.at(self.progress.step, "evaluating")
+            mine = held_out.in_order(first, min(rows, most - first))[self._data_rank :: self._data_size]
+            batch = self._collated(mine)
+            sums[0] += self._loss(batch, one)
+            sums[1] += count_labels([batch])
+        self.engine.model.train()
+        total_on_device(sums)
+        return float(sums[0] / sums[1].clamp_min(1))
+
+    def places(self) -> list[str]:
+        """Files that this rank's sequences of the last step come from, as far as they are known."""
+        if not isinstance(self.data, CachedData):
+            return []
+        before = self.progress.sequences - self.global_batch_size
+        return self.data.places(before, self.global_batch_size, self._data_rank, self._data_size)
+
+    def _read_batches(self) -> tuple[list[dict[str, Tensor]], float, float]:
+        """Micro-batches of this rank, and the numbers of labels and tokens of all ranks."""
+        config, problem, sequences = self.config, "", list[list[Piece]]()
+        try:
+            sequences = self.data.take(
+                self.progress.sequences, self.global_batch_size, self._data_rank, self._data_size
+            )
+        except (LigerDistError, OSError) as error:
+            problem = str(error)
+        size = config.batch_size
+        count = self.dims.micro_batches(config, self.global_batch_size)
+        batches = [self._collated(sequences[index * size : (index + 1) * size]) for index in range(count)]
+        read = sum(len(ids) for sequence in sequences for ids, _ in sequence)
+        skipped = len(self.data.bad_rows())
+        labels, tokens, bad, failed = total(count_labels(batches), read, skipped, bool(problem))
+        if failed or bad / self.dims.tensor_parallel > config.max_bad_rows:
+            raise LigerDistError(next(filter(None, gathered(problem or self._bad_row()))))
+        return batches, labels, tokens
+
+    def _bad_row(self) -> str:
+        """What is wrong with the first row that this rank's stream has skipped."""
+        try:
+            refuse_bad_rows(self.data.bad_rows(), self.config.max_bad_rows if not self.data.bad_rows() else 0)
+        except LigerDistError as error:
+            return str(error)
+        return ""
+
+    def _collated(self, sequences: list[list[Piece]]) -> dict[str, Tensor]:
+        config = self.config
+        restart = not config.attend_across_documents
+        return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart)
+
+    def _loss(self, batch: dict[str, Tensor], num_items: Tensor) -> Tensor:
+        """Mean over ``num_items`` tokens, this rank's part; labels stay on the CPU, where counting them is free."""
+        on_device = {name: tensor.to(device(), non_blocking=True) for name, tensor in batch.items()}
+        if self.config.fused_loss:
+            on_device["labels"] = batch["labels"]
+        with autocast(self.config, self.dims.strategy):
+            output = self.engine.model(**on_device, num_items_in_batch=num_items, use_cache=False)
+        loss: Tensor = output.loss
+        return loss
+
+
+def count_labels(batches: list[dict[str, Tensor]]) -> int:
+    """Labels that count; the first of a sequence is never predicted."""
+    return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
+
+
+def num_steps(config: TrainConfig, data: Data, global_batch_size: int) -> int:
+    """``--steps``, or as many as ``--epochs`` takes."""
+    if config.steps is not None:
+        return config.steps
+    assert data.num_sequences is not None
+    return max(1, math.ceil((config.epochs or 1) * data.num_sequences / global_batch_size))
+
+
+def train(config: TrainConfig) -> None:
+    """Trains as the configuration says and leaves everything in ``output_dir``."""
+    if config.dry_run:
+        _plan(config)
+        return
+    dims, folder = parallel_dims_of(config, world_size()), Path(config.output_dir)
+    watchdog = Watchdog(config.stall_timeout)
+    with watchdog.watching(), held(folder):
+        _train(config, dims, folder, watchdog)
+
+
+def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watchdog) -> None:
+    resume = goes_on(folder) or config.resume
+    if not resume and not config.overwrite and not config.eval_only:
+        on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    check_shared(Path(config.cache_dir))
+    tokenization = find_tokenization(config)
+    tokenizer = tokenization.load_tokenizer()
+    model_config = find_config(config, len(tokenizer))
+    tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
+    watchdog.at(0, "preparing")
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        lambda to: _write_model(to, model_config, tokenizer),
+        keep=config.keep_checkpoints,
+    )
+    saved = checkpoints.newest() if resume else None
+    config = _resolved(config, dims, saved, folder)
+    model = shell(config, model_config)
+    flops = Flops.of(model, model_config, config)
+    engine = make_engine(config, dims, model)
+    description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
+    checkpoints.describe(description, saved)
+    if saved is not None and config.steps is not None and saved.step >= config.steps and not config.eval_only:
+        _say(f"nothing is left to do: {folder} has a checkpoint of step {saved.step}, --steps is {config.steps}")
+        return
+    # Last of what can be refused: it may take hours.
+    data, held_out = load_data(config, tokenization, dims)
+    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id)
+    if saved is not None:
+        watchdog.at(saved.step, "loading a checkpoint")
+        restore(trainer, checkpoints, saved)
+    if config.eval_only:
+        _evaluate_only(trainer, folder, watchdog)
+        return
+    _run(trainer, checkpoints, folder, flops, watchdog)
+
+
+def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops, watchdog: Watchdog) -> None:
+    config, first_step = trainer.config, trainer.progress.step
+    checkpoints.clear(first_step)
+    begin(folder)
+    metrics = Metrics(folder, config, trainer.num_steps, first_step)
+    with closing(metrics):
+        loop = Loop(trainer, checkpoints, metrics, flops, watchdog)
+        why = loop.run()
+    if isinstance(trainer.data, StreamedData):
+        counts = gathered(trainer.data.state()["counts"])
+        on_rank_zero(lambda: trainer.data.write_counts(folder, counts, trainer.dims.tensor_parallel))  # type: ignore[attr-defined]
+    if rank() == 0:
+        metrics.report(trainer.progress.step, why, flops, has_checkpoint=config.checkpoint_every > 0)
+
+
+def make_engine(config: TrainConfig, dims: ParallelDims, model: torch.nn.Module) -> Engine:
+    """The engine around a model without storage."""
+    if dims.strategy == "deepspeed":
+        return DeepSpeedEngine(config, dims, model)
+    return TorchEngine(config, dims, model)
+
+
+def restore(trainer: Trainer, checkpoints: Checkpoints, saved: Saved) -> None:
+    """Loads weights, optimizer states, schedule and place in the data.
+
+    Raises:
+        LigerDistError: the data is not that of the checkpoint, or another number of ranks read its stream.
+    """
+    config, data = trainer.config, trainer.data
+    if not config.eval_only:
+        before = saved.progress["data"]
+        streams = before["streams"]
+        if isinstance(data, StreamedData) and len(streams) != trainer.dims.data_size:
+            raise LigerDistError(
+                f"{len(streams) or 'no'} ranks read the streams of the checkpoint of step {saved.step} and "
+                f"{trainer.dims.data_size} would go on; start as many, or go on without --streaming and with "
+                "--allow_changed_data true, which counts sequences from the beginning of the data."
+            )
+        if before["fingerprint"] != data.fingerprint and not config.allow_changed_data:
+            raise LigerDistError(
+                f"the data is not that of the checkpoint of step {saved.step} (fingerprint {data.fingerprint} instead "
+                f"of {before['fingerprint']}: files, tokenizer, --sequence_length, --data_weights or --eval_fraction "
+                "differ); go on with the same data, or with --allow_changed_data true."
+            )
+        if isinstance(data, StreamedData) and before["fingerprint"] == data.fingerprint:
+            data.load_state(streams[trainer.dims.data_rank(rank())])
+    checkpoints.load(saved.step, trainer.engine, weights_only=config.eval_only)
+    trainer.progress = Progress(**saved.progress["progress"])
+    trainer.data_state = data.state()
+    for _ in range(saved.step if not config.eval_only else 0):
+        trainer.schedule.step()
+    _say(f"continues after step {saved.step}")
+
+
+class Loop:
+    """Steps until the end of the run, with what comes between them: evaluations, checkpoints, metrics."""
+
+    def __init__(
+        self, trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, flops: Flops, watchdog: Watchdog
+    ) -> None:
+        self._trainer, self._checkpoints, self._metrics = trainer, checkpoints, metrics
+        self._flops, self._watchdog = flops, watchdog
+        self._saved_step = trainer.progress.step
+        self._stops_early = False
+
+    def run(self) -> str | None:
+        """None, or why it ended before the last step."""
+        trainer, config = self._trainer, self._trainer.config
+        stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
+        interruption = Interruption(config.grace_seconds, lambda: self._saved_step)
+        with interruption.watched():
+            is_asked = trainer.progress.step >= stop_at
+            while trainer.progress.step < trainer.num_steps and not is_asked and not self._stops_early:
+                try:
+                    is_asked = self._step(interruption) or trainer.progress.step >= stop_at
+                except InterruptedStepError:
+                    trainer.engine.clear()
+                    is_asked = True
+            self._checkpoints.finish()
+            if config.checkpoint_every and self._saved_step != trainer.progress.step:
+                check_weights(trainer.progress.step, trainer.engine.broken_weights(), None)
+                self._save(in_background=False)
+        if trainer.progress.step >= trainer.num_steps:
+            return None
+        return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
+
+    def _step(self, interruption: Interruption) -> bool:
+        """Whether a rank was asked to end."""
+        trainer, config = self._trainer, self._trainer.config
+        began = time.perf_counter()
+        is_profiled = trainer.progress.step + 1 == config.profile_step
+        with profiled(Path(config.output_dir)) if is_profiled else nullcontext():
+            loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
+        step = trainer.progress.step
+        row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
+        # Reading the loss has waited for the step. One exchange tells every rank of an interruption, of a checkpoint
+        # that all ranks have written, and of NaN or Inf, which a bad device has on its own rank alone.
+        is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
+        asked, writers, broken = total(interruption.requested, self._checkpoints.is_written(), is_broken)
+        if writers == world_size():
+            self._checkpoints.finish()
+        if broken > 0:
+            with self._published_first():
+                own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
+                refuse_numbers(step, row["loss"], own, trainer.places(), trainer.engine.broken_gradients())
+        trainer.engine.clear()
+        seconds = time.perf_counter() - began
+        row |= self._rates(num_tokens, seconds)
+        is_last = step == trainer.num_steps
+        if trainer.held_out is not None and (step == 1 or step % config.eval_every == 0 or is_last):
+            row["eval_loss"] = trainer.evaluate(self._watchdog)
+        is_due = bool(config.checkpoint_every) and (asked > 0 or step % config.checkpoint_every == 0 or is_last)
+        if is_due or "eval_loss" in row:
+            with self._published_first():
+                check_weights(step, trainer.engine.broken_weights(), row.get("eval_loss"))
+        is_best = self._note_loss(row["eval_loss"]) if "eval_loss" in row else False
+        self._metrics.add(row)
+        if is_due or (is_best and config.keep_best):
+            self._save(in_background=config.async_checkpoints)
+        return asked > 0
+
+    def _rates(self, num_tokens: int, seconds: float) -> dict[str, Any]:
+        trainer = self._trainer
+        speed = num_tokens / seconds
+        row: dict[str, Any] = {"tokens_per_second": speed, "tokens": trainer.progress.tokens}
+        if trainer.data.num_sequences is not None:
+            row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
+        row["peak_memory_bytes"] = peak_memory_bytes()
+        row["learning_rate"] = trainer.schedule.get_last_lr()[0]
+        return row | self._flops.utilization(speed / world_size())
+
+    def _note_loss(self, loss: float) -> bool:
+        """Whether it is the best held-out loss so far; the same on every rank."""
+        progress, patience = self._trainer.progress, self._trainer.config.early_stopping_patience
+        if loss < progress.best_loss:
+            progress.best_step, progress.best_loss, progress.evaluations_since_best = progress.step, loss, 0
+            return True
+        progress.evaluations_since_best += 1
+        self._stops_early = 0 < patience <= progress.evaluations_since_best
+        return False
+
+    def _save(self, *, in_background: bool) -> None:
+        trainer = self._trainer
+        step = trainer.progress.step
+        self._watchdog.at(step, "writing a checkpoint")
+        states = gathered(trainer.data_state)[:: trainer.dims.tensor_parallel]
+        streams = states if isinstance(trainer.data, StreamedData) else []
+        progress = {
+            "progress": asdict(trainer.progress),
+            "global_batch_size": trainer.global_batch_size,
+            "no_weight_decay": trainer.config.no_weight_decay,
+            "data": {"fingerprint": trainer.data.fingerprint, "streams": streams},
+        }
+        best = trainer.progress.best_step if trainer.config.keep_best else None
+        self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)
+        self._saved_step = step
+
+    @contextmanager
+    def _published_first(self) -> Iterator[None]:
+        """What is written in the background is published before all ranks refuse to go on."""
+        try:
+            yield
+        except LigerDistError:
+            self._checkpoints.finish()
+            raise
+
+
+def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
+    if trainer.held_out is None:
+        raise LigerDistError("--eval_only needs held-out data; give --eval_data, or an --eval_fraction above 0.")
+    loss = trainer.evaluate(watchdog)
+    counts = on_rank_zero(lambda: (folder / "eval.json").write_text(f'{{"step": {trainer.progress.step}, "eval_loss": {loss}}}\n'))
+    assert counts
+    _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {trainer.progress.step}")
+
+
+def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None, folder: Path) -> TrainConfig:
+    """The configuration with what a checkpoint decides, printed and written as ``config.yaml``."""
+    if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
+        config = replace(config, global_batch_size=saved.progress["global_batch_size"])
+    size = dims.global_batch_size(config)
+    resolved = replace(config, strategy=dims.strategy, global_batch_size=size, global_batch_tokens=None)
+    text = to_yaml(resolved)
+    on_rank_zero(lambda: (folder / "config.yaml").write_text(text))
+    micro_batches = dims.micro_batches(config, size)
+    _say(
+        f"{text}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
+        f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
+    )
+    return resolved
+
+
+def _write_model(folder: Path, model_config: Any, tokenizer: Any) -> None:
+    model_config.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # So general by the tokenizers library.
+        raise OSError(f"{folder}: {error}") from error
+
+
+def _plan(config: TrainConfig) -> None:
+    dims = parallel_dims_of(config, config.world_size or world_size())
+    if rank() == 0:
+        tokenizer = find_tokenization(config).load_tokenizer()
+        model_config = find_config(config, len(tokenizer))
+        check_wrap(config, dims)
+        print(plan(config, dims, shell(config, model_config), model_config))
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)

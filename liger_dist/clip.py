@@ -1,0 +1,80 @@
+"""Clips gradients of models whose parameters are sharded over different meshes, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from .errors import LigerDistError
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot add up
+    norms over several meshes.
+
+    Gradients may be DTensors on any number of meshes (a vocab-parallel or tensor-parallel lm_head has its own) and
+    plain tensors, which all ranks hold alike and which therefore count once. The host does not wait for the device.
+
+    Args:
+        parameters: the model (under FSDP1 and DDP: the wrapper), or its parameters.
+        max_norm: the norm after clipping; infinity, or 0, to leave gradients as they are.
+        norm_type: of the norm; may be infinity.
+
+    Returns:
+        The norm before clipping, a plain tensor of shape ``[]``, the same on every rank. Where it is NaN or Inf the
+        gradients stay as they are, so that the parameter can be found.
+
+    Raises:
+        LigerDistError: ``max_norm`` is negative or NaN; parameters of FSDP1 without their wrapper, or of ZeRO, whose
+            engine clips.
+    """
+    if not max_norm >= 0:
+        raise LigerDistError(f"max_norm is {max_norm}; expected a number of at least 0.")
+    limit = max_norm or float("inf")
+    if isinstance(parameters, FullyShardedDataParallel):
+        return parameters.clip_grad_norm_(limit, norm_type)
+    if isinstance(parameters, nn.Module):
+        _refuse_module(parameters)
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id"):
+            raise LigerDistError(
+                "the parameters are DeepSpeed's, whose engine clips in its step; set gradient_clipping in its "
+                "configuration."
+            )
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    if not by_mesh:
+        return torch.zeros(())
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in by_mesh.values()]
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = nn.utils.get_total_norm([norm.to(full[0].device) for norm in full], norm_type)
+    # Scaled by limit / 0, which torch clamps to 1, where the norm is not finite.
+    finite = torch.where(total.isfinite(), total, 0.0)
+    for group in by_mesh.values() if limit < float("inf") else ():
+        nn.utils.clip_grads_with_norm_(group, limit, finite)
+    return total
+
+
+def _refuse_module(module: nn.Module) -> None:
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        raise LigerDistError(
+            f"{type(module).__name__} holds FSDP1 units, whose norm only their root can add up; give the "
+            "FullyShardedDataParallel module that wraps the model."
+        )
+    if hasattr(module, "zero_optimization_stage"):
+        raise LigerDistError(
+            "the model is a DeepSpeed engine, which clips in its step; set gradient_clipping in its configuration."
+        )
