@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from harness import Workers, shared_buffers
-from training_runs import arguments_for, write_corpus
+from training_runs import config_for, write_corpus, write_tokenizer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,17 +73,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its tokenizer and tokens, prepared once."""
-    return tmp_path_factory.mktemp("cache")
+def cache(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Its tokenizer, and its tokens once a run has prepared them."""
+    folder = tmp_path_factory.mktemp("cache")
+    write_tokenizer(data, folder / "tokenizer")
+    return folder
 
 
 @pytest.fixture(scope="session")
 def trained(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of the training program on two ranks under FSDP2."""
-    from training.loop import train
+    from training.trainer import train
 
     output = tmp_path_factory.mktemp("trained")
     with Workers(2) as workers:
-        workers.run(train, arguments_for(data, cache, output))
+        workers.run(train, config_for(data, cache, output))
     return output

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from harness import Workers
-from training.arguments import TrainArguments, parse
+from training.config import TrainConfig, parse
 from training.data import find_blocks, find_tokenizer
 from training.export import export
 from training.layout import layout_of
-from training.loop import train
+from training.trainer import train
 from training.memory import plan
 from training.model import find_config, shell
 from training.tokens import load_tokenizer
-from training_runs import LAUNCH, ROOT, arguments_for, losses_of, metrics_of, published
+from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
 import liger_dist
@@ -46,9 +46,9 @@ def test_every_strategy_draws_the_same_curve(
     stop = {"stop_at_step": 2} if way in ("fsdp1", "zero2", "zero3") else {}
     settings = {"steps": 12, "stop_at_step": 4, "eval_every": 3, "checkpoint_every": 2} | WAYS[way]
     if stop:
-        workers_2.run(train, arguments_for(data, cache, tmp_path, **settings | stop))
+        workers_2.run(train, config_for(data, cache, tmp_path, **settings | stop))
         assert len(losses_of(tmp_path)) == 2
-    workers_2.run(train, arguments_for(data, cache, tmp_path, resume=True, **settings))
+    workers_2.run(train, config_for(data, cache, tmp_path, resume=True, **settings))
     rows, expected = metrics_of(tmp_path), metrics_of(trained)[:4]
     assert losses_of(tmp_path) == pytest.approx([row["loss"] for row in expected], rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
@@ -63,10 +63,10 @@ def test_the_norm_is_known_without_clipping(
     ways |= {name: WAYS[name] for name in ("zero2", "zero3", "fsdp1", "ddp")}
     expected = metrics_of(trained)[0]["grad_norm"]
     for name, way in ways.items():
-        arguments = arguments_for(
+        config = config_for(
             data, cache, tmp_path / name, steps=1, checkpoint_every=0, sample_tokens=0, max_grad_norm=0.0, **way
         )
-        workers_2.run(train, arguments)
+        workers_2.run(train, config)
         assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
 
@@ -74,8 +74,8 @@ def test_tensor_parallel_ranks_read_what_one_process_reads(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     for strategy in ("tp", "none"):
-        arguments = arguments_for(data, cache, tmp_path / strategy, strategy=strategy, steps=3)
-        workers_2.run(train, arguments) if strategy == "tp" else train(arguments)
+        config = config_for(data, cache, tmp_path / strategy, strategy=strategy, steps=3)
+        workers_2.run(train, config) if strategy == "tp" else train(config)
     seen = [[(row["loss"], row["grad_norm"]) for row in metrics_of(tmp_path / name)] for name in ("tp", "none")]
     np.testing.assert_allclose(*seen, rtol=1e-4)
 
@@ -94,7 +94,7 @@ def test_grids_draw_the_same_curve(
     strategy: str, sizes: dict[str, int], trained: Path, workers_4: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     settings = {"strategy": strategy, "stop_at_step": 3, "accumulation_steps": sizes.get("tp", 1)} | sizes
-    workers_4.run(train, arguments_for(data, cache, tmp_path, **settings))
+    workers_4.run(train, config_for(data, cache, tmp_path, **settings))
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-5)
 
 
@@ -104,7 +104,7 @@ def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: 
     output = tmp_path_factory.mktemp("four")
     micro_batches = 4 // workers_on_all.world_size
     changes = {"accumulation_steps": micro_batches, "stop_at_step": 6, "checkpoint_every": 3, "async_checkpoints": True}
-    workers_on_all.run(train, arguments_for(data, cache, output, strategy="fsdp2", **changes))
+    workers_on_all.run(train, config_for(data, cache, output, strategy="fsdp2", **changes))
     assert published(output) == ["step-00000003", "step-00000006"]
     return output
 
@@ -116,12 +116,12 @@ def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
     import shutil
 
     shutil.copytree(on_four, tmp_path / "run")
-    arguments = arguments_for(data, cache, tmp_path / "run", strategy=way, resume=True, stop_at_step=9)
-    alone = TrainArguments(**vars(arguments) | {"accumulation_steps": 4})
+    config = config_for(data, cache, tmp_path / "run", strategy=way, resume=True, stop_at_step=9)
+    alone = TrainConfig(**vars(config) | {"accumulation_steps": 4})
     if way == "none":
         train(alone)
     else:
-        workers_2.run(train, alone if way == "tp" else arguments)
+        workers_2.run(train, alone if way == "tp" else config)
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:9], rel=2e-5)
 
 
@@ -137,13 +137,13 @@ def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, c
     other.load_state_dict(torch.load(tmp_path / "state.pt")["model"])
     batch = torch.arange(3, 67)[None]
     assert torch.equal(model(batch).logits, other(batch).logits)
-    arguments = arguments_for(data, cache, tmp_path / "start", model=str(tmp_path / "model"), steps=1)
-    tokenizer = find_tokenizer(arguments)
-    held_out = find_blocks(arguments, tokenizer, 601)["held_out"]
+    config = config_for(data, cache, tmp_path / "start", model=str(tmp_path / "model"), steps=1)
+    tokenizer = find_tokenizer(config)
+    held_out = find_blocks(config, tokenizer, 601)["held_out"]
     losses: list[float] = []
     for way in ("fsdp1", "zero3"):
-        changed = vars(arguments) | {"output_dir": str(tmp_path / way)} | WAYS[way] | {"learning_rate": 0.0}
-        workers_2.run(train, TrainArguments(**changed))
+        changed = vars(config) | {"output_dir": str(tmp_path / way)} | WAYS[way] | {"learning_rate": 0.0}
+        workers_2.run(train, TrainConfig(**changed))
         losses.append(metrics_of(tmp_path / way)[0]["eval_loss"])
     sums, count = 0.0, 0
     with torch.no_grad():
@@ -156,8 +156,8 @@ def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, c
 
 
 def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_path: Path, trained: Path) -> None:
-    arguments = arguments_for(data, cache, tmp_path / "run", steps=12, stop_at_step=6, **WAYS["zero3"])
-    workers_2.run(train, arguments)
+    config = config_for(data, cache, tmp_path / "run", steps=12, stop_at_step=6, **WAYS["zero3"])
+    workers_2.run(train, config)
     command = [sys.executable, str(LAUNCH / "export.py"), str(tmp_path / "run")]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -172,7 +172,7 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert again.returncode == 1
     assert "exported exists; give another folder" in again.stderr
-    resumed = arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none")
+    resumed = config_for(data, cache, tmp_path / "run", resume=True, strategy="none")
     with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads torch"):
         train(resumed)
     for step, words in ((7, "no checkpoint of step 7"), (None, "no whole checkpoint")):
@@ -190,7 +190,7 @@ def test_masters_of_stage_0_are_exported(
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     way = {"strategy": "deepspeed", "deepspeed": str(tmp_path / "zero0.json"), "dtype": "bfloat16"}
     way |= {"model": str(tmp_path / "config.json")}
-    workers_2.run(train, arguments_for(data, cache, tmp_path / "run", steps=2, checkpoint_every=2, **way))
+    workers_2.run(train, config_for(data, cache, tmp_path / "run", steps=2, checkpoint_every=2, **way))
     export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     (file,) = (tmp_path / "run" / "checkpoints" / "step-00000002").rglob("mp_rank_00_model_states.pt")
@@ -214,7 +214,7 @@ def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"train_batch_size": 7}, "sets train_batch_size to 7 but the arguments make it 4"),
+        ({"train_batch_size": 7}, "sets train_batch_size to 7 but the config make it 4"),
         ({"bf16": {"enabled": True}}, "sets bf16.enabled to true but --dtype is float32"),
         ({"optimizer": {"type": "Adam"}}, "section 'optimizer'"),
         ([1], "holds a list; expected an object"),
@@ -231,9 +231,9 @@ def test_a_deepspeed_json_that_says_otherwise(
     file = tmp_path / "deepspeed.json"
     if settings is not None:
         file.write_text(json.dumps(settings))
-    arguments = arguments_for(data, cache, tmp_path, strategy="deepspeed", deepspeed=str(file))
+    config = config_for(data, cache, tmp_path, strategy="deepspeed", deepspeed=str(file))
     with pytest.raises(liger_dist.LigerDistError, match=words):
-        train(arguments)
+        train(config)
 
 
 ZERO = ("--async_checkpoints", "false", "--strategy", "deepspeed", "--deepspeed")
@@ -269,11 +269,11 @@ def test_a_dry_run_knows_what_was_measured(
     """GiB at the peak of steps on H200s, by ``torch.cuda.max_memory_allocated``."""
     file = LAUNCH / "models" / "llama_8b.json"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | shape))
-    arguments = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])
-    config = find_config(arguments, arguments.vocab_size)
-    plans = plan(arguments, layout_of(arguments, world_size), shell(arguments, config), config).plans
+    config = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])
+    config = find_config(config, config.vocab_size)
+    plans = plan(config, layout_of(config, world_size), shell(config, config), config).plans
     assert [p.head for p in plans] == (["gather", "vocab_parallel"] if "fsdp2" in options else ["gather"])
-    found = plans[0] if arguments.lm_head == "gather" else plans[-1]
+    found = plans[0] if config.lm_head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.08)
 
 

@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from training import together
-from training.arguments import TrainArguments
+from training.config import TrainConfig
 from training.checkpoint import Checkpoints
 from training.ending import Interruption, run
 from training.engine import TorchEngine
 from training.export import export
-from training.loop import train
+from training.trainer import train
 from training.metrics import Metrics
-from training.process import rank
-from training.run import Run
+from training.distributed import rank
+from training.trainer import Trainer
 from training.together import on_rank_zero
 from training.watchdog import PHASES, Watchdog
 from training.whole import write_whole
-from training_runs import LAUNCH, arguments_for, losses_of, metrics_of, published
+from training_runs import LAUNCH, config_for, losses_of, metrics_of, published
 
 import liger_dist
 
@@ -52,8 +52,8 @@ ALONE: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "sample_to
 def test_a_disk_that_is_full_for_one_rank(
     way: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    arguments = arguments_for(data, cache, tmp_path, checkpoint_every=2, **way)
-    said = workers_2.run(refused_with_a_full_disk, arguments)
+    config = config_for(data, cache, tmp_path, checkpoint_every=2, **way)
+    said = workers_2.run(refused_with_a_full_disk, config)
     assert said[0] == said[1]
     assert said[0].startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}/checkpoints: on rank 1 ")
     assert "File too large" in said[0]
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_for_one_rank(
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
-def refused_with_a_full_disk(arguments: TrainArguments) -> str:
+def refused_with_a_full_disk(config: TrainConfig) -> str:
     """The kernel lets no file of rank 1 grow beyond 100 kB, from the first checkpoint on: what is compiled before
     is larger."""
     before, own = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
@@ -73,7 +73,7 @@ def refused_with_a_full_disk(arguments: TrainArguments) -> str:
 
     try:
         with mock.patch.object(Checkpoints, "save", save), pytest.raises(liger_dist.LigerDistError) as caught:
-            train(arguments)
+            train(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return str(caught.value)
@@ -83,30 +83,30 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     data: Path, cache: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same torchrun starts the same line again, also without ``--resume true``, and counts it or not."""
-    arguments = arguments_for(data, cache, tmp_path, **ALONE, stop_at_step=6, checkpoint_every=3)
-    train(arguments)
+    config = config_for(data, cache, tmp_path, **ALONE, stop_at_step=6, checkpoint_every=3)
+    train(config)
     assert published(tmp_path) == ["step-00000003", "step-00000006"]
     with pytest.raises(liger_dist.LigerDistError, match="the newest step-00000006; go on from it with --resume true"):
-        train(arguments)
+        train(config)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
     # torchrun starts what was refused again all the same.
     for count in "01":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
-            train(arguments)
-    train(dataclasses.replace(arguments, resume=True, stop_at_step=7))
-    train(dataclasses.replace(arguments, stop_at_step=8))
+            train(config)
+    train(dataclasses.replace(config, resume=True, stop_at_step=7))
+    train(dataclasses.replace(config, stop_at_step=8))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    train(dataclasses.replace(arguments, overwrite=True, stop_at_step=9))
+    train(dataclasses.replace(config, overwrite=True, stop_at_step=9))
     assert published(tmp_path) == ["step-00000007", "step-00000008", "step-00000009"]
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=1e-4)
     # Another torchrun, whose first processes ended before they had begun.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr("training.folder.launcher", lambda: "another")
     with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
-        train(arguments)
-    anew = dataclasses.replace(arguments, overwrite=True, stop_at_step=2)
-    with mock.patch("training.loop.find_blocks", side_effect=KeyError("killed")), pytest.raises(KeyError):
+        train(config)
+    anew = dataclasses.replace(config, overwrite=True, stop_at_step=2)
+    with mock.patch("training.trainer.find_blocks", side_effect=KeyError("killed")), pytest.raises(KeyError):
         train(anew)
     # Before the earlier checkpoints were removed: the restart removes them, too, and does not go on from them.
     train(anew)
@@ -122,7 +122,7 @@ def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Pat
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:4], lines[4][:20], *lines[5:8]]) + '\n{"st')
-    train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, stop_at_step=7))
+    train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, stop_at_step=7))
     assert published(tmp_path / "run") == ["step-00000006", "step-00000007"]
     assert not list(folder.glob("*.partial"))
     # What was passed over is kept, beside the others.
@@ -136,7 +136,7 @@ def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained:
     file = next((tmp_path / "run" / "checkpoints" / "step-00000012").glob("*.distcp"))
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(liger_dist.LigerDistError, match=r"step-00000012 cannot be read \(.*\); move it away"):
-        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, steps=13))
+        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, steps=13))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_model_that_changed_is_refused(
     config = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
     shutil.copytree(trained, tmp_path / "run")
-    changed = arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, model=str(tmp_path / "config.json"))
+    changed = config_for(data, cache, tmp_path / "run", **ALONE, resume=True, model=str(tmp_path / "config.json"))
     with pytest.raises(liger_dist.LigerDistError, match=f"another model: {name}"):
         train(changed)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -161,7 +161,7 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
     """A run that is refused in the same folder, with another tokenizer, changes nothing."""
     shutil.copytree(trained, tmp_path / "run")
     with pytest.raises(liger_dist.LigerDistError):
-        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True, vocab_size=700))
+        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, vocab_size=700))
     export(tmp_path / "run", tmp_path / "model", step=None, dtype="float32")
     words = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) <= 601 == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
@@ -189,7 +189,7 @@ def test_a_finished_run_stays_finished(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Metrics, "plot", plot)
-    train(arguments_for(data, cache, tmp_path, **ALONE, steps=2))
+    train(config_for(data, cache, tmp_path, **ALONE, steps=2))
     assert published(tmp_path) == ["step-00000002"]
     printed = capsys.readouterr()
     assert "No space left on device" in printed.err
@@ -199,30 +199,30 @@ def test_a_finished_run_stays_finished(
 def test_nothing_to_go_on_from_is_not_promised(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(arguments_for(data, cache, tmp_path, **ALONE, stop_at_step=1, checkpoint_every=0))
+    train(config_for(data, cache, tmp_path, **ALONE, stop_at_step=1, checkpoint_every=0))
     assert "no checkpoint of it, by --checkpoint_every 0" in capsys.readouterr().out
 
 
 def test_an_infinite_gradient_is_found_without_clipping(data: Path, cache: Path, tmp_path: Path) -> None:
-    own, steps = Run.step, []
+    own, steps = Trainer.step, []
 
-    def step(self: Run, *arguments: Any) -> Any:
-        steps.append(arguments)
+    def step(self: Trainer, *arguments: Any) -> Any:
+        steps.append(config)
         if len(steps) == 2:
             next(self.engine.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
         return own(self, *arguments)
 
-    arguments = arguments_for(data, cache, tmp_path, **ALONE, max_grad_norm=0.0)
-    with mock.patch.object(Run, "step", step), pytest.raises(liger_dist.LigerDistError, match="norm of step 2 is not"):
-        train(arguments)
+    config = config_for(data, cache, tmp_path, **ALONE, max_grad_norm=0.0)
+    with mock.patch.object(Trainer, "step", step), pytest.raises(liger_dist.LigerDistError, match="norm of step 2 is not"):
+        train(config)
     assert metrics_of(tmp_path)[0]["grad_norm"] > 0
 
 
 def test_a_long_evaluation_is_no_stall(data: Path, cache: Path, tmp_path: Path) -> None:
     """Many batches, which together take longer than the watchdog waits for any of them."""
-    own, is_late = Run._loss, Watchdog._is_late
+    own, is_late = Trainer._loss, Watchdog._is_late
 
-    def slow(self: Run, *arguments: Any) -> Any:
+    def slow(self: Trainer, *arguments: Any) -> Any:
         time.sleep(0.0 if torch.is_grad_enabled() else 0.2)
         return own(self, *arguments)
 
@@ -231,11 +231,11 @@ def test_a_long_evaluation_is_no_stall(data: Path, cache: Path, tmp_path: Path) 
         return PHASES[self._place[1]] == "evaluating" and is_late(self)
 
     with (
-        mock.patch.object(Run, "_loss", slow),
+        mock.patch.object(Trainer, "_loss", slow),
         mock.patch.object(Watchdog, "_is_late", is_late_while_evaluating),
         mock.patch.object(os, "_exit") as ended,
     ):
-        train(arguments_for(data, cache, tmp_path, **ALONE, steps=1, eval_batches=14, stall_timeout=1.0))
+        train(config_for(data, cache, tmp_path, **ALONE, steps=1, eval_batches=14, stall_timeout=1.0))
     assert not ended.called
     assert "eval_loss" in metrics_of(tmp_path)[0]
 
@@ -301,29 +301,29 @@ def test_folders_are_written_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_one_run_at_a_time_has_a_folder(data: Path, cache: Path, tmp_path: Path) -> None:
-    arguments = arguments_for(data, cache, tmp_path, **ALONE, steps=2)
+    config = config_for(data, cache, tmp_path, **ALONE, steps=2)
     (tmp_path / "checkpoints").mkdir()
     with (tmp_path / "checkpoints" / "lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(liger_dist.LigerDistError, match="another run writes to"):
-            train(arguments)
-    train(arguments)
+            train(config)
+    train(config)
 
 
 @pytest.mark.parametrize("option", ["output_dir", "cache_dir"])
 def test_a_disk_that_is_not_shared(option: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     """Each rank has another folder, as where a mount is missing on a machine."""
     (tmp_path / "apart" / "1" / "checkpoints").mkdir(parents=True)
-    arguments = arguments_for(data, cache, tmp_path, **{option: str(tmp_path / "apart")})
-    for said in workers_2.run(refused_without_a_shared_disk, arguments, option):
+    config = config_for(data, cache, tmp_path, **{option: str(tmp_path / "apart")})
+    for said in workers_2.run(refused_without_a_shared_disk, config, option):
         assert said.startswith(f"rank 1: what rank 0 writes to {tmp_path}/apart/1")
         assert said.endswith(f"expected a disk that all machines share; choose another --{option}.")
 
 
-def refused_without_a_shared_disk(arguments: TrainArguments, option: str) -> str:
+def refused_without_a_shared_disk(config: TrainConfig, option: str) -> str:
     from training import folder
 
-    own = dataclasses.replace(arguments, **{option: f"{getattr(arguments, option)}/{rank()}"})
+    own = dataclasses.replace(config, **{option: f"{getattr(config, option)}/{rank()}"})
     with mock.patch.object(folder, "SHARED_LIMIT", 1.0), pytest.raises(liger_dist.LigerDistError) as caught:
         train(own)
     return str(caught.value)
@@ -337,7 +337,7 @@ def test_checkpoints_of_which_none_is_whole(data: Path, cache: Path, trained: Pa
         with (folder / name / "model" / "tokenizer_config.json").open("a") as file:
             file.write("\n")
     with pytest.raises(liger_dist.LigerDistError, match="is whole, the newest step-00000012"):
-        train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True))
+        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True))
     assert published(tmp_path / "run") == published(trained)
 
 
@@ -352,10 +352,10 @@ def test_weights_that_are_no_numbers_are_not_written(data: Path, cache: Path, tm
             self.model.model.norm.weight.data[3] = float("nan")
         return norm
 
-    arguments = arguments_for(data, cache, tmp_path, **ALONE, checkpoint_every=1, keep_checkpoints=1)
+    config = config_for(data, cache, tmp_path, **ALONE, checkpoint_every=1, keep_checkpoints=1)
     words = r"weights after step 2 are not finite: model\.norm\.weight\."
     with mock.patch.object(TorchEngine, "update", update), pytest.raises(liger_dist.LigerDistError, match=words):
-        train(arguments)
+        train(config)
     assert published(tmp_path) == ["step-00000001"]
     assert len(metrics_of(tmp_path)) == 1
 
@@ -365,13 +365,13 @@ def test_a_run_that_is_done_says_so(
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    train(arguments_for(data, cache, tmp_path / "run", **ALONE, resume=True))
+    train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True))
     assert "has a checkpoint of step 12, --steps is 12" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_what_is_written_when_numbers_break_is_published(data: Path, cache: Path, tmp_path: Path) -> None:
-    own, own_save, steps = Run.step, TorchEngine.save, []
+    own, own_save, steps = Trainer.step, TorchEngine.save, []
 
     def save(self: TorchEngine, folder: Path, **options: Any) -> Any:
         writing = own_save(self, folder, **options)
@@ -379,18 +379,18 @@ def test_what_is_written_when_numbers_break_is_published(data: Path, cache: Path
         threading.Timer(1.0, done.set).start()
         return mock.MagicMock(done=done.is_set, result=lambda: done.wait() and writing.result())
 
-    def step(self: Run, *arguments: Any) -> Any:
-        steps.append(arguments)
+    def step(self: Trainer, *arguments: Any) -> Any:
+        steps.append(config)
         loss, norm, tokens = own(self, *arguments)
         return (loss * float("nan") if len(steps) == 3 else loss), norm, tokens
 
-    arguments = arguments_for(data, cache, tmp_path, **ALONE, checkpoint_every=2, async_checkpoints=True)
+    config = config_for(data, cache, tmp_path, **ALONE, checkpoint_every=2, async_checkpoints=True)
     with (
-        mock.patch.object(Run, "step", step),
+        mock.patch.object(Trainer, "step", step),
         mock.patch.object(TorchEngine, "save", save),
         pytest.raises(liger_dist.LigerDistError, match="the loss of step 3"),
     ):
-        train(arguments)
+        train(config)
     assert published(tmp_path) == ["step-00000002"]
 
 
@@ -398,7 +398,7 @@ def test_a_preset_is_no_folder_of_its_name(
     data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train(arguments_for(data, cache, Path("tiny"), **ALONE, model="tiny", steps=1, checkpoint_every=0))
+    train(config_for(data, cache, Path("tiny"), **ALONE, model="tiny", steps=1, checkpoint_every=0))
     assert len(losses_of(Path("tiny"))) == 1
 
 
@@ -410,15 +410,15 @@ def test_a_model_folder_without_all_weights_is_refused(data: Path, cache: Path, 
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    arguments = arguments_for(data, cache, tmp_path / "run", **ALONE, steps=1, model=str(tmp_path / "model"))
+    config = config_for(data, cache, tmp_path / "run", **ALONE, steps=1, model=str(tmp_path / "model"))
     with pytest.raises(liger_dist.LigerDistError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight;"):
-        train(arguments)
+        train(config)
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(liger_dist.LigerDistError, match="cannot be read"):
-        train(arguments)
+        train(config)
     file.unlink()
     with pytest.raises(liger_dist.LigerDistError, match="has no weights; for random ones give its config"):
-        train(arguments)
+        train(config)
 
 
 def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
@@ -436,7 +436,7 @@ def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path)
         ({"strategy": "fsdp1", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
         ({"strategy": "fsdp1", "dp_replicate": 4}, "averages no gradients"),
     ):
-        plan = arguments_for(data, cache, tmp_path, dry_run=True, world_size=4, **changes)
+        plan = config_for(data, cache, tmp_path, dry_run=True, world_size=4, **changes)
         with pytest.raises(liger_dist.LigerDistError, match=words):
             train(plan)
 
@@ -446,12 +446,12 @@ def test_layers_that_are_compiled(
     strategy: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     """By Dynamo alone: Inductor's compiler is not everywhere."""
-    arguments = arguments_for(data, cache, tmp_path, strategy=strategy, compile=True, stop_at_step=3)
-    assert workers_2.run(train_compiled, arguments) == [4, 4]
+    config = config_for(data, cache, tmp_path, strategy=strategy, compile=True, stop_at_step=3)
+    assert workers_2.run(train_compiled, config) == [4, 4]
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-4)
 
 
-def train_compiled(arguments: TrainArguments) -> int:
+def train_compiled(config: TrainConfig) -> int:
     """How many layers were compiled."""
     own, compiled = torch.nn.Module.compile, []
 
@@ -460,5 +460,5 @@ def train_compiled(arguments: TrainArguments) -> int:
         own(self, backend="aot_eager")
 
     with mock.patch.object(torch.nn.Module, "compile", compile):
-        train(arguments)
+        train(config)
     return len(compiled)

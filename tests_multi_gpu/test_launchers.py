@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hosts import printed_by
-from training.arguments import parse
+from training.config import parse
 from training_runs import metrics_of
 
 from liger_dist.integrations.deepspeed_section import read_section
@@ -139,9 +139,9 @@ def test_the_manifest_asks_for_what_torchrun_starts() -> None:
     assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
     assert policy["nProcPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert container["command"][0] == "torchrun"
-    arguments = parse([str(ROOT / container["command"][2]), *container["command"][3:]])
-    assert arguments.resume
-    assert (ROOT / arguments.model).is_file()
+    config = parse([str(ROOT / container["command"][2]), *container["command"][3:]])
+    assert config.resume
+    assert (ROOT / config.model).is_file()
 
 
 @pytest.mark.parametrize("path", sorted((LAUNCH / "deepspeed").glob("*.json")), ids=lambda path: path.stem)

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from torch.distributed.tensor import DTensor
-from training.arguments import TrainArguments
+from training.config import TrainConfig
 from training.engine import TorchEngine
-from training.loop import train
+from training.trainer import train
 from training.model import inner_model
-from training.process import rank
-from training.run import Run
+from training.distributed import rank
+from training.trainer import Trainer
 from training.watchdog import NOTHING, PHASES, named
 from training_runs import (
     LAUNCH,
     abort_all,
-    arguments_for,
+    config_for,
     as_options,
     ends_within,
     losses_of,
@@ -63,10 +63,10 @@ def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Pa
     agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""
     changes: dict[str, Any] = {"strategy": "fsdp2", "accumulation_steps": 1, "steps": 12, "checkpoint_every": 3}
     changes |= {"eval_every": 12, "sample_tokens": 0, "keep_checkpoints": 2}
-    workers_4.run(train, arguments_for(data, cache, tmp_path / "calm", **changes))
+    workers_4.run(train, config_for(data, cache, tmp_path / "calm", **changes))
     # Not one that the system gives to others.
     endpoint = f"127.0.0.1:{20_000 + os.getpid() % 10_000}"
-    disturbed = arguments_for(data, cache, tmp_path / "disturbed", resume=True, **changes)
+    disturbed = config_for(data, cache, tmp_path / "disturbed", resume=True, **changes)
     variables = {"NNODES": "2", "NPROC_PER_NODE": "2", "RDZV_ENDPOINT": endpoint, "MAX_RESTARTS": "2"}
     variables |= {"LOG_DIR": str(tmp_path / "logs"), "PYTHON": sys.executable}
     agents = [
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         else:
             (newest / "description.json").unlink()
         settings: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "stop_at_step": 7, "resume": True}
-        train(arguments_for(data, cache, tmp_path / "run", **settings))
+        train(config_for(data, cache, tmp_path / "run", **settings))
         assert "step-00000012 is not whole" in capsys.readouterr().out
         assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:7], rel=1e-4)
 
@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_sentence(
     in_background: bool, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
     """The kernel refuses to let files grow beyond 100 kB; what was whole before is whole after."""
-    arguments = arguments_for(
+    config = config_for(
         data, cache, tmp_path / "run", checkpoint_every=2, async_checkpoints=in_background, stop_at_step=4
     )
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_sentence(
     limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
     program = [sys.executable, "-c", limit, str(LAUNCH / "train.py")]
     finished = subprocess.run(
-        [*program, *as_options(arguments)], capture_output=True, text=True, timeout=100, check=False, env=CPU
+        [*program, *as_options(config)], capture_output=True, text=True, timeout=100, check=False, env=CPU
     )
     assert finished.returncode == 1, finished.stderr
     (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
@@ -161,15 +161,15 @@ def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, tra
     """The first checkpoint fits, the second does not; and the run goes on from the first where there is room."""
     settings: dict[str, Any] = {"strategy": "none", "model": "tiny", "eval_every": 50, "sample_tokens": 0}
     config = {"checkpoint_every": 2, "accumulation_steps": 4, "stop_at_step": 4}
-    arguments = arguments_for(data, cache, small_disk, **settings | config)
+    config = config_for(data, cache, small_disk, **settings | config)
     free = os.statvfs(small_disk)
     size = sum(file.stat().st_size for file in (trained / "checkpoints" / "step-00000012").iterdir())
     (small_disk / "ballast").write_bytes(b"0" * max(0, free.f_bavail * free.f_bsize - int(1.5 * size)))
     with pytest.raises(liger_dist.LigerDistError, match=r"step 4 cannot be written .* No space left .* step-00000002"):
-        train(arguments)
+        train(config)
     assert published(small_disk) == ["step-00000002"]
     (small_disk / "ballast").unlink()
-    train(TrainArguments(**vars(arguments) | {"resume": True, "keep_checkpoints": 1}))
+    train(TrainConfig(**vars(config) | {"resume": True, "keep_checkpoints": 1}))
     assert losses_of(small_disk) == pytest.approx(losses_of(trained)[:4], rel=1e-4)
 
 
@@ -178,8 +178,8 @@ def test_numbers_that_are_none_are_named(
     way: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     """Under DDP gradients are spoilt after they were averaged: by a bad device, of which the others see nothing."""
-    arguments = arguments_for(data, cache, tmp_path / "run", checkpoint_every=2, overwrite=True, **way)
-    for loss, gradient in workers_2.run(broken_on_rank_one, arguments):
+    config = config_for(data, cache, tmp_path / "run", checkpoint_every=2, overwrite=True, **way)
+    for loss, gradient in workers_2.run(broken_on_rank_one, config):
         assert loss.startswith("the loss of step 3 is not finite; rank 1 has loss nan from sequences [[")
         assert "rank 0" not in loss
         # The only one: clipping by a norm that is no number would break the others, too.
@@ -189,17 +189,17 @@ def test_numbers_that_are_none_are_named(
     assert published(tmp_path / "run") == ["step-00000002"]
 
 
-def broken_on_rank_one(arguments: TrainArguments) -> list[str]:
+def broken_on_rank_one(config: TrainConfig) -> list[str]:
     """A loss, then a gradient, that is no number in the third step."""
-    own_loss, own_update, own_sequences = Run._loss, TorchEngine.update, Run.sequences
+    own_loss, own_update, own_sequences = Trainer._loss, TorchEngine.update, Trainer.sequences
     sentences, step = [], 0
 
-    def sequences(self: Run, at: int) -> Any:
+    def sequences(self: Trainer, at: int) -> Any:
         nonlocal step
         step = at
         return own_sequences(self, at)
 
-    def broken_loss(self: Run, batch: Any, num_items: Any) -> Any:
+    def broken_loss(self: Trainer, batch: Any, num_items: Any) -> Any:
         loss = own_loss(self, batch, num_items)
         return loss * float("nan") if step == 2 and rank() == 1 else loss
 
@@ -209,13 +209,13 @@ def broken_on_rank_one(arguments: TrainArguments) -> list[str]:
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(float("nan"))
         return own_update(self)
 
-    for place, name, broken in ((Run, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
+    for place, name, broken in ((Trainer, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
         with (
             mock.patch.object(place, name, broken),
-            mock.patch.object(Run, "sequences", sequences),
+            mock.patch.object(Trainer, "sequences", sequences),
             pytest.raises(liger_dist.LigerDistError) as caught,
         ):
-            train(arguments)
+            train(config)
         sentences.append(str(caught.value))
         dist.barrier()
     return sentences
@@ -225,9 +225,9 @@ FROZEN = """
 import os, signal, sys, time
 sys.path[:0] = {paths!r}
 from training import run
-from training.process import rank
+from training.distributed import rank
 
-own = run.Run.sequences
+own = run.Trainer.sequences
 
 def sequences(self, step):
     if step == 3 and rank() == {frozen}:
@@ -237,7 +237,7 @@ def sequences(self, step):
         os.kill(os.getpid(), signal.SIGSTOP)
     return own(self, step)
 
-run.Run.sequences = sequences
+run.Trainer.sequences = sequences
 sys.argv[0] = {program!r}
 import runpy
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -249,9 +249,9 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
     """Rank 0 with the store that all ranks talk through, as on several machines."""
     program = tmp_path / "stuck.py"
     program.write_text(FROZEN.format(frozen=frozen, paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
-    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
+    config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - frozen)}
-    process = torchrun(*as_options(arguments), program=program, env=CPU | variables)
+    process = torchrun(*as_options(config), program=program, env=CPU | variables)
     lines: list[str] = []
     with ends_within(90, tmp_path):
         for line in process.stderr:
@@ -276,7 +276,7 @@ LATE = """
 import sys, time
 sys.path[:0] = {paths!r}
 from training import loop, watchdog
-from training.process import rank
+from training.distributed import rank
 
 own, watchdog.LEAST_FOR_SETUP = loop.{stuck}, 2.0
 
@@ -304,9 +304,9 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
 ) -> None:
     program = tmp_path / "late.py"
     program.write_text(LATE.format(stuck=stuck, paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
-    arguments = arguments_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
+    config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = torchrun(*as_options(arguments), program=program, env=CPU | variables)
+    process = torchrun(*as_options(config), program=program, env=CPU | variables)
     with ends_within(90, tmp_path):
         _, said = process.communicate()
         print(said)
@@ -332,5 +332,5 @@ def test_who_is_stuck() -> None:
 
 
 def test_a_profiler_trace_on_request(data: Path, cache: Path, tmp_path: Path) -> None:
-    train(arguments_for(data, cache, tmp_path, strategy="none", steps=3, stop_at_step=2, profile_step=2))
+    train(config_for(data, cache, tmp_path, strategy="none", steps=3, stop_at_step=2, profile_step=2))
     assert "traceEvents" in (tmp_path / "trace-rank0.json").read_text()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +18,22 @@ import torch
 from harness import Workers
 from models import make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
-from training.arguments import parse
-from training.corpus import Columns, find_corpus, tokenize
-from training.data import find_tokenizer
-from training.ending import run
-from training.engine import clip
-from training.loop import train
-from training.meter import measured
-from training.packing import Blocks, Order, Stream
-from training.tokens import load_tokenizer, train_tokenizer
-from training_runs import LAUNCH, arguments_for, as_options, ends_within, losses_of, metrics_of, published, torchrun
+from training.config import parse
+from training.data_loader import Order, Piece, collate
+from training.fault_tolerance import run
+from training.tokenizer import load_tokenizer
+from training.trainer import train
+from training_runs import (
+    LAUNCH,
+    SOURCES,
+    as_options,
+    config_for,
+    ends_within,
+    losses_of,
+    metrics_of,
+    published,
+    torchrun,
+)
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -40,7 +47,12 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert [row["step"] for row in rows if "eval_loss" in row] == [1, 5, 10, 12]
     assert rows[-1]["eval_loss"] < rows[0]["eval_loss"] - 0.5
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (trained / "sample.txt").read_text().startswith("def ")
+    written = parse([str(trained / "config.yaml")])
+    assert (written.strategy, written.global_batch_size, written.steps) == ("fsdp2", 8, 12)
+    (source,) = json.loads((trained / "data.json").read_text())["sources"]
+    assert source["documents_read"] == source["documents"] == 2 * len(SOURCES)
+    assert source["tokens"] == sum(split["tokens"] for split in source["splits"].values())
+    assert source["splits"].keys() == {"train", "held_out"}
     assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == [
         "begun",
         "lock",
@@ -58,7 +70,7 @@ def test_fused_and_unfused_losses_agree_at_every_step(
     for fused in (True, False):
         output = tmp_path / str(fused)
         changes = {"fused_loss": fused, "dtype": dtype, "strategy": strategy, "learning_rate": 3e-3}
-        workers_2.run(train, arguments_for(data, cache, output, **changes))
+        workers_2.run(train, config_for(data, cache, output, **changes))
         losses.append(losses_of(output))
     assert len(losses[0]) == 12
     # AdamW's first steps have the size of the sign: on GPUs, sums in another order show in the second.
@@ -68,29 +80,30 @@ def test_fused_and_unfused_losses_agree_at_every_step(
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    workers_2.run(train, arguments_for(data, cache, tmp_path, stop_at_step=7))
+    workers_2.run(train, config_for(data, cache, tmp_path, stop_at_step=7))
     assert len(metrics_of(tmp_path)) == 7
-    assert not (tmp_path / "sample.txt").exists()
-    workers_2.run(train, arguments_for(data, cache, tmp_path, resume=True))
+    workers_2.run(train, config_for(data, cache, tmp_path, resume=True))
     assert losses_of(tmp_path) == losses_of(trained)
-    assert (tmp_path / "sample.txt").read_text() == (trained / "sample.txt").read_text()
+    ours, theirs = (
+        [row["eval_loss"] for row in metrics_of(folder) if "eval_loss" in row] for folder in (tmp_path, trained)
+    )
+    assert ours == theirs
 
 
-def test_one_process_sees_the_loss_of_two(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
-    """Same weights for one seed under every strategy; the same tokens in a step, arranged otherwise."""
-    alone = arguments_for(data, cache, tmp_path, accumulation_steps=1, batch_size=4, strategy="none", steps=1)
-    train(alone)
-    two_ranks = losses_of(trained)[0]
-    assert abs(losses_of(tmp_path)[0] - two_ranks) < 0.05
+@pytest.mark.parametrize("batch_size", [2, 3, 8])
+def test_one_process_sees_the_losses_of_two(
+    batch_size: int, data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Same weights for one seed under every strategy; the same sequences in a step, in other micro-batches."""
+    train(config_for(data, cache, tmp_path, batch_size=batch_size, strategy="none", stop_at_step=4))
+    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:4], rel=1e-5)
 
 
 def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-00000012").rename(folder / "step-00000012.partial")
-    train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none", accumulation_steps=4))
+    train(config_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
 
@@ -100,23 +113,28 @@ def test_a_run_with_dropout_resumes_exactly(data: Path, cache: Path, tmp_path: P
     config = GPT2Config(vocab_size=601, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     config.save_pretrained(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model" / "config.json"), "strategy": "none", "steps": 6}
-    train(arguments_for(data, cache, tmp_path / "whole", **settings))
-    train(arguments_for(data, cache, tmp_path / "parts", stop_at_step=3, **settings))
-    train(arguments_for(data, cache, tmp_path / "parts", resume=True, stop_at_step=3, **settings))
+    train(config_for(data, cache, tmp_path / "whole", **settings))
+    train(config_for(data, cache, tmp_path / "parts", stop_at_step=3, **settings))
+    train(config_for(data, cache, tmp_path / "parts", resume=True, stop_at_step=3, **settings))
     assert len(metrics_of(tmp_path / "parts")) == 3
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    train(arguments_for(data, cache, tmp_path / "parts", resume=True, **settings))
+    train(config_for(data, cache, tmp_path / "parts", resume=True, **settings))
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
 
 def test_a_finished_run_is_resumed_without_harm(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    train(arguments_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
-    assert (tmp_path / "run" / "sample.txt").is_file()
+    before = contents_of(tmp_path / "run")
+    train(config_for(data, cache, tmp_path / "run", resume=True, strategy="none"))
+    assert contents_of(tmp_path / "run") == before
+
+
+def contents_of(run: Path) -> dict[str, bytes]:
+    """All files but those that every start writes."""
+    files = [file for file in run.rglob("*") if file.is_file() and file.name not in ("config.yaml", "lock")]
+    return {str(file.relative_to(run)): file.read_bytes() for file in files}
 
 
 def test_weights_of_a_folder_are_loaded_under_fsdp2(
@@ -125,37 +143,38 @@ def test_weights_of_a_folder_are_loaded_under_fsdp2(
     model: Any = make_model("llama", dtype=torch.float32)
     model.resize_token_embeddings(601)
     model.save_pretrained(tmp_path / "model")
-    find_tokenizer(arguments_for(data, cache, tmp_path)).save_pretrained(tmp_path / "model")
+    load_tokenizer(cache / "tokenizer").save_pretrained(tmp_path / "model")
     losses = []
     for strategy, run_with in (("none", None), ("fsdp2", workers_2)):
         output = tmp_path / strategy
-        settings: dict[str, Any] = {"model": str(tmp_path / "model"), "strategy": strategy, "steps": 1}
-        if run_with is None:
-            train(arguments_for(data, cache, output, accumulation_steps=1, batch_size=4, **settings))
-        else:
-            run_with.run(train, arguments_for(data, cache, output, accumulation_steps=1, **settings))
+        settings = {"model": str(tmp_path / "model"), "tokenizer": None, "strategy": strategy, "steps": 1}
+        config = config_for(data, cache, output, **settings)
+        train(config) if run_with is None else run_with.run(train, config)
         losses.append(losses_of(output)[0])
     assert abs(losses[0] - losses[1]) < 1e-5
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, cache: Path, trained: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"another model: .*hidden_size 128 instead of 384"):
-        train(arguments_for(data, cache, trained, resume=True, model="small", strategy="none"))
+        train(config_for(data, cache, trained, resume=True, model="small", strategy="none"))
 
 
 def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     cases = [
         ({"data": [str(empty)]}, "is empty"),
         ({"data": [str(tmp_path / "absent.txt")]}, "does not exist"),
-        ({"data": [str(tmp_path)]}, "holds no data"),
+        ({"data": [str(folder)]}, "holds no data"),
+        ({"data": []}, "--data names nothing"),
+        ({"tokenizer": None}, "--model tiny has no tokenizer; name one with --tokenizer"),
         ({"tokenizer": str(tmp_path / "absent")}, "tokenizer folder"),
-        ({"tokenizer": str(tmp_path)}, "no tokenizer can be loaded"),
+        ({"tokenizer": str(folder)}, "no tokenizer can be loaded"),
         ({"model": "7b"}, "neither a preset"),
-        ({"sequence_length": 10**7}, "shorter than one sequence"),
         ({"output_dir": str(empty)}, "nothing can be written"),
-        ({"model": str(tmp_path)}, "no model config can be read"),
+        ({"model": str(folder)}, "no model config can be read"),
         ({"dp_shard": 1}, "--dp_shard is 1 but the strategy is none"),
         ({"strategy": "fsdp2", "dp_replicate": 2, "dp_shard": 2}, "needs 4 processes but 1"),
         ({"strategy": "fsdp1", "tp": 2}, "--tp is 2 but the strategy is fsdp1"),
@@ -163,14 +182,13 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
         ({"attention": "flash"}, "--attention flash"),
     ]
     for changes, words in cases:
-        settings = {"data": [str(data)], "strategy": "none"} | changes
-        arguments = dataclasses.replace(arguments_for(data, cache, tmp_path / "out"), **settings)
+        config = config_for(data, cache, tmp_path / "out", **{"strategy": "none"} | changes)
         with pytest.raises(liger_dist.LigerDistError, match=words):
-            train(arguments)
+            train(config)
 
 
 def test_a_mesh_of_four_on_three_processes_is_one_sentence_and_no_hang(data: Path, cache: Path, tmp_path: Path) -> None:
-    options = as_options(arguments_for(data, cache, tmp_path, strategy="fsdp2", dp_shard=4))
+    options = as_options(config_for(data, cache, tmp_path, strategy="fsdp2", dp_shard=4))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     process = torchrun(*options, processes=3, env=environment)
     with ends_within(50, tmp_path):
@@ -189,8 +207,8 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
     program = tmp_path / "program.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(LAUNCH)!r})\n"
-        "from training.ending import run\n"
-        "from training.process import rank, start, total\n"
+        "from training.fault_tolerance import run\n"
+        "from training.distributed import rank, start, total\n"
         "from liger_dist import LigerDistError\n"
         "def main():\n"
         "    start()\n"
@@ -207,7 +225,7 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
 
 
 def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp_path: Path) -> None:
-    options = as_options(arguments_for(data, cache, tmp_path, steps=100_000, eval_every=1000))
+    options = as_options(config_for(data, cache, tmp_path, steps=100_000, eval_every=1000))
     process = subprocess.Popen(
         [sys.executable, str(LAUNCH / "train.py"), *options],
         stdout=subprocess.PIPE,
@@ -227,67 +245,28 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp
     assert published(tmp_path) == [f"step-{step:08d}"]
 
 
-def test_only_the_assistant_is_learnt(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    train_tokenizer(["hello there, how are you? I am fine."], 300, folder)
-    tokenizer = load_tokenizer(folder)
-    turns = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "I am fine."},
-        {"role": "user", "content": "how?"},
-        {"role": "assistant", "content": "you are"},
-    ]
-    ids, labels = tokenize("here", {"messages": turns}, tokenizer, Columns("text", "messages"), 300)
-    learnt = [i for i, label in zip(ids, labels, strict=True) if label != -100]
-    assert tokenizer.decode(learnt) == "I am fine.<|end|>you are<|end|>"
-    first = [{"role": "assistant", "content": "I am"}]
-    assert tokenize("here", {"messages": first}, tokenizer, Columns("text", "messages"), 300)[1][0] >= 0
-    text = "<|user|>hello<|end|><|assistant|>I am fine.<|end|><|user|>how?<|end|><|assistant|>you are<|end|>"
-    assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 input_ids"),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2, 300]}, "300 in labels"),
-        ({"input_ids": [1, 2, 3], "labels": [1.0, 2.0, 3.0]}, "labels of type float"),
-        ({"input_ids": [1, -1], "labels": [1, 1]}, "-1 in input_ids"),
-        ({"body": "text"}, "its columns: body"),
-        ({"messages": "hello"}, "has str for its turns"),
-        ({"messages": [{"role": "user"}]}, "turn 0 is .* expected a role and a content"),
-    ],
-    ids=["short", "too large", "float", "negative", "columns", "no list", "no content"],
-)
-def test_wrong_rows_are_named(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(liger_dist.LigerDistError, match=words):
-        tokenize("row 0", row, None, Columns("text", "messages"), 300)
-
-
-def test_all_kinds_of_data_are_read(tmp_path: Path) -> None:
-    Dataset = pytest.importorskip("datasets").Dataset
-    columns = Columns("text", "messages")
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.jsonl").write_text('{"text": "line"}\n{"text": "other"}\n')
-    Dataset.from_dict({"text": ["parquet"]}).to_parquet(str(tmp_path / "c.parquet"))
-    assert list(find_corpus([str(tmp_path)], columns).texts()) == ["text", "line", "other", "parquet"]
-    Dataset.from_dict({"text": ["saved"]}).save_to_disk(str(tmp_path / "saved"))
-    assert list(find_corpus([str(tmp_path / "saved")], columns).texts()) == ["saved"]
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    assert list(find_corpus([str(tmp_path / "chat.jsonl")], columns).texts()) == ["hi"]
-    (tmp_path / "broken.jsonl").write_text("{not json\n")
-    with pytest.raises(liger_dist.LigerDistError, match="cannot be read as json"):
-        list(find_corpus([str(tmp_path / "broken.jsonl")], columns).texts())
-
-
 def test_packed_documents_do_not_see_each_other() -> None:
     """Logits of a document do not change with the document packed before it."""
     ids = np.arange(1, 25, dtype=np.int32)
-    blocks = Blocks(Stream(ids, ids, np.array([0, 5, 9])), 12)
-    batch = blocks.batch([0, 1])
-    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
-    assert batch["position_ids"][1].tolist() == list(range(12))
-    assert [i for i, label in enumerate(batch["labels"][0].tolist()) if label == -100] == [0, 5, 9]
+    documents = [Piece(part, part) for part in np.split(ids, [5, 9, 12])]
+    batch = collate([documents[:3], documents[3:], documents[:2]], 4, 12, 77, restart=True)
+    assert batch["input_ids"].tolist() == [
+        [*range(1, 13)],
+        [*range(13, 25)],
+        [*range(1, 10), 77, 77, 77],
+        [77] * 12,
+    ]
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
+        [*range(12)],
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
+        [*range(12)],
+    ]
+    unlabelled = [[i for i, label in enumerate(row) if label == -100] for row in batch["labels"].tolist()]
+    assert unlabelled == [[0, 5, 9], [0], [0, 5, 9, 10, 11], [*range(12)]]
+    shown = batch["labels"] != -100
+    assert torch.equal(batch["labels"][shown], batch["input_ids"][shown])
+    assert "position_ids" not in collate([documents[:3]], 1, 12, 77, restart=False)
     model = make_model("llama").cpu()
     model.config._attn_implementation = "sdpa"
     packed = model(input_ids=batch["input_ids"][:1], position_ids=batch["position_ids"][:1], use_cache=False).logits[
@@ -298,49 +277,38 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 def test_the_order_of_data_is_a_function_of_seed_and_step() -> None:
-    first, second = Order(10, seed=3), Order(10, seed=3)
-    assert [first[i] for i in range(25)] == [second[i] for i in range(25)]
-    assert sorted(first[i] for i in range(10, 20)) == list(range(10))
+    first, second = Order([4, 6], seed=3, weights=None), Order([4, 6], seed=3, weights=None)
     assert second[24] == first[24]
-    assert [Order(10, seed=4)[i] for i in range(10)] != [first[i] for i in range(10)]
-
-
-def test_the_meter_sees_full_logits_and_their_absence() -> None:
-    head = torch.nn.Linear(4, 50, bias=False)
-    with measured(head) as largest:
-        head(torch.zeros(3, 4))
-    assert largest.shape == (3, 50)
-    assert largest.num_bytes == 3 * 50 * 4
-    assert largest.numbers_of_width == {50: 3 * 50}
-    model = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(memory_budget=5 * 101 * 8))
-    with measured(model.lm_head) as largest:
-        model(**make_batch(0)).loss.backward()
-    assert largest.numbers_of_width[101] == 5 * 101
-    # Rows of 10 tokens against half of 100 entries, as where a head is split; then against all of them.
-    for width, rows, words in ((50, 6, "at most 30.0% of"), (100, 10, "at most 100.0% of")):
-        largest.numbers_of_width = {width: rows * width}
-        said = largest.in_words(10, 100, 50, is_fused=True)
-        assert said.startswith(words)
-        assert ("a smaller --memory_budget holds less" in said) == (width == 100)
+    assert [first[i] for i in range(25)] == [second[i] for i in range(25)]
+    everything = [(source, index) for source, size in enumerate((4, 6)) for index in range(size)]
+    for epoch in range(2):
+        assert sorted(first[epoch * 10 + i] for i in range(10)) == everything
+    assert [first[i] for i in range(10)] != [first[10 + i] for i in range(10)]
+    other = Order([4, 6], seed=4, weights=None)
+    assert [other[i] for i in range(10)] != [first[i] for i in range(10)]
 
 
 def test_command_line_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("steps: 5\ndata: [a, b]\nfused_loss: false\nlearning_rate: 0.5\n")
-    arguments = parse([str(file), "--steps", "7", "--strategy", "fsdp2"])
-    assert (arguments.steps, arguments.data, arguments.fused_loss) == (7, ["a", "b"], False)
-    assert (arguments.learning_rate, arguments.strategy) == (0.5, "fsdp2")
+    config = parse([str(file), "--steps", "7", "--strategy", "fsdp2"])
+    assert (config.steps, config.data, config.fused_loss) == (7, ["a", "b"], False)
+    assert (config.learning_rate, config.strategy) == (0.5, "fsdp2")
     for text, words in (
         ("data: d.txt\n", None),
         ("- a list\n", "holds a list"),
         ("a: [\n", "is not YAML"),
         ("learning_rate: -1\n", "--learning_rate is -1"),
-        ("sample_prompt: ''\n", "--sample_prompt"),
+        ("global_batch_size: 0\n", "--global_batch_size is 0"),
         ("tp: 0\n", "--tp is 0"),
         ("world_size: 2\n", "--world_size is 2"),
         ("strategy: deepspeed\n", "expected both or none"),
-        ("vocab_size: 100\n", "--vocab_size is 100"),
-        ("profile_step: 2000\n", "--profile_step is 2000"),
+        ("steps: 1000\nprofile_step: 2000\n", "--profile_step is 2000"),
+        ("steps: 10\nepochs: 1\n", "--steps is 10 and --epochs 1"),
+        ("global_batch_size: 8\nglobal_batch_tokens: 4096\n", "--global_batch_size is 8 and --global_batch_tokens"),
+        ("global_batch_tokens: 4095\n", "expected a multiple of --sequence_length, 512"),
+        ("data: [a, b]\ndata_weights: [1]\n", "--data_weights has 1 numbers and --data 2 sources"),
+        ("lr_scheduler: greedy\n", "--lr_scheduler is 'greedy'"),
         ("learning_rate: .nan\n", "--learning_rate is nan"),
         ("memory_budget: 0\n", "--memory_budget is 0"),
         ("adam_beta2: 1.0\n", "--adam_beta2 is 1.0"),
@@ -357,10 +325,15 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         parse([str(file)])
     file.write_text("step: 5\n")
-    with pytest.raises(liger_dist.LigerDistError, match="sets 'step'"):
+    with pytest.raises(liger_dist.LigerDistError, match="sets 'step', which is no option; the nearest is --steps"):
         parse([str(file)])
-    with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option"):
+    with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option; the nearest is --steps"):
         parse(["--stepz", "5"])
+    for name in ("accumulation_steps", "vocab_size", "sample_tokens"):
+        with pytest.raises(liger_dist.LigerDistError, match=f"--{name} is no option"):
+            parse([f"--{name}", "5"])
+    with pytest.raises(SystemExit):
+        parse(["--data", "--steps", "5"])
     with pytest.raises(liger_dist.LigerDistError, match=r"absent\.yaml does not exist"):
         parse(["absent.yaml"])
     with pytest.raises(liger_dist.LigerDistError, match="--steps is 0"):
@@ -391,11 +364,8 @@ def clipped_norms() -> tuple[list[float], list[float]]:
             before = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()  # type: ignore[attr-defined]
             torch.nn.utils.clip_grad_norm_(model.parameters(), float(found[0][0]) / 2)
         else:
-            norm = clip(model, 1e9)
-            assert norm is not None
-            before = norm
-            clip(model, float(before) / 2)
-        after = clip(model, 1e9)
-        assert after is not None
+            before = liger_dist.clip_grad_norm_(model, 1e9)
+            liger_dist.clip_grad_norm_(model, float(before) / 2)
+        after = liger_dist.clip_grad_norm_(model, 1e9)
         found.append([float(before), float(after)])
     return found[0], found[1]

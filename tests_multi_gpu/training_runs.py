@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 sys.path.insert(0, str(LAUNCH))
 
-from training.arguments import TrainArguments  # noqa: E402
+from demo.make_tokenizer import train_tokenizer  # noqa: E402
 from training.checkpoint import steps_in  # noqa: E402
+from training.config import TrainConfig  # noqa: E402
 
 SOURCES = (
     "argparse",
@@ -45,25 +46,32 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def arguments_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainArguments:
+def write_tokenizer(data: Path, folder: Path) -> Path:
+    """Of 601 entries, trained on the corpus."""
+    train_tokenizer([str(data)], 601, folder)
+    return folder
+
+
+def config_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainConfig:
+    """A run of 12 steps with the tokenizer in ``cache``."""
     settings: dict[str, Any] = {
         "data": [str(data)],
+        "tokenizer": str(cache / "tokenizer"),
         "cache_dir": str(cache),
         "output_dir": str(output),
-        "vocab_size": 601,
         "steps": 12,
         "sequence_length": 64,
         "batch_size": 2,
-        "accumulation_steps": 2,
+        "global_batch_size": 8,
         "learning_rate": 1e-2,
         "warmup_steps": 3,
         "eval_every": 5,
         "eval_batches": 2,
         "checkpoint_every": 6,
         "memory_budget": 2**16,
-        "sample_tokens": 8,
+        "num_proc": 1,
     }
-    return TrainArguments(**(settings | changes))
+    return TrainConfig(**(settings | changes))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -78,10 +86,10 @@ def published(folder: Path) -> list[str]:
     return steps_in(folder / "checkpoints")
 
 
-def as_options(arguments: TrainArguments) -> list[str]:
+def as_options(config: TrainConfig) -> list[str]:
     """The command line of what differs from the defaults."""
-    defaults, options = TrainArguments(), []
-    for name, value in vars(arguments).items():
+    defaults, options = TrainConfig(), []
+    for name, value in vars(config).items():
         if value != getattr(defaults, name):
             options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return options

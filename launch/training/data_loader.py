@@ -433,8 +433,10 @@ class StreamedData:
 
     def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
         documents, bad, held = [], [], 0
-        for row in rows:
-            reason = row["reason"]
+        for found in rows:
+            # Interleaved streams give lists.
+            arrays = {name: None if found[name] is None else np.asarray(found[name], np.int32) for name in ("ids", "labels")}
+            row, reason = found | arrays, found["reason"]
             if reason is None and row["is_whole"] and len(row["ids"]) > self._length:
                 reason = f"is a conversation of {len(row['ids'])} tokens and --sequence_length is {self._length}"
             if reason is not None:

@@ -327,12 +327,17 @@ def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> N
     LigerDistError: more rows than are allowed cannot be trained on; the first one is named.
     """
     if len(skipped) > max_bad_rows:
-        file, at, reason = skipped[0]
-        more = "" if len(skipped) == 1 else f" (the first of {len(skipped)} such rows)"
-        raise LigerDistError(
-            f"{where(file, at)} {reason}{more}. Correct the data, or let such rows be skipped and counted with "
-            f"--max_bad_rows N; it is {max_bad_rows}."
-        )
+        raise LigerDistError(describe_bad_rows(skipped, max_bad_rows))
+
+
+def describe_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> str:
+    """What is wrong with the first of them, and what to do."""
+    file, at, reason = skipped[0]
+    more = "" if len(skipped) == 1 else f" (the first of {len(skipped)} such rows)"
+    return (
+        f"{where(file, at)} {reason}{more}. Correct the data, or let such rows be skipped and counted with "
+        f"--max_bad_rows N; it is {max_bad_rows}."
+    )
 
 
 class TokenTable:

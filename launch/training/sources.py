@@ -99,7 +99,9 @@ def find_source(name: str) -> Source:
     if (path / "dataset_info.json").is_file():
         return Source(name, (path,))
     if path.is_dir():
-        inside = tuple(f for f in sorted(path.rglob("*")) if f.is_file() and _kind_of(f) and f.stat().st_size > 0)
+        saved = {info.parent for info in path.rglob("dataset_info.json")}
+        files = [f for f in path.rglob("*") if f.is_file() and _kind_of(f) and saved.isdisjoint(f.parents)]
+        inside = tuple(sorted([*saved, *(file for file in files if file.stat().st_size > 0)]))
         if not inside:
             raise LigerDistError(f"the folder {path} holds no data; expected files of {known}.")
         return Source(name, inside)

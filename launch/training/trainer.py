@@ -18,7 +18,7 @@ from liger_dist import LigerDistError
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
 from .config import TrainConfig, to_yaml
 from .data_loader import CachedData, Data, Piece, StreamedData, collate, find_tokenization, load_data
-from .dataset import refuse_bad_rows
+from .dataset import describe_bad_rows
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device, world_size
 from .engine import Engine, TorchEngine
@@ -146,19 +146,12 @@ class Trainer:
         count = self.dims.micro_batches(config, self.global_batch_size)
         batches = [self._collated(sequences[index * size : (index + 1) * size]) for index in range(count)]
         read = sum(len(ids) for sequence in sequences for ids, _ in sequence)
-        skipped = len(self.data.bad_rows())
-        labels, tokens, bad, failed = total(count_labels(batches), read, skipped, bool(problem))
+        bad_rows = self.data.bad_rows()
+        labels, tokens, bad, failed = total(count_labels(batches), read, len(bad_rows), bool(problem))
         if failed or bad / self.dims.tensor_parallel > config.max_bad_rows:
-            raise LigerDistError(next(filter(None, gathered(problem or self._bad_row()))))
+            problem = problem or (describe_bad_rows(bad_rows, config.max_bad_rows) if bad_rows else "")
+            raise LigerDistError(next(filter(None, gathered(problem))))
         return batches, labels, tokens
-
-    def _bad_row(self) -> str:
-        """What is wrong with the first row that this rank's stream has skipped."""
-        try:
-            refuse_bad_rows(self.data.bad_rows(), self.config.max_bad_rows if not self.data.bad_rows() else 0)
-        except LigerDistError as error:
-            return str(error)
-        return ""
 
     def _collated(self, sequences: list[list[Piece]]) -> dict[str, Tensor]:
         config = self.config

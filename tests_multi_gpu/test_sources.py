@@ -1,0 +1,234 @@
+"""Rows of every kind of file: each is read once, however the file is cut, and becomes the tokens and labels that it
+should."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from demo.make_tokenizer import train_tokenizer
+from training.formats import Encoder, Format
+from training.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
+from training.tokenizer import load_tokenizer
+
+import liger_dist
+
+TURNS = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "I am fine."},
+    {"role": "user", "content": "how?"},
+    {"role": "assistant", "content": "you are"},
+]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in TURNS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "a.txt").write_text("hello there, how are you? I am fine, and so are you.\n\tdef f(x): return x\n")
+    train_tokenizer([str(folder / "a.txt")], 320, folder / "tokenizer")
+    return load_tokenizer(folder / "tokenizer")
+
+
+def encoded(tokenizer: Any, values: dict[str, Any] | None, format: Format | None = None, **row: Any) -> dict[str, Any]:
+    """Ids, labels and reason of one row."""
+    fields = Row("file", 0, values, **row)._asdict()
+    columns = Encoder(tokenizer, format or Format(), len(tokenizer))({name: [value] for name, value in fields.items()})
+    return {name: column[0] for name, column in columns.items()}
+
+
+def learned(tokenizer: Any, values: dict[str, Any], format: Format | None = None) -> str:
+    row = encoded(tokenizer, values, format)
+    assert row["reason"] is None, row["reason"]
+    labels = row["ids"] if row["labels"] is None else row["labels"]
+    return str(tokenizer.decode(labels[labels >= 0]))
+
+
+@pytest.mark.parametrize("size", [7, 100, 10**6])
+def test_rows_are_read_once_however_a_file_is_cut(size: int, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    rows = [{"text": f"row {i}: " + "x" * (i * 7 % 50)} for i in range(60)]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(5, "")
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    with (tmp_path / "d.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    table = Dataset.from_list(rows)
+    parquet.write_table(table.data.table, tmp_path / "e.parquet", row_group_size=13)
+    table.save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.csv", "e.parquet", "saved"):
+        parts = find_source(str(tmp_path / name)).parts(size)
+        found = [row["values"] for row in read_rows(parts)]
+        assert found == rows, name
+        assert len(parts) > 1 or size > 100 or name in ("b.json", "c.jsonl.gz", "d.csv")
+    found = [row["values"]["text"] for part in find_source(str(tmp_path)).parts(size) for row in read_rows([part])]
+    assert len(found) == 6 * len(rows), "a folder has all of its files, and saved datasets"
+
+
+def test_the_place_of_a_row_is_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n\n{"text": "b"}\n{broken\n[1]\n')
+    rows = [Row(**row) for part in find_source(str(file)).parts(6) for row in read_rows([part])]
+    assert [where(row.file, row.at) for row in rows] == [f"{file} line {line}" for line in (1, 3, 4, 5)]
+    assert rows[2].reason is not None and "is no JSON" in rows[2].reason
+    assert rows[3].reason is not None and "holds list instead of an object" in rows[3].reason
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(tokenizer: Any, tmp_path: Path) -> None:
+    text = "".join(f"def f{i}(x):\n\n    return x + {i}\n" for i in range(20000)) + "ÄÖ€😀" * 100000
+    assert len(text) > 3 * TEXT_PART
+    (tmp_path / "a.txt").write_text(text)
+    rows = [Row(**row) for row in read_rows(find_source(str(tmp_path / "a.txt")).parts(100))]
+    assert len(rows) > 3
+    assert "".join(row.text or "" for row in rows) == text
+    assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
+    ids = np.concatenate([encoded(tokenizer, None, text=r.text, begins=r.begins, ends=r.ends)["ids"] for r in rows])
+    expected = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert ids.tolist() == expected
+    assert encoded(tokenizer, {"text": text})["ids"].tolist() == expected
+    assert max(map(len, split_text("no break" * TEXT_PART))) == TEXT_PART
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"text": "hello there"}, "hello there<|end|>"),
+        ({"messages": TURNS}, "I am fine.<|end|>you are<|end|>"),
+        ({"conversations": SHAREGPT}, "I am fine.<|end|>you are<|end|>"),
+        ({"messages": SHAREGPT, "text": None}, "I am fine.<|end|>you are<|end|>"),
+        ({"messages": [{"role": "assistant", "content": "I am"}]}, "<|assistant|>I am<|end|>"),
+        ({"prompt": "hello", "completion": " there"}, " there<|end|>"),
+        ({"prompt": TURNS[:3], "completion": TURNS[3:]}, "you are<|end|>"),
+        ({"instruction": "how", "input": "are you?", "output": "I am fine."}, "I am fine.<|end|>"),
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, None),
+        ({"input_ids": [5, 6, 7]}, None),
+    ],
+    ids=["text", "chat", "sharegpt", "sharegpt in messages", "only", "completion", "turns", "alpaca", "labels", "ids"],
+)
+def test_what_is_predicted_of_every_format(values: dict[str, Any], expected: str | None, tokenizer: Any) -> None:
+    row = encoded(tokenizer, values)
+    assert row["reason"] is None
+    assert row["is_whole"] == (set(values) not in ({"text"}, {"input_ids"}))
+    if expected is None:
+        assert row["ids"].tolist() == [5, 6, 7]
+        assert (row["labels"] is None) == ("labels" not in values)
+    else:
+        assert learned(tokenizer, values) == expected
+    assert encoded(tokenizer, values, Format(train_on_prompts=True))["labels"] is None or expected is None
+
+
+def test_labels_are_the_ids_where_a_turn_is_predicted(tokenizer: Any) -> None:
+    row = encoded(tokenizer, {"messages": TURNS})
+    text = "<|user|>hello<|end|><|assistant|>I am fine.<|end|><|user|>how?<|end|><|assistant|>you are<|end|>"
+    assert row["ids"].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = row["labels"] != -100
+    assert (row["labels"][shown] == row["ids"][shown]).all()
+
+
+def test_columns_have_the_names_that_options_say(tokenizer: Any) -> None:
+    format = Format(text_column="body", messages_column="chat")
+    assert learned(tokenizer, {"body": "hello"}, format) == "hello<|end|>"
+    assert learned(tokenizer, {"chat": TURNS, "body": "hello"}, format) == "I am fine.<|end|>you are<|end|>"
+    assert "its columns: text" in encoded(tokenizer, {"text": "hello"}, format)["reason"]
+
+
+def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """Llama's begin with one, and only once in a document."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.save_pretrained(tmp_path)
+    own = load_tokenizer(tmp_path)
+    own.bos_token = "<|user|>"
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", own.bos_token_id)]
+    )
+    for values in ({"text": "hello"}, {"prompt": "hello", "completion": " there"}):
+        ids = encoded(own, values)["ids"].tolist()
+        assert ids[0] == own.bos_token_id and ids.count(own.bos_token_id) == 1
+        assert ids[-1] == own.eos_token_id
+    assert encoded(own, {"messages": TURNS})["ids"].tolist().count(own.bos_token_id) == 2, "the template's alone"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 input_ids"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 900]}, "900 in labels"),
+        ({"input_ids": [1, 2, 3], "labels": [1.0, 2.0, 3.0]}, "labels of type float"),
+        ({"input_ids": [1, -1], "labels": [1, 1]}, "-1 in input_ids"),
+        ({"input_ids": []}, "has no label"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "has no label"),
+        ({"body": "text"}, "its columns: body"),
+        ({"text": None}, "has None in 'text'"),
+        ({"text": ""}, "has an empty 'text'"),
+        ({"text": 3}, "has 3 in 'text'"),
+        ({"messages": "hello"}, "has 'hello' for its turns"),
+        ({"messages": []}, "expected a list of at least one"),
+        ({"messages": [{"role": "user"}]}, "for turn 0; expected a content"),
+        ({"messages": TURNS[:1]}, "has no label"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "a turn 0 from 'narrator'"),
+        ({"prompt": "a", "completion": 3}, "has 3 in 'completion'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_row_says_what_is_wrong(values: dict[str, Any], words: str, tokenizer: Any) -> None:
+    row = encoded(tokenizer, values)
+    assert words in row["reason"]
+    assert len(row["ids"]) == 0
+
+
+def test_a_template_that_rewrites_history_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    own = load_tokenizer(tmp_path)
+    own.chat_template = "{{ messages | length }}" + own.chat_template
+    assert "writes differently" in encoded(own, {"messages": TURNS})["reason"]
+    own.chat_template = "{{ raise_exception('no user turn') }}"
+    assert "is refused by the chat template: no user turn" in encoded(own, {"messages": TURNS})["reason"]
+    own.chat_template = None
+    assert "--chat_template FILE" in encoded(own, {"messages": TURNS})["reason"]
+
+
+def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    own = load_tokenizer(tmp_path)
+    own.chat_template = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}" + own.chat_template
+    tools = [{"type": "function", "function": {"name": "there", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        assert own.decode(encoded(own, {"messages": TURNS, "tools": given})["ids"]).startswith("there<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder / "none.txt", "does not exist; give a file or folder on this machine"),
+        (lambda folder: folder, "holds no data"),
+        (lambda folder: write(folder / "a.xyz", "text"), "is of an unknown kind"),
+        (lambda folder: write(folder / "a.txt", ""), "is empty"),
+        (
+            lambda folder: write(folder / "dataset_dict.json", '{"splits": ["train", "test"]}').parent,
+            "the splits train",
+        ),
+    ],
+    ids=["missing", "empty folder", "unknown", "empty", "splits"],
+)
+def test_data_that_is_none_is_refused(make: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        find_source(str(make(tmp_path)))
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
