@@ -4,8 +4,10 @@ plain transformers loads, and a plan of the memory."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from harness import Workers
-from training.config import TrainConfig, parse
-from training.data import find_blocks, find_tokenizer
+from training.config import parse
+from training.data_loader import collate, find_tokenization, load_data
 from training.export import export
-from training.layout import layout_of
-from training.trainer import train
-from training.memory import plan
+from training.memory_plan import plan
 from training.model import find_config, shell
-from training.tokens import load_tokenizer
+from training.parallel_dims import parallel_dims_of
+from training.tokenizer import load_tokenizer
+from training.trainer import train
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
@@ -63,9 +65,7 @@ def test_the_norm_is_known_without_clipping(
     ways |= {name: WAYS[name] for name in ("zero2", "zero3", "fsdp1", "ddp")}
     expected = metrics_of(trained)[0]["grad_norm"]
     for name, way in ways.items():
-        config = config_for(
-            data, cache, tmp_path / name, steps=1, checkpoint_every=0, sample_tokens=0, max_grad_norm=0.0, **way
-        )
+        config = config_for(data, cache, tmp_path / name, steps=1, checkpoint_every=0, max_grad_norm=0.0, **way)
         workers_2.run(train, config)
         assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
@@ -93,8 +93,7 @@ def test_tensor_parallel_ranks_read_what_one_process_reads(
 def test_grids_draw_the_same_curve(
     strategy: str, sizes: dict[str, int], trained: Path, workers_4: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    settings = {"strategy": strategy, "stop_at_step": 3, "accumulation_steps": sizes.get("tp", 1)} | sizes
-    workers_4.run(train, config_for(data, cache, tmp_path, **settings))
+    workers_4.run(train, config_for(data, cache, tmp_path, strategy=strategy, stop_at_step=3, **sizes))
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-5)
 
 
@@ -102,8 +101,7 @@ def test_grids_draw_the_same_curve(
 def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FSDP2 on four shards (two where there are two GPUs), stopped at step 6, written in the background."""
     output = tmp_path_factory.mktemp("four")
-    micro_batches = 4 // workers_on_all.world_size
-    changes = {"accumulation_steps": micro_batches, "stop_at_step": 6, "checkpoint_every": 3, "async_checkpoints": True}
+    changes = {"stop_at_step": 6, "checkpoint_every": 3, "async_checkpoints": True}
     workers_on_all.run(train, config_for(data, cache, output, strategy="fsdp2", **changes))
     assert published(output) == ["step-00000003", "step-00000006"]
     return output
@@ -113,15 +111,9 @@ def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: 
 def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
     way: str, on_four: Path, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     shutil.copytree(on_four, tmp_path / "run")
     config = config_for(data, cache, tmp_path / "run", strategy=way, resume=True, stop_at_step=9)
-    alone = TrainConfig(**vars(config) | {"accumulation_steps": 4})
-    if way == "none":
-        train(alone)
-    else:
-        workers_2.run(train, alone if way == "tp" else config)
+    train(config) if way == "none" else workers_2.run(train, config)
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:9], rel=2e-5)
 
 
@@ -137,21 +129,21 @@ def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, c
     other.load_state_dict(torch.load(tmp_path / "state.pt")["model"])
     batch = torch.arange(3, 67)[None]
     assert torch.equal(model(batch).logits, other(batch).logits)
-    config = config_for(data, cache, tmp_path / "start", model=str(tmp_path / "model"), steps=1)
-    tokenizer = find_tokenizer(config)
-    held_out = find_blocks(config, tokenizer, 601)["held_out"]
+    settings = {"model": str(tmp_path / "model"), "tokenizer": None, "steps": 1, "learning_rate": 1e-30}
     losses: list[float] = []
     for way in ("fsdp1", "zero3"):
-        changed = vars(config) | {"output_dir": str(tmp_path / way)} | WAYS[way] | {"learning_rate": 0.0}
-        workers_2.run(train, TrainConfig(**changed))
+        workers_2.run(train, config_for(data, cache, tmp_path / way, **settings | WAYS[way]))
         losses.append(metrics_of(tmp_path / way)[0]["eval_loss"])
+    config = config_for(data, cache, tmp_path / "fsdp1", **settings)
+    tokenization = replace(find_tokenization(config), vocab_size=601)
+    _, held_out = load_data(config, tokenization, parallel_dims_of(config, 1))
     sums, count = 0.0, 0
     with torch.no_grad():
-        for start in range(4):
-            batch_2 = held_out.batch([(start * 2 + i) % len(held_out) for i in range(2)])
-            learnt = int((batch_2["labels"][:, 1:] >= 0).sum())
-            sums += float(model(**batch_2).loss) * learnt
-            count += learnt
+        for sequence in held_out.in_order(0, 8):
+            alone = collate([sequence], 1, 64, 0, restart=True)
+            learned = int((alone["labels"][:, 1:] >= 0).sum())
+            sums += float(model(**alone).loss) * learned
+            count += learned
     assert losses == pytest.approx([sums / count] * 2, rel=1e-5)
 
 
@@ -175,7 +167,7 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
     resumed = config_for(data, cache, tmp_path / "run", resume=True, strategy="none")
     with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads torch"):
         train(resumed)
-    for step, words in ((7, "no checkpoint of step 7"), (None, "no whole checkpoint")):
+    for step, words in ((7, "no checkpoint of step 7"), (None, "has no complete checkpoint")):
         with pytest.raises(liger_dist.LigerDistError, match=words):
             export(tmp_path / ("run" if step else "absent"), tmp_path / "other", step=step, dtype="float32")
 
@@ -186,8 +178,8 @@ def test_masters_of_stage_0_are_exported(
 ) -> None:
     """In bf16 DeepSpeed's own weights are rounded; what was trained are the optimiser's."""
     (tmp_path / "zero0.json").write_text("{}")
-    config = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    shape = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"tie_word_embeddings": tied}))
     way = {"strategy": "deepspeed", "deepspeed": str(tmp_path / "zero0.json"), "dtype": "bfloat16"}
     way |= {"model": str(tmp_path / "config.json")}
     workers_2.run(train, config_for(data, cache, tmp_path / "run", steps=2, checkpoint_every=2, **way))
@@ -214,7 +206,7 @@ def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"train_batch_size": 7}, "sets train_batch_size to 7 but the config make it 4"),
+        ({"train_batch_size": 7}, "sets train_batch_size to 7 but the options make it 8"),
         ({"bf16": {"enabled": True}}, "sets bf16.enabled to true but --dtype is float32"),
         ({"optimizer": {"type": "Adam"}}, "section 'optimizer'"),
         ([1], "holds a list; expected an object"),
@@ -270,15 +262,16 @@ def test_a_dry_run_knows_what_was_measured(
     file = LAUNCH / "models" / "llama_8b.json"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | shape))
     config = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])
-    config = find_config(config, config.vocab_size)
-    plans = plan(config, layout_of(config, world_size), shell(config, config), config).plans
+    model_config = find_config(config, 1)
+    plans = plan(config, parallel_dims_of(config, world_size), shell(config, model_config), model_config).plans
     assert [p.head for p in plans] == (["gather", "vocab_parallel"] if "fsdp2" in options else ["gather"])
     found = plans[0] if config.lm_head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.08)
 
 
-def test_a_dry_run_allocates_nothing() -> None:
+def test_a_dry_run_allocates_nothing(cache: Path) -> None:
     command = [sys.executable, str(LAUNCH / "train.py"), "launch/llama_8b.yaml", "--dry_run", "--world_size", "4"]
+    command += ["--tokenizer", str(cache / "tokenizer")]
     program = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     program += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     finished = subprocess.run(

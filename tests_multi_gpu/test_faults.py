@@ -22,25 +22,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from training import together
+from training import distributed, output_folder
+from training.checkpoint import DESCRIPTION, Checkpoints, checksum_of_file, checksum_of_text, read_description
 from training.config import TrainConfig
-from training.checkpoint import Checkpoints
-from training.ending import Interruption, run
+from training.distributed import on_rank_zero, rank
 from training.engine import TorchEngine
 from training.export import export
-from training.trainer import train
+from training.fault_tolerance import Interruption, run
 from training.metrics import Metrics
-from training.distributed import rank
-from training.trainer import Trainer
-from training.together import on_rank_zero
+from training.output_folder import write_folder
+from training.trainer import Trainer, train
 from training.watchdog import PHASES, Watchdog
-from training.whole import write_whole
-from training_runs import LAUNCH, config_for, losses_of, metrics_of, published
+from training_runs import LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
 
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-ALONE: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "sample_tokens": 0}
+ALONE: dict[str, Any] = {"strategy": "none"}
 """one process that reads what the two of ``trained`` read"""
 
 
@@ -102,11 +100,11 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=1e-4)
     # Another torchrun, whose first processes ended before they had begun.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr("training.folder.launcher", lambda: "another")
+    monkeypatch.setattr("training.output_folder.launcher", lambda: "another")
     with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
         train(config)
     anew = dataclasses.replace(config, overwrite=True, stop_at_step=2)
-    with mock.patch("training.trainer.find_blocks", side_effect=KeyError("killed")), pytest.raises(KeyError):
+    with mock.patch("training.trainer.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
         train(anew)
     # Before the earlier checkpoints were removed: the restart removes them, too, and does not go on from them.
     train(anew)
@@ -131,10 +129,14 @@ def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Pat
 
 
 def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
-    """As after a power cut: a file of the right size, with nothing in it."""
+    """As where it was lost before its checksum was noted: a file of the right size, with nothing in it."""
     shutil.copytree(trained, tmp_path / "run")
-    file = next((tmp_path / "run" / "checkpoints" / "step-00000012").glob("*.distcp"))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000012"
+    file = next(newest.glob("*.distcp"))
     file.write_bytes(bytes(file.stat().st_size))
+    description = read_description(newest)
+    description["files"][file.name] = checksum_of_file(file)
+    (newest / DESCRIPTION).write_text(json.dumps(description | {"checksum": checksum_of_text(description)}))
     with pytest.raises(liger_dist.LigerDistError, match=r"step-00000012 cannot be read \(.*\); move it away"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, steps=13))
 
@@ -145,13 +147,13 @@ def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained:
 def test_a_model_that_changed_is_refused(
     name: str, value: Any, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
-    config = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    model = json.loads((trained / "checkpoints" / "step-00000012" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {name: value}))
     shutil.copytree(trained, tmp_path / "run")
     changed = config_for(data, cache, tmp_path / "run", **ALONE, resume=True, model=str(tmp_path / "config.json"))
     with pytest.raises(liger_dist.LigerDistError, match=f"another model: {name}"):
         train(changed)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(model))
     train(dataclasses.replace(changed, model=str(tmp_path / "config.json")))
 
 
@@ -160,8 +162,9 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
 ) -> None:
     """A run that is refused in the same folder, with another tokenizer, changes nothing."""
     shutil.copytree(trained, tmp_path / "run")
-    with pytest.raises(liger_dist.LigerDistError):
-        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, vocab_size=700))
+    other = str(write_tokenizer(data, tmp_path / "other", 700))
+    with pytest.raises(liger_dist.LigerDistError, match="another model: vocab_size 601 instead of 700"):
+        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, tokenizer=other))
     export(tmp_path / "run", tmp_path / "model", step=None, dtype="float32")
     words = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) <= 601 == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
@@ -200,7 +203,7 @@ def test_nothing_to_go_on_from_is_not_promised(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(config_for(data, cache, tmp_path, **ALONE, stop_at_step=1, checkpoint_every=0))
-    assert "no checkpoint of it, by --checkpoint_every 0" in capsys.readouterr().out
+    assert "stopped after step 1; no checkpoint, by --checkpoint_every 0" in capsys.readouterr().out
 
 
 def test_an_infinite_gradient_is_found_without_clipping(data: Path, cache: Path, tmp_path: Path) -> None:
@@ -213,17 +216,22 @@ def test_an_infinite_gradient_is_found_without_clipping(data: Path, cache: Path,
         return own(self, *arguments)
 
     config = config_for(data, cache, tmp_path, **ALONE, max_grad_norm=0.0)
-    with mock.patch.object(Trainer, "step", step), pytest.raises(liger_dist.LigerDistError, match="norm of step 2 is not"):
+    with (
+        mock.patch.object(Trainer, "step", step),
+        pytest.raises(liger_dist.LigerDistError, match="norm of step 2 is not"),
+    ):
         train(config)
     assert metrics_of(tmp_path)[0]["grad_norm"] > 0
 
 
 def test_a_long_evaluation_is_no_stall(data: Path, cache: Path, tmp_path: Path) -> None:
     """Many batches, which together take longer than the watchdog waits for any of them."""
-    own, is_late = Trainer._loss, Watchdog._is_late
+    own, is_late, evaluated = Trainer._loss, Watchdog._is_late, []
 
     def slow(self: Trainer, *arguments: Any) -> Any:
-        time.sleep(0.0 if torch.is_grad_enabled() else 0.2)
+        if not torch.is_grad_enabled():
+            evaluated.append(arguments)
+            time.sleep(0.2)
         return own(self, *arguments)
 
     def is_late_while_evaluating(self: Watchdog) -> bool:
@@ -237,6 +245,7 @@ def test_a_long_evaluation_is_no_stall(data: Path, cache: Path, tmp_path: Path) 
     ):
         train(config_for(data, cache, tmp_path, **ALONE, steps=1, eval_batches=14, stall_timeout=1.0))
     assert not ended.called
+    assert len(evaluated) == 14
     assert "eval_loss" in metrics_of(tmp_path)[0]
 
 
@@ -254,7 +263,7 @@ def after_a_while() -> tuple[int, bool]:
         heard += 1
         own(*arguments, **options)
 
-    with mock.patch.object(together, "SIGN_OF_LIFE", 0.2), mock.patch.object(dist, "broadcast_object_list", counted):
+    with mock.patch.object(distributed, "SIGN_OF_LIFE", 0.2), mock.patch.object(dist, "broadcast_object_list", counted):
         result = on_rank_zero(lambda: time.sleep(1.0) or 7)
     return result, heard > 3
 
@@ -292,11 +301,11 @@ def test_folders_are_written_as_a_whole(tmp_path: Path) -> None:
     os.utime(abandoned, (0, 0))
     (tmp_path / "tokens.2.partial").mkdir()
     with pytest.raises(liger_dist.LigerDistError, match=r"tokens cannot be written: .*No space left"):
-        write_whole(tmp_path / "tokens", fail)
+        write_folder(tmp_path / "tokens", fail)
     # Another process's, which may still be at it.
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.2.partial"]
     for text in ("first", "second"):
-        write_whole(tmp_path / "tokens", lambda partial, text=text: partial.mkdir() or (partial / text).touch())
+        write_folder(tmp_path / "tokens", lambda partial, text=text: partial.mkdir() or (partial / text).touch())
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["first"]
 
 
@@ -321,22 +330,20 @@ def test_a_disk_that_is_not_shared(option: str, workers_2: Workers, data: Path, 
 
 
 def refused_without_a_shared_disk(config: TrainConfig, option: str) -> str:
-    from training import folder
-
     own = dataclasses.replace(config, **{option: f"{getattr(config, option)}/{rank()}"})
-    with mock.patch.object(folder, "SHARED_LIMIT", 1.0), pytest.raises(liger_dist.LigerDistError) as caught:
+    with mock.patch.object(output_folder, "SHARED_LIMIT", 1.0), pytest.raises(liger_dist.LigerDistError) as caught:
         train(own)
     return str(caught.value)
 
 
-def test_checkpoints_of_which_none_is_whole(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_which_none_is_complete(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     """They are neither removed, nor is the run begun anew without a word."""
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     for name in published(trained):
         with (folder / name / "model" / "tokenizer_config.json").open("a") as file:
             file.write("\n")
-    with pytest.raises(liger_dist.LigerDistError, match="is whole, the newest step-00000012"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"no checkpoint in .* is complete, the newest step-00000012"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True))
     assert published(tmp_path / "run") == published(trained)
 
@@ -423,7 +430,8 @@ def test_a_model_folder_without_all_weights_is_refused(data: Path, cache: Path, 
 
 def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
     """A whole process group is told, torchrun with it, which tells its processes once more."""
-    with Interruption().watched() as interruption:
+    interruption = Interruption(60.0, lambda: 0)
+    with interruption.watched():
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert interruption.requested

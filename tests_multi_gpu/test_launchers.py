@@ -128,7 +128,10 @@ def test_the_smoke_test_on_cpus(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert "1 node of 2 processes (0 GPUs), up to 0 restarts" in finished.stdout
-    assert "fsdp2 on 2 shards, float32, 2 x 64 tokens" in finished.stdout
+    said = (
+        "fsdp2 on 2 shards, float32; a step is 4 sequences of 64 tokens: 1 micro-batches of 2 on each of 2 data ranks"
+    )
+    assert said in finished.stdout
     assert len(metrics_of(tmp_path / "run")) == 10
 
 

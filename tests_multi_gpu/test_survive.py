@@ -3,8 +3,10 @@ rank that is stuck."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,17 +22,15 @@ import torch.distributed as dist
 from harness import Workers
 from torch.distributed.tensor import DTensor
 from training.config import TrainConfig
-from training.engine import TorchEngine
-from training.trainer import train
-from training.model import inner_model
 from training.distributed import rank
-from training.trainer import Trainer
+from training.engine import TorchEngine
+from training.trainer import Trainer, train
 from training.watchdog import NOTHING, PHASES, named
 from training_runs import (
     LAUNCH,
     abort_all,
-    config_for,
     as_options,
+    config_for,
     ends_within,
     losses_of,
     metrics_of,
@@ -61,8 +61,8 @@ def workers_of(agent: int) -> list[int]:
 def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_4: Workers) -> None:
     """Two agents of two processes meet by c10d's rendezvous and train as one job of four. One worker is killed; the
     agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""
-    changes: dict[str, Any] = {"strategy": "fsdp2", "accumulation_steps": 1, "steps": 12, "checkpoint_every": 3}
-    changes |= {"eval_every": 12, "sample_tokens": 0, "keep_checkpoints": 2}
+    changes: dict[str, Any] = {"strategy": "fsdp2", "steps": 12, "checkpoint_every": 3}
+    changes |= {"eval_every": 12, "keep_checkpoints": 2}
     workers_4.run(train, config_for(data, cache, tmp_path / "calm", **changes))
     # Not one that the system gives to others.
     endpoint = f"127.0.0.1:{20_000 + os.getpid() % 10_000}"
@@ -100,22 +100,42 @@ def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Pa
 def test_a_damaged_checkpoint_is_passed_over(
     data: Path, cache: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
-    for damage in ("cut off", "missing", "no description"):
+    damages = {
+        "cut off": "distcp has another content than was written: checksum",
+        "lost": "distcp has another content than was written: checksum",
+        "changed": "distcp has another content than was written: checksum",
+        "missing": "distcp is not there",
+        "more": "model/more.json was not there when it was written",
+        "no description": "description.json: ",
+        "other description": "description.json: its content is not what was written",
+    }
+    for damage, words in damages.items():
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(trained, tmp_path / "run")
         newest = tmp_path / "run" / "checkpoints" / "step-00000012"
         file = next(newest.glob("*.distcp"))
         if damage == "cut off":
             os.truncate(file, file.stat().st_size // 2)
+        elif damage == "lost":
+            # As after a power cut.
+            file.write_bytes(bytes(file.stat().st_size))
+        elif damage == "changed":
+            content = bytearray(file.read_bytes())
+            content[-100] ^= 1
+            file.write_bytes(content)
         elif damage == "missing":
             file.unlink()
-        else:
+        elif damage == "more":
+            (newest / "model" / "more.json").write_text("{}")
+        elif damage == "no description":
             (newest / "description.json").unlink()
-        settings: dict[str, Any] = {"strategy": "none", "accumulation_steps": 4, "stop_at_step": 7, "resume": True}
-        train(config_for(data, cache, tmp_path / "run", **settings))
-        assert "step-00000012 is not whole" in capsys.readouterr().out
+        else:
+            text = (newest / "description.json").read_text()
+            (newest / "description.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+            assert (newest / "description.json").read_text() != text
+        train(config_for(data, cache, tmp_path / "run", strategy="none", stop_at_step=7, resume=True))
+        said = capsys.readouterr().out
+        assert re.search(f"step-00000012 is not complete \\(.*{re.escape(words)}.*\\); it is passed over", said), said
         assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:7], rel=1e-4)
 
 
@@ -123,7 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_a_full_disk_is_one_sentence(
     in_background: bool, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """The kernel refuses to let files grow beyond 100 kB; what was whole before is whole after."""
+    """The kernel refuses to let files grow beyond 100 kB; what was complete before is complete after."""
     config = config_for(
         data, cache, tmp_path / "run", checkpoint_every=2, async_checkpoints=in_background, stop_at_step=4
     )
@@ -138,7 +158,7 @@ def test_a_full_disk_is_one_sentence(
     (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
     assert "the checkpoint of step 2 cannot be written to" in said
     assert "File too large" in said
-    assert "the newest whole checkpoint is none" in said
+    assert "the newest complete checkpoint is none" in said
     assert published(tmp_path / "run") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
 
@@ -159,9 +179,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, trained: Path) -> None:
     """The first checkpoint fits, the second does not; and the run goes on from the first where there is room."""
-    settings: dict[str, Any] = {"strategy": "none", "model": "tiny", "eval_every": 50, "sample_tokens": 0}
-    config = {"checkpoint_every": 2, "accumulation_steps": 4, "stop_at_step": 4}
-    config = config_for(data, cache, small_disk, **settings | config)
+    settings: dict[str, Any] = {"strategy": "none", "model": "tiny", "eval_every": 50}
+    config = config_for(data, cache, small_disk, checkpoint_every=2, stop_at_step=4, **settings)
     free = os.statvfs(small_disk)
     size = sum(file.stat().st_size for file in (trained / "checkpoints" / "step-00000012").iterdir())
     (small_disk / "ballast").write_bytes(b"0" * max(0, free.f_bavail * free.f_bsize - int(1.5 * size)))
@@ -169,7 +188,7 @@ def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, tra
         train(config)
     assert published(small_disk) == ["step-00000002"]
     (small_disk / "ballast").unlink()
-    train(TrainConfig(**vars(config) | {"resume": True, "keep_checkpoints": 1}))
+    train(dataclasses.replace(config, resume=True, keep_checkpoints=1))
     assert losses_of(small_disk) == pytest.approx(losses_of(trained)[:4], rel=1e-4)
 
 
@@ -180,7 +199,15 @@ def test_numbers_that_are_none_are_named(
     """Under DDP gradients are spoilt after they were averaged: by a bad device, of which the others see nothing."""
     config = config_for(data, cache, tmp_path / "run", checkpoint_every=2, overwrite=True, **way)
     for loss, gradient in workers_2.run(broken_on_rank_one, config):
-        assert loss.startswith("the loss of step 3 is not finite; rank 1 has loss nan from sequences [[")
+        found = re.match(
+            r"the loss of step 3 is not finite; rank 1 has loss nan from sequences with documents of (.*?)(; gradients that are not: |\. No )",
+            loss,
+        )
+        assert found is not None, loss
+        files = found[1].split(", ")
+        assert 1 <= len(files) <= 3
+        assert {Path(file).parent for file in files} == {data}
+        assert all(Path(file).is_file() for file in files)
         assert "rank 0" not in loss
         # The only one: clipping by a norm that is no number would break the others, too.
         assert gradient.startswith(
@@ -191,28 +218,29 @@ def test_numbers_that_are_none_are_named(
 
 def broken_on_rank_one(config: TrainConfig) -> list[str]:
     """A loss, then a gradient, that is no number in the third step."""
-    own_loss, own_update, own_sequences = Trainer._loss, TorchEngine.update, Trainer.sequences
-    sentences, step = [], 0
-
-    def sequences(self: Trainer, at: int) -> Any:
-        nonlocal step
-        step = at
-        return own_sequences(self, at)
+    own_loss, own_update = Trainer._loss, TorchEngine.update
+    sentences: list[str] = []
+    updates = 0
 
     def broken_loss(self: Trainer, batch: Any, num_items: Any) -> Any:
         loss = own_loss(self, batch, num_items)
-        return loss * float("nan") if step == 2 and rank() == 1 else loss
+        is_third = self.progress.step == 2 and torch.is_grad_enabled()
+        return loss * float("nan") if is_third and rank() == 1 else loss
 
     def broken_update(self: TorchEngine) -> Any:
-        if step == 2 and rank() == 1:
-            gradient = inner_model(self.model).model.norm.weight.grad
+        nonlocal updates
+        updates += 1
+        if updates == 3 and rank() == 1:
+            ((_, weight),) = [
+                named for named in self.model.named_parameters() if named[0].endswith("model.norm.weight")
+            ]
+            gradient = weight.grad
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(float("nan"))
         return own_update(self)
 
     for place, name, broken in ((Trainer, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
         with (
             mock.patch.object(place, name, broken),
-            mock.patch.object(Trainer, "sequences", sequences),
             pytest.raises(liger_dist.LigerDistError) as caught,
         ):
             train(config)
@@ -224,20 +252,20 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
 FROZEN = """
 import os, signal, sys, time
 sys.path[:0] = {paths!r}
-from training import run
+from training import data_loader
 from training.distributed import rank
 
-own = run.Trainer.sequences
+own = data_loader.CachedData.take
 
-def sequences(self, step):
-    if step == 3 and rank() == {frozen}:
+def take(self, consumed, count, *ranks):
+    if consumed == 3 * count and rank() == {frozen}:
         print(f"frozen {{os.getpid()}}", file=sys.stderr, flush=True)
         # Long enough for the others to have heard where it is.
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
-    return own(self, step)
+    return own(self, consumed, count, *ranks)
 
-run.Trainer.sequences = sequences
+data_loader.CachedData.take = take
 sys.argv[0] = {program!r}
 import runpy
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -266,7 +294,7 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
     (said,) = [line for line in lines if "error: " in line and "does not answer" in line]
     if frozen == 1:
         assert "no progress for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
-        assert "sequences" in said
+        assert re.search(r"at stuck\.py:\d+ in take < trainer\.py:\d+ in ", said)
     else:
         assert said.count("[rank 1] error: the store of all ranks, which rank 0 may hold, does not answer") == 1
     assert len(metrics_of(tmp_path / "run")) == 3
@@ -275,17 +303,17 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
 LATE = """
 import sys, time
 sys.path[:0] = {paths!r}
-from training import loop, watchdog
+from training import trainer, watchdog
 from training.distributed import rank
 
-own, watchdog.LEAST_FOR_SETUP = loop.{stuck}, 2.0
+own, watchdog.LEAST_FOR_SETUP = trainer.{stuck}, 2.0
 
 def late(*arguments, **options):
     if rank() == 1:
         time.sleep(1000)
     return own(*arguments, **options)
 
-loop.{stuck} = late
+trainer.{stuck} = late
 sys.argv[0] = {program!r}
 import runpy
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -295,7 +323,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("stuck", "words"),
     [
-        ("layout_of", "rank 1 has not begun; the others wait for it"),
+        ("parallel_dims_of", "rank 1 has not begun; the others wait for it"),
         ("shell", "all ranks are in step 0 (preparing): rank 0 at "),
     ],
 )
@@ -312,7 +340,7 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
         print(said)
     assert process.returncode != 0
     assert said.count(f"error: no progress for 2 s: {words}") == 1
-    assert stuck == "layout_of" or "; rank 1 at late.py:" in said
+    assert stuck == "parallel_dims_of" or "; rank 1 at late.py:" in said
 
 
 def test_who_is_stuck() -> None:

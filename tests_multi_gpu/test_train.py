@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -182,7 +183,8 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
         ({"attention": "flash"}, "--attention flash"),
     ]
     for changes, words in cases:
-        config = config_for(data, cache, tmp_path / "out", **{"strategy": "none"} | changes)
+        settings = {"data": [str(data)], "strategy": "none"} | changes
+        config = dataclasses.replace(config_for(data, cache, tmp_path / "out"), **settings)
         with pytest.raises(liger_dist.LigerDistError, match=words):
             train(config)
 
@@ -361,7 +363,8 @@ def clipped_norms() -> tuple[list[float], list[float]]:
         model: Any = liger_dist.wrap(make_model("llama"), strategy)
         model(**make_batch(torch.distributed.get_rank() // 2)).loss.backward()
         if mesh is None:
-            before = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()  # type: ignore[attr-defined]
+            gradients = [parameter.grad for parameter in model.parameters()]
+            before = torch.nn.utils.get_total_norm(gradients).full_tensor()  # type: ignore[attr-defined]
             torch.nn.utils.clip_grad_norm_(model.parameters(), float(found[0][0]) / 2)
         else:
             before = liger_dist.clip_grad_norm_(model, 1e9)

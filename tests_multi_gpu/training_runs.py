@@ -46,9 +46,9 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def write_tokenizer(data: Path, folder: Path) -> Path:
-    """Of 601 entries, trained on the corpus."""
-    train_tokenizer([str(data)], 601, folder)
+def write_tokenizer(data: Path, folder: Path, entries: int = 601) -> Path:
+    """Trained on the corpus."""
+    train_tokenizer([str(data)], entries, folder)
     return folder
 
 

@@ -20,7 +20,7 @@ from .engine import Writing, refuse_without_launcher, written
 from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
 from .parallel_dims import ParallelDims
-from .safe_pickle import check_deepspeed
+from .safe_pickle import deepspeed_names
 
 
 class DeepSpeedEngine:
@@ -84,9 +84,9 @@ class DeepSpeedEngine:
         return written()
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
-        check_deepspeed(folder / "state")
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.model.load_checkpoint(str(folder), tag="state", load_lr_scheduler_states=False)
+        with deepspeed_names(folder):
+            self.model.load_checkpoint(str(folder), tag="state", load_lr_scheduler_states=False)
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(settings)
 

@@ -22,7 +22,7 @@ from .distributed import checkpoint_group
 from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
 from .parallel_dims import ParallelDims
-from .safe_pickle import TensorsOnly, check_dcp
+from .safe_pickle import TensorPlanner, TensorReader
 
 
 class Writing(Protocol):
@@ -118,12 +118,11 @@ class TorchEngine:
         return writing
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
-        check_dcp(folder)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self._state()
         wanted = {"model": state["model"]} if weights_only else state
-        no_dist = not dist.is_initialized()
-        state_dict_loader.load(wanted, checkpoint_id=str(folder), planner=TensorsOnly(), no_dist=no_dist)
+        reader, no_dist = TensorReader(str(folder)), not dist.is_initialized()
+        state_dict_loader.load(wanted, storage_reader=reader, planner=TensorPlanner(), no_dist=no_dist)
         _, moments = get_state_dict(self.model, self.optimizer, options=self._options)
         moments["state"] = state["optimizer"]
         set_state_dict(

@@ -19,7 +19,7 @@ from .checkpoint import MODEL, damage_of, read_description, reason_of, steps_in
 from .config import TrainConfig
 from .model import add_lora, read_weights
 from .optimizer import decays
-from .safe_pickle import TensorsOnly, check_dcp, check_deepspeed
+from .safe_pickle import TensorPlanner, TensorReader, deepspeed_names
 from .tokenizer import load_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -132,26 +132,25 @@ def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, A
     """By parameter name, in fp32."""
     format = description["format"]
     if not format.startswith("DeepSpeed"):
-        check_dcp(path)
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         wanted = model.state_dict()
         if description["lora"] is not None:
             wanted = {name: value for name, value in wanted.items() if name in trained}
         state: dict[str, Any] = {"model": wanted}
-        state_dict_loader.load(state, checkpoint_id=str(path), planner=TensorsOnly(), no_dist=True)
+        state_dict_loader.load(state, storage_reader=TensorReader(str(path)), planner=TensorPlanner(), no_dist=True)
         weights: dict[str, Any] = state["model"]
         return weights
-    check_deepspeed(path / "state")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if "stage 0" in format:
         file = path / "state" / "mp_rank_00_model_states.pt"
-        state = torch.load(file, map_location="cpu", weights_only=False)
+        state = torch.load(file, map_location="cpu", weights_only=True)
         module: dict[str, Any] = state["module"]
         masters = (state["optimizer"] or {}).get("fp32_groups")
         return module if masters is None else module | _named_masters(model, masters, description)
-    found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="state")
+    with deepspeed_names(path):
+        found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="state")
     return found
 
 

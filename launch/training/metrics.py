@@ -20,7 +20,7 @@ from tqdm import tqdm
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
-from .distributed import rank, world_size
+from .distributed import on_rank_zero, rank, world_size
 
 
 METRICS = "metrics.jsonl"
@@ -42,8 +42,11 @@ class Metrics:
         self._is_writer = rank() == 0
         self.rows: list[dict[str, Any]] = []
         self._trackers: list[Any] = []
-        if not self._is_writer:
-            return
+        on_rank_zero(lambda: self._start(config, first_step))
+        if self._is_writer:
+            self._bar = tqdm(total=num_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
+
+    def _start(self, config: TrainConfig, first_step: int) -> None:
         if first_step > 0 and self._path.is_file():
             # What was written after the checkpoint is written again.
             self.rows = [row for row in complete_rows(self._path) if row["step"] <= first_step]
@@ -53,7 +56,6 @@ class Metrics:
             os.replace(partial, self._path)
             self._file = self._path.open("a")
         self._trackers = start_trackers(config)
-        self._bar = tqdm(total=num_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
 
     def add(self, row: dict[str, Any]) -> None:
         """Writes one step's numbers and shows them."""
@@ -166,6 +168,7 @@ def start_trackers(config: TrainConfig) -> list[Any]:
         options = {"logging_dir": config.output_dir} if kind.requires_logging_directory else {}
         try:
             tracker = kind(config.run_name, **options)
+            tracker.start()
             tracker.store_init_configuration(
                 {key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(config).items()}
             )

@@ -66,6 +66,16 @@ def _eight_bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimi
             f"--optimizer adamw_8bit needs torchao, which cannot be imported ({error}); pip install torchao, or take "
             "--optimizer adamw."
         ) from error
+    # The states of a shard have 8 bits only where its size divides: ranks would differ, and torchao fails in its step.
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        if isinstance(parameter, DTensor):
+            shards = [(p.dim, parameter.device_mesh.size(i)) for i, p in enumerate(parameter.placements) if p.is_shard()]
+            if any(parameter.shape[dim] % size for dim, size in shards):
+                raise LigerDistError(
+                    f"--optimizer adamw_8bit: a parameter of shape {list(parameter.shape)} has uneven shards over "
+                    f"{parameter.device_mesh.size()} ranks, which torchao does not support; choose sizes that divide "
+                    "(resize the embeddings), or take --optimizer adamw."
+                )
     optimizer: Optimizer = AdamW8bit(groups, **settings)
     return optimizer
 

@@ -1,165 +1,138 @@
-"""Looks into pickles before a library loads them: a checkpoint that somebody hands over may only name tensors and what
-describes them, and runs no command.
+"""Loads checkpoints whose pickles may only name tensors and what describes them: one that somebody hands over runs no
+command.
 
-torch.distributed.checkpoint reads ``.metadata`` by ``pickle.load``, and DeepSpeed its files with
-``torch.load(weights_only=False)``; both would call whatever a pickle names.
+By themselves, torch.distributed.checkpoint reads ``.metadata`` by ``pickle.load`` and DeepSpeed its files by
+``torch.load(weights_only=False)``, and both call whatever a pickle names.
 """
 
 from __future__ import annotations
 
-import io
+import glob
+import os
+import pathlib
 import pickle
-import zipfile
-from pathlib import Path
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from liger_dist import LigerDistError
 
-DCP_METADATA = frozenset(
-    {
-        "builtins.frozenset",
-        "builtins.set",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        *(f"torch.{name}" for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        *(
-            f"torch.distributed.checkpoint.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    }
-)
-DEEPSPEED = frozenset(
-    {
-        "builtins.set",
-        "collections.OrderedDict",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "torch.Size",
-        "torch._utils._rebuild_parameter",
-        "torch._utils._rebuild_tensor_v2",
-        "torch.device",
-        "torch.float32",
-        "torch.bfloat16",
-        *(f"torch.{name}Storage" for name in ("Float", "BFloat16", "Double", "Half", "Int", "Long", "Byte", "Bool")),
-    }
-)
+DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
-def check_dcp(folder: Path) -> None:
-    """Checks the metadata of a torch.distributed.checkpoint; its tensors are read with ``weights_only``.
-
-    Raises:
-        LigerDistError: it names something that is not on the list.
-    """
-    metadata = folder / ".metadata"
-    _check(metadata, metadata.read_bytes(), DCP_METADATA)
+def _enum_member(kind: Any, name: str) -> Any:
+    """For ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    if kind not in _enums():
+        raise pickle.UnpicklingError(f"getattr of {kind}")
+    return kind[name]
 
 
-def check_deepspeed(folder: Path) -> None:
-    """Checks every file of a DeepSpeed checkpoint that DeepSpeed unpickles.
-
-    Raises:
-        LigerDistError: it names something that is not on the list, or is of an older format of torch.
-    """
-    for file in sorted(folder.rglob("*.pt")):
-        check_torch_file(file, DEEPSPEED)
+def _enums() -> list[Any]:
+    """Enums that checkpoints hold; DeepSpeed's where it was imported."""
+    zero = sys.modules.get("deepspeed.runtime.zero.config")
+    return [metadata._MEM_FORMAT_ENCODING, *([] if zero is None else [zero.ZeroStageEnum])]
 
 
-def check_torch_file(file: Path, allowed: frozenset[str]) -> None:
-    """Checks what ``torch.load`` unpickles of an archive that ``torch.save`` wrote.
-
-    Raises:
-        LigerDistError: as :func:`check_deepspeed`.
-    """
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    # torch.load goes by these bytes, and reads anything else as a bare pickle.
-    if magic != b"PK\x03\x04" or not zipfile.is_zipfile(file):
-        raise LigerDistError(f"{file} is no archive that torch.save writes; it is not loaded.")
-    with zipfile.ZipFile(file) as archive:
-        names = archive.namelist()
-        pickles = [name for name in names if name.endswith(".pkl")]
-        if len(set(names)) != len(names) or [name.rpartition("/")[2] for name in pickles] != ["data.pkl"]:
-            raise LigerDistError(f"{file} holds {', '.join(pickles) or 'no pickle'}; expected one data.pkl.")
-        _check(file, archive.read(pickles[0]), allowed)
-
-
-class TensorsOnly(DefaultLoadPlanner):
-    """Loads tensors, and refuses items that are pickles: torch would unpickle them without a list."""
-
-    def create_local_plan(self) -> LoadPlan:
-        plan: LoadPlan = super().create_local_plan()
-        return plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise LigerDistError(f"the checkpoint holds a pickle for {read_item.dest_index.fqn}; expected a tensor.")
+NAMES: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _enum_member,
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PosixPath,
+    ("torch", "Size"): torch.Size,
+    **{("torch", name): getattr(torch, name) for name in DTYPES},
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+}
+"""all that ``.metadata`` of our checkpoints names; no pickled objects (BytesStorageMetadata) among them"""
 
 
-class _Inert:
-    """Stands for a class or function that a pickle names; takes what it is given and does nothing."""
+class TensorReader(FileSystemReader):
+    """Reads the metadata of a torch.distributed.checkpoint with the names of :data:`NAMES` alone."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __call__(self, *_: Any, **__: Any) -> _Inert:
-        return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def append(self, value: Any) -> None: ...
-
-    def extend(self, values: Any) -> None: ...
-
-    def add(self, value: Any) -> None: ...
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        """Raises:
+        LigerDistError: it names something else, or tensors outside of the checkpoint.
+        """
+        file = pathlib.Path(self.path) / ".metadata"
+        with file.open("rb") as stream:
+            found: metadata.Metadata = _Unpickler(stream, file).load()
+        for info in (found.storage_data or {}).values():
+            if pathlib.Path(info.relative_path).name != info.relative_path:
+                raise LigerDistError(f"{file} names the file {info.relative_path}; expected one in its own folder.")
+        return found
 
 
-class _Scan(pickle.Unpickler):
-    """Unpickles with inert stand-ins: nothing that the pickle names is imported or called."""
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors, and refuses items that are pickled objects."""
 
-    def __init__(self, content: bytes, allowed: frozenset[str]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._allowed = allowed
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Raises:
+        LigerDistError: always.
+        """
+        raise LigerDistError(
+            f"the checkpoint holds a pickled object for {read_item.dest_index.fqn}; expected a tensor. It is not loaded."
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: Any, file: pathlib.Path) -> None:
+        super().__init__(stream)
+        self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in self._allowed:
-            raise _ForbiddenError(f"{module}.{name}")
-        return type(name, (_Inert,), {})
-
-    def persistent_load(self, identifier: Any) -> Any:
-        return _Inert()
-
-
-class _ForbiddenError(Exception):
-    """A name that is not on the list."""
+        if (module, name) not in NAMES:
+            raise LigerDistError(
+                f"{self._file} is a pickle that asks for {module}.{name}, which no checkpoint of this program does; it "
+                "is not loaded. Find out where the file comes from."
+            )
+        return NAMES[module, name]
 
 
-def _check(file: Path, content: bytes, allowed: frozenset[str]) -> None:
+@contextmanager
+def deepspeed_names(folder: pathlib.Path) -> Iterator[None]:
+    """Inside, every ``torch.load`` reads tensors and the three classes that DeepSpeed stores, and refuses all else,
+    though DeepSpeed asks for ``weights_only=False``.
+
+    Raises:
+        LigerDistError: a file in ``folder`` asks for something else, or DeepSpeed would read another folder.
+    """
+    if glob.escape(str(folder)) != str(folder):
+        raise LigerDistError(f"DeepSpeed takes the folder {folder} for a pattern; rename it, without any of *?[.")
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(FORCE_WEIGHTS_ONLY)
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
+    names: list[Any] = [LossScaler, ZeroStageEnum, fragment_address, (_enum_member, "builtins.getattr")]
     try:
-        _Scan(content, allowed).load()
-    except _ForbiddenError as error:
+        with torch.serialization.safe_globals(names):
+            yield
+    except pickle.UnpicklingError as error:
+        said = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
         raise LigerDistError(
-            f"{file} is a pickle that asks for {error}, which no checkpoint of this program does; it is not loaded. "
-            "Find out where the file comes from."
+            f"a file of {folder} is a pickle that no checkpoint of this program has ({(said or [error])[0]}); it "
+            "is not loaded. Find out where the file comes from."
         ) from error
-    except Exception as error:
-        raise LigerDistError(f"{file} is no whole pickle ({error!r}); it is not loaded.") from error
+    finally:
+        if before is None:
+            del os.environ[FORCE_WEIGHTS_ONLY]
+        else:
+            os.environ[FORCE_WEIGHTS_ONLY] = before

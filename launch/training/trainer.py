@@ -358,7 +358,7 @@ class Loop:
         if trainer.data.num_sequences is not None:
             row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
         row["peak_memory_bytes"] = peak_memory_bytes()
-        row["learning_rate"] = trainer.schedule.get_last_lr()[0]
+        row["learning_rate"] = float(trainer.schedule.get_last_lr()[0])
         return row | self._flops.utilization(speed / world_size())
 
     def _note_loss(self, loss: float) -> bool:
