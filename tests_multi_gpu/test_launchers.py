@@ -145,6 +145,13 @@ def test_the_manifest_asks_for_what_torchrun_starts() -> None:
     config = parse([str(ROOT / container["command"][2]), *container["command"][3:]])
     assert config.resume
     assert (ROOT / config.model).is_file()
+    assert config.data
+    assert config.tokenizer
+
+
+@pytest.mark.parametrize("path", sorted({*LAUNCH.glob("*.yaml")} - {LAUNCH / "kubernetes.yaml"}), ids=lambda p: p.stem)
+def test_the_program_reads_the_settings(path: Path) -> None:
+    assert parse([str(path)]).output_dir.startswith("runs/")
 
 
 @pytest.mark.parametrize("path", sorted((LAUNCH / "deepspeed").glob("*.json")), ids=lambda path: path.stem)

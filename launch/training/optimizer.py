@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from liger_dist import LigerDistError
 
@@ -86,6 +88,13 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
     Raises:
         LigerDistError: it does not take ``--lr_scheduler_kwargs``.
     """
+    taken = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.lr_scheduler)]).parameters
+    for name in config.lr_kwargs:
+        if name not in taken:
+            raise LigerDistError(
+                f"--lr_scheduler {config.lr_scheduler} does not take {name} of --lr_scheduler_kwargs; expected some of "
+                f"{', '.join(taken)}."
+            )
     kwargs: dict[str, Any] = {}
     if config.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         kwargs["min_lr_rate"] = config.min_learning_rate_ratio
