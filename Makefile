@@ -19,7 +19,12 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 demo: venv
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo.yaml --overwrite true
+	$(BIN)/python launch/demo/python_sources.py runs/demo/python.jsonl
+	$(BIN)/python launch/demo/make_tokenizer.py runs/demo/tokenizer runs/demo/python.jsonl
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo/demo.yaml --overwrite true
+	rm -rf runs/demo/exported
+	$(BIN)/python launch/export.py runs/demo
+	$(BIN)/python launch/demo/generate.py runs/demo/exported "def " --temperature 0.8
 
 test: venv
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

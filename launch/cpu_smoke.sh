@@ -3,8 +3,11 @@
 #
 #   launch/cpu_smoke.sh --strategy ddp
 set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
 export CUDA_VISIBLE_DEVICES=""
 export NPROC_PER_NODE=2 MAX_RESTARTS=0
-exec "$(dirname "${BASH_SOURCE[0]}")/torchrun_single_node.sh" --model tiny --steps 10 --sequence_length 64 --batch_size 2 \
-    --vocab_size 600 --eval_every 5 --eval_batches 1 --checkpoint_every 5 --sample_tokens 8 --output_dir runs/smoke --overwrite true \
-    --data "$(dirname "${BASH_SOURCE[0]}")/training" "$@"
+[[ -d runs/smoke/tokenizer ]] ||
+    "${PYTHON:-python}" "$here/demo/make_tokenizer.py" runs/smoke/tokenizer "$here/training" --vocab_size 600
+exec "$here/torchrun_single_node.sh" --model tiny --tokenizer runs/smoke/tokenizer --data "$here/training" --steps 10 \
+    --sequence_length 64 --batch_size 2 --eval_every 5 --eval_batches 1 --checkpoint_every 5 --output_dir runs/smoke \
+    --overwrite true "$@"

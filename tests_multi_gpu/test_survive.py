@@ -40,6 +40,7 @@ from training_runs import (
 
 import liger_dist
 
+ZERO_2 = str(LAUNCH / "deepspeed" / "zero2.json")
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -338,6 +339,73 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
     assert process.returncode != 0
     assert said.count(f"error: no progress for 2 s: {words}") == 1
     assert stuck == "parallel_dims_of" or "; rank 1 at late.py:" in said
+
+
+@pytest.mark.parametrize(
+    "way", [{"strategy": "fsdp2"}, {"strategy": "deepspeed", "deepspeed": ZERO_2}], ids=["fsdp2", "zero2"]
+)
+def test_a_signal_between_micro_batches_gives_the_step_up(
+    way: dict[str, Any], trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = config_for(data, cache, tmp_path, **way)
+    assert workers_2.run(train_until_a_signal, config) == [5, 5]
+    assert published(tmp_path) == ["step-00000002"]
+    workers_2.run(train, dataclasses.replace(config, resume=True, stop_at_step=4))
+    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:4], rel=1e-5)
+
+
+def train_until_a_signal(config: TrainConfig) -> int:
+    """Rank 1 is told to end in the first micro-batch of step 3; how many were begun."""
+    own, begun = Trainer._loss, []
+
+    def loss(self: Trainer, *arguments: Any) -> Any:
+        if torch.is_grad_enabled():
+            begun.append(arguments)
+            if rank() == 1 and len(begun) == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return own(self, *arguments)
+
+    with mock.patch.object(Trainer, "_loss", loss):
+        train(config)
+    return len(begun)
+
+
+SLOW = """
+import os, signal, sys, time
+sys.path[:0] = {paths!r}
+from training import trainer
+
+own = trainer.Trainer._loss
+
+def loss(self, *arguments):
+    if self.progress.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+    return own(self, *arguments)
+
+trainer.Trainer._loss = loss
+sys.argv[0] = {program!r}
+import runpy
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("checkpoint_every", "newest"), [(2, "that of step 2"), (5, "none")])
+def test_a_micro_batch_that_is_longer_than_the_grace_period(
+    checkpoint_every: int, newest: str, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW.format(paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
+    config = config_for(data, cache, tmp_path / "run", grace_seconds=1.0, checkpoint_every=checkpoint_every)
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(program), *as_options(config)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=CPU | variables)
+    assert finished.returncode == 1, finished.stderr
+    # On a line of its own: the progress bar does not end its line.
+    assert (
+        "\nerror: asked to end by SIGTERM, and neither the micro-batch nor a checkpoint was done after "
+        f"--grace_seconds 1; the newest checkpoint is {newest}\n"
+    ) in finished.stderr
 
 
 def test_who_is_stuck() -> None:

@@ -28,8 +28,8 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 """of text, JSONL and CSV; read by pyarrow, from the first byte to the last"""
 TEXT_PART = 2**18
 """characters of a text that are tokenised at once: a longer one is read and tokenised in parts"""
-LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
-"""where byte-level tokenizers never merge, so that parts have the tokens of the whole text"""
+BREAK = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
+"""after a line break or before a space, where byte-level tokenizers never merge: parts have the tokens of the whole text"""
 
 
 class Part(NamedTuple):
@@ -283,11 +283,11 @@ READERS = {
 
 
 def split_text(text: str) -> list[str]:
-    """Cut into pieces of at most :data:`TEXT_PART` characters, at line breaks where there are any."""
+    """Cut into pieces of at most :data:`TEXT_PART` characters, at line breaks or spaces where there are any."""
     pieces, start = [], 0
     while len(text) - start > TEXT_PART:
         middle = start + TEXT_PART // 2
-        breaks = [m.end() for m in LINE_BREAK.finditer(text, middle, start + TEXT_PART)]
+        breaks = [m.end() for m in BREAK.finditer(text, middle, start + TEXT_PART)]
         cut = breaks[-1] if breaks else start + TEXT_PART
         pieces.append(text[start:cut])
         start = cut

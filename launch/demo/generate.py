@@ -1,0 +1,41 @@
+"""Lets an exported model go on with a text, or answer in a chat: with transformers alone.
+
+    python launch/demo/generate.py runs/train/exported "def "
+    python launch/demo/generate.py runs/train/exported "What is a token?" --chat
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="what launch/export.py wrote")
+    parser.add_argument("prompt", help="text to continue, or what the user says")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    parser.add_argument("--tokens", type=int, default=80, help="new ones, at most; default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token; default: 0")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    model = AutoModelForCausalLM.from_pretrained(options.folder)
+    text = options.prompt
+    if options.chat:
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, add_special_tokens=not options.chat, return_tensors="pt")
+    torch.manual_seed(0)
+    draws = {"do_sample": True, "temperature": options.temperature, "top_k": 50} if options.temperature else {}
+    ids = model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=options.tokens, **draws
+    )
+    new = ids[0, inputs["input_ids"].shape[1] :]
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    print(answer if options.chat else options.prompt + answer)
+
+
+if __name__ == "__main__":
+    main()
