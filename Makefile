@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test check docs matrix families benchmarks format clean
+.PHONY: venv demo test test-all check docs matrix families benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ demo: venv
 	$(BIN)/python launch/demo/generate.py runs/demo/exported "def " --temperature 0.8
 
 test: venv
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+
+# With the tests that take minutes each: links between hosts that are cut, 200,000 documents.
+test-all: venv
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: venv

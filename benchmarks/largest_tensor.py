@@ -1,10 +1,12 @@
-"""Looks inside: the largest tensor that a module's forward allocates, and a profiler's trace."""
+"""The largest tensor that the forward of lm_head allocates in a training step, fused and not.
+
+python -m benchmarks.largest_tensor
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .process import rank
+import liger_dist
 
 
 class LargestTensor(TorchDispatchMode):
@@ -76,14 +78,24 @@ def measured(module: nn.Module) -> Iterator[LargestTensor]:
             hook.remove()
 
 
-@contextmanager
-def traced(folder: Path) -> Iterator[None]:
-    """Writes ``trace-rank*.json`` into ``folder``, for Perfetto or chrome://tracing."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    profile.export_chrome_trace(str(folder / f"trace-rank{rank()}.json"))
+def main() -> None:
+    """Prints how much of the logits exists at once in one step of a small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens, vocab_size = 2048, 32000
+    for is_fused in (True, False):
+        config = LlamaConfig(vocab_size=vocab_size, hidden_size=256, num_hidden_layers=2, num_attention_heads=4)
+        model = LlamaForCausalLM(config)
+        if is_fused:
+            liger_dist.wrap(model, config=liger_dist.WrapConfig(memory_budget=2**24))
+        ids = torch.randint(vocab_size, (1, tokens))
+        with measured(model.get_output_embeddings()) as largest:
+            model(input_ids=ids, labels=ids).loss.backward()
+        print(
+            "fused:" if is_fused else "full logits:",
+            largest.in_words(tokens, vocab_size, vocab_size, is_fused=is_fused),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from training.fault_tolerance import run
 from training.export import DTYPES, export
+from training.fault_tolerance import run
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
 mkdir -p "$LOG_DIR" || refuse "nothing can be written to LOG_DIR $LOG_DIR."
 
 torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS"
-    --log-dir "$LOG_DIR" --tee 3)
+    --log-dir "$LOG_DIR" --tee 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 [[ -z ${LOG_RANKS:-} ]] || torchrun+=(--local-ranks-filter "$LOG_RANKS")
 if [[ $gpus -eq 0 ]]; then
     # Processes share the cores.

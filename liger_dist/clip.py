@@ -14,9 +14,7 @@ from .errors import LigerDistError
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
+def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot add up
     norms over several meshes.
 
@@ -58,7 +56,8 @@ def clip_grad_norm_(
             by_mesh.setdefault(mesh, []).append(parameter)
     if not by_mesh:
         return torch.zeros(())
-    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in by_mesh.values()]
+    gradients = [[p.grad for p in group if p.grad is not None] for group in by_mesh.values()]
+    norms = [nn.utils.get_total_norm(group, norm_type) for group in gradients]
     full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = nn.utils.get_total_norm([norm.to(full[0].device) for norm in full], norm_type)
     # Scaled by limit / 0, which torch clamps to 1, where the norm is not finite.

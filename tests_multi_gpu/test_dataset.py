@@ -3,6 +3,7 @@ and in ``data.json``, once, whether a run was killed before, streams, or weighs 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -223,7 +224,8 @@ def test_few_documents_hold_out_their_ends(tokenizer_folder: Path, tmp_path: Pat
     assert tokens[1] == sum(tokens) // 20
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:5]))
     _, held_out = loaded(short(tmp_path / "chats.jsonl", tokenizer_folder, tmp_path, sequence_length=128))
-    assert held_out is not None and len(held_out.in_order(0, 9)) == 1
+    assert held_out is not None
+    assert len(held_out.in_order(0, 9)) == 1
 
 
 def test_weights_decide_how_often_a_source_is_read(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -304,14 +306,15 @@ def test_packing_is_best_fit_and_loses_nothing() -> None:
         lengths = rng.integers(1, capacity + 1, int(rng.integers(1, 80)))
         order, bounds = best_fit(lengths, capacity)
         assert sorted(order.tolist()) == list(range(len(lengths)))
-        held = [int(lengths[order[a:b]].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        held = [int(lengths[order[a:b]].sum()) for a, b in itertools.pairwise(bounds)]
         assert sorted(capacity - tokens for tokens in held) == plain(lengths, capacity)
         long = lengths * 7
         packing = pack(np.arange(len(long)), long, capacity)
         spans = sorted(piece for i in range(len(packing)) for piece in packing.pieces(i))
         for document, size in enumerate(long.tolist()):
             mine = [(start, start + length) for of, start, length in spans if of == document]
-            assert [a for a, _ in mine] == [0, *(b for _, b in mine)][:-1] and mine[-1][1] == size
+            assert [a for a, _ in mine] == [0, *(b for _, b in mine)][:-1]
+            assert mine[-1][1] == size
 
 
 def test_conversations_are_whole_masked_and_alone(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -132,6 +132,16 @@ def test_a_resume_on_another_number_of_ranks_keeps_the_global_batch(
     assert tokens[0] == tokens[1]
 
 
+def test_a_run_goes_on_from_the_step_that_is_named(trained: Path, data: Path, cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    config = config_for(data, cache, tmp_path / "run", **ALONE, resume=True, resume_step=6, deterministic=True)
+    with pytest.raises(liger_dist.LigerDistError, match=r"no checkpoint of it; there is step-00000006, step-00000012"):
+        train(replace(config, resume_step=7))
+    train(config)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
+    torch.use_deterministic_algorithms(False)
+
+
 def test_changed_data_is_refused_unless_allowed(trained: Path, data: Path, cache: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     shutil.copytree(data, tmp_path / "data")
@@ -191,7 +201,8 @@ def test_lora_trains_exports_merged_and_resumes(workers_2: Workers, data: Path, 
     assert losses["fsdp2"] == pytest.approx(losses["ddp"], rel=1e-5)
     stored = FileSystemReader(str(tmp_path / "fsdp2" / "checkpoints" / "step-00000006")).read_metadata()
     names = [name for name in stored.state_dict_metadata if name.startswith("model.")]
-    assert names and all("lora_" in name for name in names), "frozen weights are in the checkpoint"
+    assert names
+    assert all("lora_" in name for name in names), "frozen weights are in the checkpoint"
     shutil.rmtree(tmp_path / "fsdp2" / "checkpoints" / "step-00000006")
     train(config_for(data, cache, tmp_path / "fsdp2", **ALONE, **lora, resume=True))
     assert losses_of(tmp_path / "fsdp2") == pytest.approx(losses["ddp"], rel=1e-4)
@@ -231,7 +242,8 @@ def test_evaluation_alone(trained: Path, data: Path, cache: Path, tmp_path: Path
     assert found["step"] == 12
     assert found["eval_loss"] == pytest.approx(metrics_of(trained)[-1]["eval_loss"], rel=1e-5)
     assert "(perplexity " in capsys.readouterr().out
-    assert published(tmp_path / "run") == before and len(metrics_of(tmp_path / "run")) == 12
+    assert published(tmp_path / "run") == before
+    assert len(metrics_of(tmp_path / "run")) == 12
     with pytest.raises(liger_dist.LigerDistError, match="--eval_only needs held-out data"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, eval_fraction=0.0))
 
@@ -293,6 +305,8 @@ def test_schedules_are_those_of_transformers(name: str) -> None:
         schedule.step()
         rates.append(schedule.get_last_lr()[0])
     assert rates[3] == pytest.approx(2.0)
+    share = make_schedule(optimizer, replace(config, warmup_steps=0.2), 20)
+    assert share.get_last_lr() == make_schedule(optimizer, config, 20).get_last_lr()
     # That of transformers begins at the least.
     assert rates[0] == pytest.approx(0.875 if name == "warmup_stable_decay" else 0.5)
     ends = {"linear": 0.0, "cosine": 0.0, "constant_with_warmup": 2.0}

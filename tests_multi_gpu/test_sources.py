@@ -82,8 +82,10 @@ def test_the_place_of_a_row_is_its_line(tmp_path: Path) -> None:
     file.write_text('{"text": "a"}\n\n{"text": "b"}\n{broken\n[1]\n')
     rows = [Row(**row) for part in find_source(str(file)).parts(6) for row in read_rows([part])]
     assert [where(row.file, row.at) for row in rows] == [f"{file} line {line}" for line in (1, 3, 4, 5)]
-    assert rows[2].reason is not None and "is no JSON" in rows[2].reason
-    assert rows[3].reason is not None and "holds list instead of an object" in rows[3].reason
+    assert rows[2].reason is not None
+    assert "is no JSON" in rows[2].reason
+    assert rows[3].reason is not None
+    assert "holds list instead of an object" in rows[3].reason
 
 
 def test_a_long_text_has_the_tokens_of_the_whole(tokenizer: Any, tmp_path: Path) -> None:
@@ -157,7 +159,8 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
     )
     for values in ({"text": "hello"}, {"prompt": "hello", "completion": " there"}):
         ids = encoded(own, values)["ids"].tolist()
-        assert ids[0] == own.bos_token_id and ids.count(own.bos_token_id) == 1
+        assert ids[0] == own.bos_token_id
+        assert ids.count(own.bos_token_id) == 1
         assert ids[-1] == own.eos_token_id
     assert encoded(own, {"messages": TURNS})["ids"].tolist().count(own.bos_token_id) == 2, "the template's alone"
 

@@ -40,7 +40,7 @@ from training_runs import (
 
 import liger_dist
 
-ZERO_2 = str(LAUNCH / "deepspeed" / "zero2.json")
+ZERO_2 = {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero2.json")}
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -257,7 +257,8 @@ own = data_loader.CachedData.take
 
 def take(self, consumed, count, *ranks):
     if consumed == 3 * count and rank() == {frozen}:
-        print(f"frozen {{os.getpid()}}", file=sys.stderr, flush=True)
+        with open({file!r}, "w") as file:
+            file.write(str(os.getpid()))
         # Long enough for the others to have heard where it is.
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -273,8 +274,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("frozen", [1, 0])
 def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: Path) -> None:
     """Rank 0 with the store that all ranks talk through, as on several machines."""
-    program = tmp_path / "stuck.py"
-    program.write_text(FROZEN.format(frozen=frozen, paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
+    program, pid = tmp_path / "stuck.py", tmp_path / "pid"
+    program.write_text(
+        FROZEN.format(frozen=frozen, file=str(pid), paths=[str(LAUNCH)], program=str(LAUNCH / "train.py"))
+    )
     config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - frozen)}
     process = torchrun(*as_options(config), program=program, env=CPU | variables)
@@ -284,17 +287,23 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
             lines.append(line)
             if "error: " in line and "does not answer" in line:
                 # torchrun would wait half a minute for it to end by itself.
-                (pid,) = re.findall(r"frozen (\d+)", "".join(lines))
-                os.kill(int(pid), signal.SIGCONT)
+                os.kill(int(pid.read_text()), signal.SIGCONT)
         process.communicate()
         print("".join(lines))
     assert process.returncode != 0
     (said,) = [line for line in lines if "error: " in line and "does not answer" in line]
+    # On a line of its own: the progress bar does not end its line.
+    assert re.match(r"(\[rank \d\] )?error: ", said), said
     if frozen == 1:
         assert "no progress for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
         assert re.search(r"at stuck\.py:\d+ in take < trainer\.py:\d+ in ", said)
     else:
-        assert said.count("[rank 1] error: the store of all ranks, which rank 0 may hold, does not answer") == 1
+        assert (
+            said.count(
+                "[rank 1] error: no progress for 2 s: the store of all ranks, which rank 0 may hold, does not answer"
+            )
+            == 1
+        )
     assert len(metrics_of(tmp_path / "run")) == 3
 
 
@@ -341,9 +350,7 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
     assert stuck == "parallel_dims_of" or "; rank 1 at late.py:" in said
 
 
-@pytest.mark.parametrize(
-    "way", [{"strategy": "fsdp2"}, {"strategy": "deepspeed", "deepspeed": ZERO_2}], ids=["fsdp2", "zero2"]
-)
+@pytest.mark.parametrize("way", [{"strategy": "fsdp2"}, ZERO_2], ids=["fsdp2", "zero2"])
 def test_a_signal_between_micro_batches_gives_the_step_up(
     way: dict[str, Any], trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Lets an exported model go on with a text, or answer in a chat: with transformers alone.
 
-    python launch/demo/generate.py runs/train/exported "def "
-    python launch/demo/generate.py runs/train/exported "What is a token?" --chat
+python launch/demo/generate.py runs/train/exported "def "
+python launch/demo/generate.py runs/train/exported "What is a token?" --chat
 """
 
 from __future__ import annotations

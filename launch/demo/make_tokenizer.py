@@ -1,6 +1,6 @@
 """Trains a byte-level BPE tokenizer with a chat template on your data, for models that start from random weights.
 
-    python launch/demo/make_tokenizer.py my-tokenizer notes.txt chats.jsonl --vocab_size 4096
+python launch/demo/make_tokenizer.py my-tokenizer notes.txt chats.jsonl --vocab_size 4096
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from training.output_folder import write_folder  # noqa: E402
-from training.sources import find_source, read_rows  # noqa: E402
+from training.output_folder import write_folder
+from training.sources import find_source, read_rows
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]

@@ -1,6 +1,6 @@
 """Writes the sources of Python's standard library on this machine as JSONL: text for a first run.
 
-    python launch/demo/python_sources.py runs/demo/python.jsonl
+python launch/demo/python_sources.py runs/demo/python.jsonl
 """
 
 from __future__ import annotations

@@ -72,14 +72,22 @@ class Checkpoints:
         self._begun: tuple[int, Path, Writing, dict[str, Any]] | None = None
         self._best: int | None = None
 
-    def newest(self) -> Saved | None:
-        """The newest complete checkpoint, the same on every rank; None when there is none. One that was damaged since
-        it was published is passed over, with a sentence that names the file. Every rank reads a part of the files.
+    def newest(self, step: int | None = None) -> Saved | None:
+        """The newest complete checkpoint (with ``step`` that one), the same on every rank; None when there is none.
+
+        One that was damaged since it was published is passed over, with a sentence that names the file. Every rank
+        reads a part of the files.
 
         Raises:
-            LigerDistError: none of several is complete.
+            LigerDistError: none of several is complete, or there is none of that step.
         """
-        names, damage = on_rank_zero(lambda: steps_in(self._folder)), None
+        listed, damage = on_rank_zero(lambda: steps_in(self._folder)), None
+        names = [name for name in listed if step is None or _step_of(name) == step]
+        if step is not None and not names:
+            raise LigerDistError(
+                f"--resume_step is {step}, but {self._folder} has no checkpoint of it; there is "
+                f"{', '.join(listed) or 'none'}."
+            )
         for name in reversed(names):
             path = self._folder / name
             damage = damage_of(path)

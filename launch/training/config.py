@@ -86,10 +86,10 @@ class TrainConfig:
     global_batch_tokens: Optional[int] = option(None, "the same in tokens")
     optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", "adamw_8bit: states in 8 bits, by torchao")
     learning_rate: float = option(1e-3, "peak")
-    lr_scheduler: str = option("cosine_with_min_lr", "schedule of transformers: linear, cosine, constant_with_warmup ...")
+    lr_scheduler: str = option("cosine_with_min_lr", "of transformers: linear, cosine, constant_with_warmup ...")
     lr_scheduler_kwargs: Optional[str] = option(None, "more of its arguments, as JSON")
     min_learning_rate_ratio: float = option(0.1, "final over peak, for schedules that have it")
-    warmup_steps: int = option(20, "of the schedule")
+    warmup_steps: float = option(20, "of the schedule; below 1: share of all steps")
     weight_decay: float = option(0.1, "of matrices; vectors have none")
     no_weight_decay: list[str] = option([], "parts of names of further parameters without weight decay")
     adam_beta1: float = option(0.9, "of AdamW")
@@ -97,6 +97,8 @@ class TrainConfig:
     adam_epsilon: float = option(1e-8, "of AdamW")
     max_grad_norm: float = option(1.0, "gradient clipping; 0 for none")
     seed: int = option(0, "of weights, dropout and data order")
+    deterministic: bool = option(False, "let torch use deterministic algorithms alone, and fail where there is none")
+    matmul_precision: Literal["highest", "high", "medium"] = option("highest", "of fp32 products; high: TF32")
 
     eval_every: int = option(50, "steps between evaluations on held-out data")
     eval_batches: int = option(8, "micro-batches of one evaluation on each rank; 0 for all held-out data")
@@ -107,6 +109,7 @@ class TrainConfig:
     keep_checkpoints: int = option(3, "the newest so many are kept; 0 for all")
     async_checkpoints: bool = option(False, "write them beside the training; not with deepspeed")
     resume: bool = option(False, "continue from the newest complete checkpoint in output_dir, if there is one")
+    resume_step: Optional[int] = option(None, "continue from the checkpoint of this step; later ones are put aside")
     overwrite: bool = option(False, "begin anew in an output_dir that has checkpoints, and remove them")
     stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
     stall_timeout: float = option(900.0, "seconds without a step until the watchdog names who is stuck; 0 for none")
@@ -153,6 +156,8 @@ class TrainConfig:
             )
 
     def _check_choices(self) -> None:
+        if self.resume_step is not None and not self.resume:
+            raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
             raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
         if self.profile_step is not None and self.steps is not None and self.profile_step > self.steps:
@@ -200,7 +205,7 @@ ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
     **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"), 1),
-    **dict.fromkeys(("shuffle_window", "log_every"), 1),
+    **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
     **dict.fromkeys(("epochs", "learning_rate", "lora_alpha"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),

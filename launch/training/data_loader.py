@@ -59,10 +59,13 @@ class SplitCounts:
 class Data(Protocol):
     """Sequences that steps take, in an order that the seed decides."""
 
-    fingerprint: str
-    """changes with the data, its order, and what makes sequences of it"""
-    num_sequences: int | None
-    """of one epoch; None for a stream"""
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the data, its order, and what makes sequences of it."""
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Of one epoch; None for a stream."""
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
         """The sequences of data rank ``rank`` of ``size``, of the ``count`` after the first ``consumed``."""
@@ -156,7 +159,8 @@ class Order:
         return sources, indices
 
     def _drawn(self, epoch: int) -> Integers:
-        weights = np.array(self._weights) / np.sum(self._weights)
+        weights = np.array(self._weights or [1.0])
+        weights /= weights.sum()
         return np.random.default_rng([self._seed, epoch]).choice(len(weights), sum(self._sizes), p=weights)
 
     def _taken(self, epoch: int) -> Integers:
@@ -199,10 +203,8 @@ def prepare_source(
     table = tokens.table()
     too_long = np.flatnonzero(table.is_whole & (table.lengths > sequence_length))
     skipped = [bad for counts in shards for bad in counts.skipped]
-    too_long_rows = [
-        (*table.place(row), f"is a conversation of {table.lengths[row]} tokens and --sequence_length is {sequence_length}")
-        for row in too_long[: max_bad_rows + 1].tolist()
-    ]
+    first = too_long[: max_bad_rows + 1].tolist()
+    too_long_rows = [(*table.place(row), too_long_reason(int(table.lengths[row]), sequence_length)) for row in first]
     refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows)
     if not table.lengths.sum():
         raise LigerDistError(f"--data {source.name} holds no token; give files with text in them.")
@@ -221,6 +223,11 @@ def prepare_source(
     _check_counts(source, totals, said, len(too_long), int(table.lengths[too_long].sum()))
     counts = {"source": source.name, "files": len(source.files), **totals, "splits": said}
     return PreparedSource(tokens.paths, list(tokens.files), [shard.digest for shard in shards], folders, counts)
+
+
+def too_long_reason(tokens: int, sequence_length: int) -> str:
+    """Of a conversation, which is never cut."""
+    return f"is a conversation of {tokens} tokens and --sequence_length is {sequence_length}"
 
 
 class Selection(NamedTuple):
@@ -277,7 +284,8 @@ def _check_counts(
     LigerDistError: what is in the sequences is not all that was tokenised.
     """
     packed = sum(split["tokens"] for split in splits.values())
-    if packed + lost != totals["tokens"] or totals["documents"] + totals["skipped"] - too_long != totals["documents_read"]:
+    rows = totals["documents"] + totals["skipped"] - too_long
+    if packed + lost != totals["tokens"] or rows != totals["documents_read"]:
         raise LigerDistError(
             f"{packed} tokens of {source.name} were packed and {lost} skipped, of {totals['tokens']}; expected all of "
             "them. Remove its folder in --cache_dir, and report this."
@@ -427,18 +435,17 @@ class StreamedData:
             return streams[0]
         shares = np.array(self._weights) / np.sum(self._weights)
         seed = int(np.random.default_rng([self._seed, epoch, self._rank]).integers(2**31))
-        return interleave_datasets(
-            streams, probabilities=shares.tolist(), seed=seed, stopping_strategy="all_exhausted"
-        )
+        return interleave_datasets(streams, probabilities=shares.tolist(), seed=seed, stopping_strategy="all_exhausted")
 
     def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
         documents, bad, held = [], [], 0
         for found in rows:
             # Interleaved streams give lists.
-            arrays = {name: None if found[name] is None else np.asarray(found[name], np.int32) for name in ("ids", "labels")}
-            row, reason = found | arrays, found["reason"]
+            lists = {name: found[name] for name in ("ids", "labels") if found[name] is not None}
+            row = found | {name: np.asarray(values, np.int32) for name, values in lists.items()}
+            reason = found["reason"]
             if reason is None and row["is_whole"] and len(row["ids"]) > self._length:
-                reason = f"is a conversation of {len(row['ids'])} tokens and --sequence_length is {self._length}"
+                reason = too_long_reason(len(row["ids"]), self._length)
             if reason is not None:
                 bad.append((row["file"], row["at"], reason))
                 continue
@@ -522,7 +529,8 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
         of = [(source, "train") for source in held_out] or [(source, "held_out") for source in train]
         evaluation = _cached(of, settings, config, None)
     if not config.streaming:
-        return _cached([(source, "train") for source in train], settings, config, config.data_weights or None), evaluation
+        whole = [(source, "train") for source in train]
+        return _cached(whole, settings, config, config.data_weights or None), evaluation
     stream = StreamedData(
         sources,
         config.data_weights or None,

@@ -224,7 +224,12 @@ def _start_worker(tokenization: Tokenization, cache: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     use_cache(cache)
     _worker.append(tokenization.encoder())
 
@@ -380,4 +385,3 @@ class TokenTable:
         if offsets[index] == offsets[index + 1]:
             return ids, ids
         return ids, values[offsets[index] + start : offsets[index] + start + length]
-

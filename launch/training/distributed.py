@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,8 +27,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from liger_dist import LigerDistError
 
 T = TypeVar("T")
+STORE_LIMIT = 20.0
+"""seconds for the store, which rank 0 may hold, to answer"""
 on_sign_of_life: list[Callable[[], object]] = []
 """called whenever rank 0 has said that it is still at work"""
+KILL_AFTER = 15
+"""seconds that torchrun has to end after SIGTERM"""
 SIGN_OF_LIFE = 5.0
 """seconds between two words of rank 0 to those that wait for it"""
 
@@ -216,3 +225,72 @@ def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator
     if found:
         where = "" if len(found) == world_size() else f"on rank {', '.join(map(str, sorted(found)))} "
         raise LigerDistError(f"{what}: {where}{next(iter(found.values()))}. {way_out}.")
+
+
+def say(message: str) -> None:
+    """Prints on stderr, on a line of its own: a progress bar may hold the line that a terminal is in."""
+    where = "" if world_size() == 1 else f"[rank {rank()}] "
+    print(f"\n{where}{message}", file=sys.stderr, flush=True)
+
+
+def say_error(message: str) -> None:
+    """Prints an error of one sentence."""
+    say(f"error: {message}")
+
+
+def is_first_to_report() -> bool:
+    """Rank 0 speaks for an error that all ranks have; a rank that fails alone speaks for itself. Where the store does
+    not answer, one rank of each machine does."""
+    if rank() != 0:
+        time.sleep(2.0)
+    if not dist.is_initialized():
+        return True
+    claim = answer_of(lambda: own_store().compare_set("liger_dist/first_error", "", str(rank())), STORE_LIMIT)
+    return speaks_without_store() if claim is None else bool(claim.decode() == str(rank()))
+
+
+def speaks_without_store() -> bool:
+    """One process of each machine; on that of rank 0, which may be what does not answer, also the next."""
+    return speaks_for_machine() or rank() == 1
+
+
+def answer_of(ask: Callable[[], T], limit: float) -> T | None:
+    """What the store says, within ``limit`` seconds: its own time limits do not help where its process is frozen. None
+    for nothing."""
+    answers: list[T] = []
+
+    def keep() -> None:
+        # Of a store that is gone: torch's DistStoreError and DistNetworkError.
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    asking = threading.Thread(target=keep, daemon=True)
+    asking.start()
+    asking.join(limit)
+    return answers[0] if answers else None
+
+
+def stop_launcher() -> None:
+    """Ends the torchrun that started this process, which would start it again; nothing without torchrun.
+
+    Torchrun handles no signal while it waits for a store that does not answer: it is killed where it has not ended
+    after :data:`KILL_AFTER` seconds.
+    """
+    if launcher() is None:
+        return
+    parent = os.getppid()
+    began = f"cut -d' ' -f22 /proc/{parent}/stat"
+    script = f'was=$({began}); sleep {KILL_AFTER}; [ "$({began})" = "$was" ] && kill -9 {parent}'
+    quiet = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", script], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    os.kill(parent, signal.SIGTERM)
+
+
+def stop_launcher_without(nodes: int) -> None:
+    """Ends torchrun where too few nodes remain without so many: it would wait for others, minutes long.
+
+    ``MIN_NODES``, which launch/torchrun_multi_node.sh sets, says how many a run needs; default: all.
+    """
+    all_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if nodes and all_nodes - nodes < int(os.environ.get("MIN_NODES") or all_nodes):
+        stop_launcher()

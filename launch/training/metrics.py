@@ -22,7 +22,6 @@ from liger_dist import LigerDistError
 from .config import TrainConfig
 from .distributed import on_rank_zero, rank, world_size
 
-
 METRICS = "metrics.jsonl"
 SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}", "epoch": "{:.2f}"}
 """of the newest row, in the progress bar"""
@@ -42,6 +41,8 @@ class Metrics:
         self._is_writer = rank() == 0
         self.rows: list[dict[str, Any]] = []
         self._trackers: list[Any] = []
+        self._newest: dict[str, Any] = {}
+        """last value of everything that a row had"""
         on_rank_zero(lambda: self._start(config, first_step))
         if self._is_writer:
             self._bar = tqdm(total=num_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
@@ -69,9 +70,8 @@ class Metrics:
                 self._file.flush()
                 for tracker in self._trackers:
                     tracker.log({name: value for name, value in row.items() if name != "step"}, step=step)
-        newest = {name: value for seen in self.rows[-1:] for name, value in seen.items()}
-        evaluated = [seen["eval_loss"] for seen in self.rows if "eval_loss" in seen][-1:]
-        newest |= {"eval_loss": value for value in evaluated}
+        self._newest |= row
+        newest = self._newest
         shown = {name: form.format(newest[name]) for name, form in SHOWN.items() if name in newest}
         shown |= {"tokens": f"{newest['tokens']:.3g}", "peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
         self._bar.set_postfix(shown, refresh=False)
@@ -169,11 +169,12 @@ def start_trackers(config: TrainConfig) -> list[Any]:
         try:
             tracker = kind(config.run_name, **options)
             tracker.start()
-            tracker.store_init_configuration(
-                {key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(config).items()}
-            )
+            values = vars(config).items()
+            tracker.store_init_configuration({k: v if isinstance(v, int | float | str) else str(v) for k, v in values})
         except Exception as error:  # Each service raises its own.
-            raise LigerDistError(f"the tracker {name} cannot be started: {error!r}; install and configure it.") from error
+            raise LigerDistError(
+                f"the tracker {name} cannot be started: {error!r}; install and configure it."
+            ) from error
         started.append(tracker)
     return started
 

@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from liger_dist import STRATEGIES, LigerDistError, Strategy, WrapConfig, explain, find_structure, wrap
 
 from .config import TrainConfig
+from .distributed import device, on_rank_zero, rank, world_size
 from .parallel_dims import ParallelDims
-from .distributed import device, rank, world_size
-from .distributed import on_rank_zero
 
 # hidden size, MLP size, layers, heads, key-value heads
 PRESETS = {
@@ -96,9 +95,7 @@ def shell(config: TrainConfig, model_config: Any) -> nn.Module:
     return model
 
 
-def build(
-    config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: WrapConfig | None = None
-) -> nn.Module:
+def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: WrapConfig | None = None) -> nn.Module:
     """``model`` wrapped, with pretrained weights when ``--model`` is a folder that has them.
 
     Args:
@@ -244,15 +241,17 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise LigerDistError(f"--lora_rank needs PEFT, which cannot be imported ({error}); pip install peft.") from error
+        raise LigerDistError(
+            f"--lora_rank needs PEFT, which cannot be imported ({error}); pip install peft."
+        ) from error
     targets: Any = config.lora_targets[0] if config.lora_targets == ["all-linear"] else config.lora_targets
     try:
         found: nn.Module = get_peft_model(
-            model,  # type: ignore[arg-type]
+            model,
             LoraConfig(
                 task_type="CAUSAL_LM",
                 r=config.lora_rank,
-                lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+                lora_alpha=config.lora_alpha,
                 lora_dropout=config.lora_dropout,
                 target_modules=targets,
                 use_dora=config.dora,

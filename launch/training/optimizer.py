@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import SchedulerType, get_scheduler
@@ -71,8 +71,8 @@ def _eight_bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimi
     # The states of a shard have 8 bits only where its size divides: ranks would differ, and torchao fails in its step.
     for parameter in (parameter for group in groups for parameter in group["params"]):
         if isinstance(parameter, DTensor):
-            shards = [(p.dim, parameter.device_mesh.size(i)) for i, p in enumerate(parameter.placements) if p.is_shard()]
-            if any(parameter.shape[dim] % size for dim, size in shards):
+            shards = [(p, parameter.device_mesh.size(axis)) for axis, p in enumerate(parameter.placements)]
+            if any(isinstance(p, Shard) and parameter.shape[p.dim] % size for p, size in shards):
                 raise LigerDistError(
                     f"--optimizer adamw_8bit: a parameter of shape {list(parameter.shape)} has uneven shards over "
                     f"{parameter.device_mesh.size()} ranks, which torchao does not support; choose sizes that divide "
@@ -95,6 +95,7 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
                 f"--lr_scheduler {config.lr_scheduler} does not take {name} of --lr_scheduler_kwargs; expected some of "
                 f"{', '.join(taken)}."
             )
+    warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * num_steps)
     kwargs: dict[str, Any] = {}
     if config.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         kwargs["min_lr_rate"] = config.min_learning_rate_ratio
@@ -104,7 +105,7 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
         schedule: LRScheduler = get_scheduler(
             config.lr_scheduler,
             optimizer,
-            num_warmup_steps=config.warmup_steps,
+            num_warmup_steps=warmup,
             num_training_steps=num_steps,
             scheduler_specific_kwargs=kwargs | config.lr_kwargs,
         )

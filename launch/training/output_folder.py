@@ -15,8 +15,7 @@ from typing import IO
 
 from liger_dist import LigerDistError
 
-from .distributed import launcher, rank
-from .distributed import gathered, on_rank_zero
+from .distributed import gathered, launcher, on_rank_zero, rank
 
 SHARED_LIMIT = 30.0
 """seconds for a file of rank 0 to be seen by the others: shared disks are asked rarely"""

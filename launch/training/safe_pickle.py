@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
 from liger_dist import LigerDistError
 
@@ -45,7 +46,7 @@ NAMES: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,
     ("torch", "Size"): torch.Size,
     **{("torch", name): getattr(torch, name) for name in DTYPES},
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
@@ -87,7 +88,7 @@ class TensorPlanner(DefaultLoadPlanner):
         LigerDistError: always.
         """
         raise LigerDistError(
-            f"the checkpoint holds a pickled object for {read_item.dest_index.fqn}; expected a tensor. It is not loaded."
+            f"the checkpoint holds a pickled object for {read_item.dest_index.fqn}; expected a tensor."
         )
 
 
@@ -128,7 +129,7 @@ def deepspeed_names(folder: pathlib.Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         said = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
         raise LigerDistError(
-            f"a file of {folder} is a pickle that no checkpoint of this program has ({(said or [error])[0]}); it "
+            f"a file of {folder} is a pickle that no checkpoint of this program has ({(said or [str(error)])[0]}); it "
             "is not loaded. Find out where the file comes from."
         ) from error
     finally:

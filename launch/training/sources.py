@@ -1,4 +1,4 @@
-"""Reads documents as rows: text, JSON, JSONL, CSV, parquet and saved datasets, cut into parts that any process can read."""
+"""Reads documents as rows: text, JSON, JSONL, CSV, parquet and saved datasets, in parts that any process can read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 TEXT_PART = 2**18
 """characters of a text that are tokenised at once: a longer one is read and tokenised in parts"""
 BREAK = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
-"""after a line break or before a space, where byte-level tokenizers never merge: parts have the tokens of the whole text"""
+"""after a line break or before a space, where byte-level tokenizers never merge: parts have the tokens of the text"""
 
 
 class Part(NamedTuple):
@@ -292,4 +292,3 @@ def split_text(text: str) -> list[str]:
         pieces.append(text[start:cut])
         start = cut
     return [*pieces, text[start:]]
-

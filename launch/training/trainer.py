@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -188,6 +189,8 @@ def train(config: TrainConfig) -> None:
         _plan(config)
         return
     dims, folder = parallel_dims_of(config, world_size()), Path(config.output_dir)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.set_float32_matmul_precision(config.matmul_precision)
     watchdog = Watchdog(config.stall_timeout)
     with watchdog.watching(), held(folder):
         _train(config, dims, folder, watchdog)
@@ -208,7 +211,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         lambda to: _write_model(to, model_config, tokenizer),
         keep=config.keep_checkpoints,
     )
-    saved = checkpoints.newest() if resume else None
+    saved = checkpoints.newest(config.resume_step) if resume else None
     config = _resolved(config, dims, saved, folder)
     model = shell(config, model_config)
     flops = Flops.of(model, model_config, config)
@@ -238,9 +241,10 @@ def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops,
     with closing(metrics):
         loop = Loop(trainer, checkpoints, metrics, flops, watchdog)
         why = loop.run()
-    if isinstance(trainer.data, StreamedData):
-        counts = gathered(trainer.data.state()["counts"])
-        on_rank_zero(lambda: trainer.data.write_counts(folder, counts, trainer.dims.tensor_parallel))  # type: ignore[attr-defined]
+    data = trainer.data
+    if isinstance(data, StreamedData):
+        counts = gathered(data.state()["counts"])
+        on_rank_zero(lambda: data.write_counts(folder, counts, trainer.dims.tensor_parallel))
     if rank() == 0:
         metrics.report(trainer.progress.step, why, flops, has_checkpoint=config.checkpoint_every > 0)
 
@@ -376,7 +380,7 @@ class Loop:
         step = trainer.progress.step
         self._watchdog.at(step, "writing a checkpoint")
         states = gathered(trainer.data_state)[:: trainer.dims.tensor_parallel]
-        streams = states if isinstance(trainer.data, StreamedData) else []
+        streams: list[dict[str, Any]] = states if isinstance(trainer.data, StreamedData) else []
         progress = {
             "progress": asdict(trainer.progress),
             "global_batch_size": trainer.global_batch_size,
@@ -401,9 +405,10 @@ def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
     if trainer.held_out is None:
         raise LigerDistError("--eval_only needs held-out data; give --eval_data, or an --eval_fraction above 0.")
     loss = trainer.evaluate(watchdog)
-    counts = on_rank_zero(lambda: (folder / "eval.json").write_text(f'{{"step": {trainer.progress.step}, "eval_loss": {loss}}}\n'))
-    assert counts
-    _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {trainer.progress.step}")
+    step = trainer.progress.step
+    text = json.dumps({"step": step, "eval_loss": loss}) + "\n"
+    on_rank_zero(lambda: (folder / "eval.json").write_text(text))
+    _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None, folder: Path) -> TrainConfig:
@@ -411,7 +416,8 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None, fold
     if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
         config = replace(config, global_batch_size=saved.progress["global_batch_size"])
     size = dims.global_batch_size(config)
-    resolved = replace(config, strategy=dims.strategy, global_batch_size=size, global_batch_tokens=None)
+    named: dict[str, Any] = {"strategy": dims.strategy}
+    resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
     text = to_yaml(resolved)
     on_rank_zero(lambda: (folder / "config.yaml").write_text(text))
     micro_batches = dims.micro_batches(config, size)
