@@ -206,11 +206,11 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
     **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"), 1),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
-    **dict.fromkeys(("epochs", "learning_rate", "lora_alpha"), ABOVE_ZERO),
+    **dict.fromkeys(("epochs", "lora_alpha"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
+    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
     **dict.fromkeys(("grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
-    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience"), 0),
     "sequence_length": 2,
 }
 """the least that an option may be; 2 tokens are a token and the one it predicts"""

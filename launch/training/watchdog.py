@@ -33,7 +33,6 @@ PHASES = (
     "computing",
     "evaluating",
     "writing a checkpoint",
-    "sampling",
 )
 """of a step, in their order"""
 SETUP = ("preparing", "loading a checkpoint")

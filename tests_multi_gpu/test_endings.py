@@ -1,0 +1,226 @@
+"""How runs end: by signals inside of a long step, by a rank that dies, by settings that cannot work, by a full disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training.config import TrainConfig
+from training.trainer import train
+from training_runs import LAUNCH, as_options, config_for, ends_within, losses_of, published, torchrun
+
+import liger_dist
+
+CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="programs that meet on CPUs")
+LONG_STEP: dict[str, Any] = {"batch_size": 1, "global_batch_size": 2000, "eval_fraction": 0.0, "checkpoint_every": 100}
+"""a thousand micro-batches on each of two ranks: a step takes most of a minute"""
+
+
+def wait_for(condition: Any, limit: float, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def workers_of(agent: int) -> list[int]:
+    """Process ids that torchrun started, by rank."""
+    tasks = Path(f"/proc/{agent}/task").glob("*/children")
+    pids = [int(pid) for children in tasks for pid in children.read_text().split()]
+    ranks = {pid: re.search(rb"\x00RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
+    return [pid for pid, found in sorted(ranks.items(), key=lambda item: int(item[1][1]) if item[1] else -1) if found]
+
+
+def is_computing(process: subprocess.Popen[str], folder: Path) -> bool:
+    """Whether the first step has begun."""
+    return (folder / "checkpoints" / "begun").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_inside_a_long_step_saves_and_ends(
+    number: signal.Signals, data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The step is given up; what the checkpoint has is the state before it, and goes on as if nothing had been."""
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000012")
+    shutil.copytree(tmp_path / "run", tmp_path / "calm")
+    config = config_for(data, cache, tmp_path / "run", resume=True, steps=8)
+    options = as_options(replace(config, **LONG_STEP, allow_changed_data=True))
+    marker = tmp_path / "run" / "checkpoints" / "begun"
+    was = marker.stat().st_mtime_ns
+    with ends_within(120, tmp_path):
+        program = torchrun(*options, env=CPU)
+        wait_for(lambda: marker.stat().st_mtime_ns != was, 60, program)
+        time.sleep(4)
+        since = time.monotonic()
+        for pid in workers_of(program.pid):
+            os.kill(pid, number)
+        output = "".join(program.communicate())
+        took = time.monotonic() - since
+    assert program.returncode == 0, output
+    assert took < 20, output
+    assert "stopped after step 6; continue with --resume true" in output
+    assert published(tmp_path / "run") == ["step-00000006"]
+    train(
+        replace(config, strategy="none", global_batch_size=8, resume=True, steps=12, output_dir=str(tmp_path / "run"))
+    )
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
+
+
+def test_a_micro_batch_that_takes_longer_than_the_grace(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Nothing is waited for any longer, and the newest checkpoint is named."""
+    changes: dict[str, Any] = {
+        "batch_size": 256,
+        "global_batch_size": None,
+        "sequence_length": 512,
+        "memory_budget": None,
+    }
+    config = config_for(data, cache, tmp_path / "run", **changes, eval_fraction=0.0, grace_seconds=1.0)
+    with ends_within(120, tmp_path):
+        program = torchrun(*as_options(config), env=CPU)
+        wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
+        time.sleep(3)
+        since = time.monotonic()
+        for pid in workers_of(program.pid):
+            os.kill(pid, signal.SIGTERM)
+        output = "".join(program.communicate())
+    assert time.monotonic() - since < 10, output
+    assert program.returncode != 0
+    said = (
+        "asked to end by SIGTERM, and neither the micro-batch nor a checkpoint was done after --grace_seconds 1; the "
+    )
+    assert said + "newest checkpoint is none" in output
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_path: Path) -> None:
+    config = config_for(data, cache, tmp_path / "run", **LONG_STEP)
+    with ends_within(120, tmp_path):
+        program = torchrun(*as_options(config), env=CPU)
+        wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
+        time.sleep(3)
+        os.kill(workers_of(program.pid)[dead], signal.SIGKILL)
+        output = "".join(program.communicate())
+    assert program.returncode != 0
+    assert re.search(rf"Root Cause.*\n\[\d\]:\n.*\n.*\n +rank +: {dead} ", output), output
+
+
+def test_errors_stand_on_lines_of_their_own(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Beside a progress bar, whose line never ends."""
+    config = config_for(data, cache, tmp_path / "run", **LONG_STEP, stall_timeout=2.0, sequence_length=512)
+    with ends_within(120, tmp_path):
+        program = torchrun(*as_options(config), env=CPU)
+        wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
+        stuck = workers_of(program.pid)[1]
+        os.kill(stuck, signal.SIGSTOP)
+        # The rank that waits says so; the other one cannot.
+        wait_for(lambda: program.poll() is not None or "T" in state_of(stuck), 10, program)
+        time.sleep(12)
+        os.kill(stuck, signal.SIGKILL)
+        output = program.communicate()[1]
+    (line,) = [line for line in output.splitlines() if "error: no progress" in line]
+    assert line.startswith("[rank 0] error: no progress for 2 s: rank 1 does not answer"), line
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tp": 3, "strategy": "tp"}, "--tp 3 needs 3 processes but 2 are running"),
+        ({"lr_scheduler_kwargs": '{"slope": 1}'}, "does not take slope of --lr_scheduler_kwargs"),
+        ({"data": ["nowhere.jsonl"]}, "the data file nowhere.jsonl does not exist"),
+    ],
+    ids=["layout", "schedule", "data"],
+)
+def test_what_cannot_work_is_not_tried_again(
+    changes: dict[str, Any], words: str, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = replace(config_for(data, cache, tmp_path / "run"), **changes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", str(LAUNCH / "train.py"), *as_options(config)]
+    with ends_within(90, tmp_path):
+        ended = subprocess.run(command, capture_output=True, text=True, env=CPU, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.count(words) == 1, ended.stderr
+    assert sum("error:" in line for line in ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB, which a test fills."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, *, keep: int) -> None:
+    """Leaves ``keep`` bytes of room."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+        filler.write(bytes(max(0, free - keep)))
+
+
+def run_until_full(config: TrainConfig, folder: Path, *, keep: int) -> str:
+    """The refusal of a run whose disk is full from the start."""
+    fill(folder, keep=keep)
+    with pytest.raises(liger_dist.LigerDistError) as refused:
+        train(config)
+    return str(refused.value)
+
+
+def test_a_disk_that_is_full_of_everything_else(data: Path, cache: Path, tmp_path: Path, small_disk: Path) -> None:
+    """Each place where a run writes is refused with its name, and nothing incomplete stays."""
+    alone: dict[str, Any] = {"strategy": "none", "steps": 2, "checkpoint_every": 0}
+    config = config_for(data, small_disk, tmp_path / "run", **alone, num_proc=1)
+    config = replace(config, tokenizer=str(cache / "tokenizer"))
+    said = run_until_full(config, small_disk, keep=200_000)
+    assert re.search(
+        r"tokens-\w+/\d+-of-\d+.arrow cannot be written: .*No space left.*choose another --cache_dir", said
+    ), said
+    assert not list(small_disk.rglob("*.partial"))
+    kept = len(list(small_disk.rglob("*.arrow")))
+    (small_disk / "filler").unlink()
+    train(config)
+    assert len(list(small_disk.rglob("*.arrow"))) > kept
+    for packed in small_disk.glob("tokens-*/packed-*"):
+        shutil.rmtree(packed)
+    said = run_until_full(config, small_disk, keep=8192)
+    assert re.search(r"packed-\S+ cannot be written: .*(No space left|requested and)", said), said
+    (small_disk / "filler").unlink()
+
+
+def test_metrics_on_a_full_disk(data: Path, cache: Path, small_disk: Path) -> None:
+    """``metrics.jsonl``, TensorBoard's file, ``config.yaml`` and ``data.json`` are in the output folder."""
+    config = config_for(
+        data, cache, small_disk / "run", strategy="none", steps=2000, checkpoint_every=0, eval_every=5000
+    )
+    config = replace(config, batch_size=1, global_batch_size=1)
+    (small_disk / "run").mkdir()
+    said = run_until_full(config, small_disk, keep=40_000)
+    assert re.search(r"step \d+ cannot be written to .*metrics.jsonl: .*No space left.*--resume true", said), said
+    (small_disk / "filler").unlink()
+    said = run_until_full(replace(config, output_dir=str(small_disk / "other")), small_disk, keep=0)
+    assert "No space left" in said
