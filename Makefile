@@ -26,11 +26,16 @@ demo: venv
 	$(BIN)/python launch/export.py runs/demo
 	$(BIN)/python launch/demo/generate.py runs/demo/exported "def " --temperature 0.8
 
-test: venv
+# Apart from the rest: transformers imports torchao wherever it is installed, which prints warnings.
+$(VENV)/.torchao: $(VENV)/.installed
+	$(PIP) --editable ".[torchao]"
+	touch $@
+
+test: $(VENV)/.torchao
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
 # With the tests that take minutes each: links between hosts that are cut, 200,000 documents.
-test-all: venv
+test-all: $(VENV)/.torchao
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: venv

@@ -55,7 +55,8 @@ class Metrics:
         with self._refusing(first_step):
             partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
             os.replace(partial, self._path)
-            self._file = self._path.open("a")
+            # Unbuffered: what a full disk refuses would be tried again when the file is closed, and hide the reason.
+            self._file = self._path.open("ab", buffering=0)
         self._trackers = start_trackers(config)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -66,8 +67,9 @@ class Metrics:
         step = row["step"]
         if step % self._every == 0 or "eval_loss" in row or step in (1, self._num_steps):
             with self._refusing(step):
-                self._file.write(json.dumps(row) + "\n")
-                self._file.flush()
+                rest = (json.dumps(row) + "\n").encode()
+                while rest:
+                    rest = rest[self._file.write(rest) :]
                 for tracker in self._trackers:
                     tracker.log({name: value for name, value in row.items() if name != "step"}, step=step)
         self._newest |= row

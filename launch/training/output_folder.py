@@ -33,7 +33,7 @@ def held(folder: Path) -> Iterator[None]:
         LigerDistError: on every rank alike: nothing can be written there, another run writes there, or a rank does not
             see what rank 0 writes.
     """
-    lock: list[IO[str]] = []
+    lock: list[IO[bytes]] = []
     try:
         word = on_rank_zero(lambda: _take(folder / "checkpoints", lock))
         _refuse(_objection(folder / "checkpoints", word), "--output_dir")
@@ -70,14 +70,14 @@ def begin(folder: Path) -> None:
     on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).write_text("\n".join(launchers)))
 
 
-def _take(folder: Path, lock: list[IO[str]]) -> str:
+def _take(folder: Path, lock: list[IO[bytes]]) -> str:
     """The word that rank 0 has written into the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder.parent, folder):
             with tempfile.TemporaryFile(dir=place):
                 pass
-        file = (folder / LOCK).open("a+")
+        file = (folder / LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise LigerDistError(f"nothing can be written to {folder}: {error}; choose another --output_dir.") from error
     lock.append(file)
@@ -89,9 +89,11 @@ def _take(folder: Path, lock: list[IO[str]]) -> str:
     except OSError as error:
         print(f"{folder} is on a disk without locks ({error}): nothing keeps another run out of it", flush=True)
     word = uuid.uuid4().hex
-    file.truncate(0)
-    file.write(word)
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(word.encode())
+    except OSError as error:
+        raise LigerDistError(f"nothing can be written to {folder}: {error}; make room.") from error
     return word
 
 
