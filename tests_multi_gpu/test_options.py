@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training.config import TrainConfig, parse, to_yaml
+from training.config import ELSEWHERE, TrainConfig, parse, to_yaml
 from training.export import export
 from training.optimizer import decayed_parameters, make_optimizer, make_schedule
 from training.trainer import train
@@ -65,6 +67,11 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
     [
         (["--lerning_rate", "1"], "--lerning_rate is no option; the nearest is --learning_rate"),
         (["--xyzzy", "1"], "--xyzzy is no option; expected those that --help lists"),
+        (["--gradient_accumulation_steps", "2"], "is no option: it follows from --global_batch_size"),
+        (["--load-in-4bit", "true"], "weights stay in fp32, sharded"),
+        (["--neftune_noise_alpha", "5"], "belongs into a training loop"),
+        (["--push_to_hub", "true"], "nothing is sent to a hub"),
+        (["--pipeline_parallel_degree", "2"], "it shards with --strategy fsdp2"),
         (["--steps", "3", "--epochs", "1"], "give one of them"),
         (["--streaming", "true"], "give --steps"),
         (["--data", "a", "b", "--data_weights", "1"], "--data_weights has 1 numbers and --data 2 sources"),
@@ -85,6 +92,28 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
 def test_options_that_cannot_be_are_refused(options: list[str], words: str) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=words):
         parse(options)
+
+
+def test_options_of_other_programs_are_no_options_here() -> None:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert known.isdisjoint(ELSEWHERE)
+    for name, reason in ELSEWHERE.items():
+        with pytest.raises(liger_dist.LigerDistError, match=f"--{name} is no option: {re.escape(reason)}"):
+            parse([f"--{name}", "1"])
+        for option in re.findall(r"--(\w+)", reason):
+            assert option in known, option
+
+
+def test_garbage_is_collected_on_all_ranks_together(data: Path, cache: Path, tmp_path: Path) -> None:
+    collected: list[str] = []
+    gc.callbacks.append(lambda phase, _: collected.append(phase))
+    try:
+        train(config_for(data, cache, tmp_path / "run", **ALONE, steps=4, gc_every=2, checkpoint_every=0))
+        assert not gc.isenabled()
+    finally:
+        gc.callbacks.clear()
+        gc.enable()
+    assert collected.count("start") >= 2
 
 
 def test_a_file_with_an_unknown_name(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ class TrainConfig:
     log_every: int = option(1, "steps between lines in metrics.jsonl and the trackers")
     trackers: list[str] = option([], "tensorboard, wandb and others that Accelerate knows")
     run_name: str = option("liger_dist", "project of the trackers")
+    gc_every: int = option(0, "steps between garbage collections, on all ranks together; 0: when Python likes")
     profile_step: Optional[int] = option(None, "write a profiler trace of that step, trace-rank*.json")
     dry_run: bool = option(False, "print what each rank would hold in memory, and allocate nothing")
     world_size: Optional[int] = option(None, "dry_run: how many ranks; default: those that are running")
@@ -210,10 +211,38 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
     **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
-    **dict.fromkeys(("grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
+    **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
     "sequence_length": 2,
 }
 """the least that an option may be; 2 tokens are a token and the one it predicts"""
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulation_steps"), "it follows from --global_batch_size and --batch_size"
+    ),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "it is --batch_size here"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs"), "it is --epochs here"),
+    **dict.fromkeys(("max_steps", "num_iterations"), "it is --steps here"),
+    **dict.fromkeys(("max_length", "max_seq_length", "cutoff_len", "seq_len"), "it is --sequence_length here"),
+    **dict.fromkeys(("packing", "sample_packing", "group_by_length"), "sequences are always packed, by best fit"),
+    **dict.fromkeys(("model_name_or_path", "base_model"), "it is --model here"),
+    **dict.fromkeys(("max_samples", "dataset_shard_num"), "give the files that are to be read"),
+    **dict.fromkeys(("dataset_name", "model_revision"), "nothing is loaded from a hub; give a folder"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "nothing is sent to a hub; upload what launch/export.py writes"),
+    **dict.fromkeys(("fp16", "bf16"), "--dtype bfloat16 computes in bf16; fp16 would need a scaled loss"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"), "weights stay in fp32, sharded; see --cpu_offload"
+    ),
+    **dict.fromkeys(("save_only_model", "save_model_only"), "launch/export.py writes the weights alone"),
+    **dict.fromkeys(("pipeline_parallel_degree", "pipeline_model_parallel_size"), "it shards with --strategy fsdp2"),
+    **dict.fromkeys(("freeze_trainable_layers", "unfrozen_parameters"), "train few parameters with --lora_rank"),
+    "auto_find_batch_size": "--dry_run true plans the memory before a run",
+    "neftune_noise_alpha": "it belongs into a training loop with liger_dist.wrap",
+    "loss_type": "the loss is cross entropy; others belong into a training loop with liger_dist.wrap",
+    "activation_offloading": "--activation_checkpointing true recomputes instead",
+    "use_muon": "it needs full matrices, which shards are not; take --optimizer adamw",
+    "report_to": "it is --trackers here",
+}
+"""options of other programs that this one has in another way, or not; with the sentence that says so"""
 UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """of transformers: they go by a metric"""
 
@@ -246,6 +275,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 def _nearest(name: str) -> str:
     known = [field.name for field in dataclasses.fields(TrainConfig)]
+    if name.replace("-", "_") in ELSEWHERE:
+        return f": {ELSEWHERE[name.replace('-', '_')]}"
     found = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; the nearest is --{found[0]}" if found else "; expected those that --help lists"
 

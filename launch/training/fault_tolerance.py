@@ -49,6 +49,7 @@ def run(main: Callable[[], None]) -> None:
             sys.stdout.flush()
             # Meshes and models still hold their groups; gloo can abort while the interpreter takes them down.
             os._exit(0)
+        return
     except LigerDistError as error:
         _report(f"error: {error}", is_refusal=True)
         stop_launcher()

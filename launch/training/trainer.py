@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -306,7 +307,11 @@ class Loop:
         interruption = Interruption(config.grace_seconds, lambda: self._saved_step)
         with interruption.watched():
             is_asked = trainer.progress.step >= stop_at
+            if config.gc_every:
+                gc.disable()
             while trainer.progress.step < trainer.num_steps and not is_asked and not self._stops_early:
+                if config.gc_every and trainer.progress.step % config.gc_every == 0:
+                    gc.collect()
                 try:
                     is_asked = self._step(interruption) or trainer.progress.step >= stop_at
                 except InterruptedStepError:
