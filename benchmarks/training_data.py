@@ -86,6 +86,15 @@ def main() -> None:
         measure(Path(name), options.documents, options.processes)
 
 
+def command_for(folder: Path, file: Path, tokenizer: Path, processes: int, **changes: Any) -> list[str]:
+    """One step of training."""
+    settings: dict[str, Any] = {"data": file, "tokenizer": tokenizer, "sequence_length": 512, "batch_size": 1}
+    settings |= {"steps": 1, "checkpoint_every": 0, "eval_batches": 1, "num_proc": processes}
+    settings |= {"output_dir": folder / "run"} | changes
+    pairs = [[f"--{key}", str(value)] for key, value in settings.items()]
+    return [sys.executable, str(ROOT / "launch" / "train.py"), *[word for pair in pairs for word in pair]]
+
+
 def measure(folder: Path, documents: int, processes: int) -> None:
     """Prints one line for each figure."""
     file, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
@@ -97,13 +106,9 @@ def measure(folder: Path, documents: int, processes: int) -> None:
     subprocess.run([*make, "--vocab_size", "8000"], check=True)
     expected = count(file, tokenizer)
     print(f"independent count: {expected[0]} documents, {expected[1]} tokens")
-    common: dict[str, Any] = {"data": file, "tokenizer": tokenizer, "sequence_length": 512, "batch_size": 1}
-    common |= {"steps": 1, "checkpoint_every": 0, "eval_batches": 1, "num_proc": processes}
 
     def command(**changes: Any) -> list[str]:
-        settings = common | {"output_dir": folder / "run"} | changes
-        pairs = [[f"--{key}", str(value)] for key, value in settings.items()]
-        return [sys.executable, str(ROOT / "launch" / "train.py"), *[word for pair in pairs for word in pair]]
+        return command_for(folder, file, tokenizer, processes, **changes)
 
     memory = Memory(str(folder))
     began = time.perf_counter()
@@ -125,6 +130,11 @@ def measure(folder: Path, documents: int, processes: int) -> None:
     efficiency = source["splits"]["train"]["packed_efficiency"]
     print(f"packed efficiency at 512 tokens: {efficiency}")
 
+    measure_again(folder, command, source)
+
+
+def measure_again(folder: Path, command: Any, source: dict[str, Any]) -> None:
+    """A run that is killed in the middle and started again, and a stream."""
     killed = folder / "killed"
     with subprocess.Popen(command(cache_dir=killed), stderr=subprocess.DEVNULL, start_new_session=True) as run:
         while len(list(killed.glob("tokens-*/*.arrow"))) < 32:

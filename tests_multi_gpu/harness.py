@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -80,6 +81,10 @@ class Workers:
             pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                # Each says on stderr where it is.
+                for process in self._processes:
+                    os.kill(process.pid or 0, signal.SIGABRT)
+                time.sleep(2.0)
                 self._stop()
                 raise TimeoutError(f"{what}: ranks {sorted(pending.values())} gave no result within {time_limit:.0f} s")
             for pipe in ready:

@@ -22,7 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def test_none_is_left_out() -> None:
-    assert {path.name for path in (ROOT / "docs" / "examples").glob("*.py")} == {*EXAMPLES, "tiny.py"}
+    assert {path.name for path in (ROOT / "docs" / "examples").glob("*.py")} == {*EXAMPLES, "tiny.py", "write_chats.py"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

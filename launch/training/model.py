@@ -116,6 +116,9 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         model = read_weights(folder, config.attention)
     if config.lora_rank:
         model = add_lora(model, config, has_weights=has_weights)
+        if dims.strategy not in FULL_FIRST:
+            # wrap gives storage on the device to models without any, and leaves others where they are.
+            model.to(device())
     if config.compile:
         for layer in find_structure(model).layers:
             layer.compile()

@@ -125,7 +125,7 @@ def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
 
 def where(file: str, at: int) -> str:
     """Place of a row for messages: file and line, or file and row."""
-    kind = _kind_of(Path(file))
+    kind = _layout_of(Path(file))
     if kind == "text":
         return file
     if kind == "lines":
@@ -143,21 +143,27 @@ def _kind_of(file: Path) -> str | None:
     return kind if file.suffix not in COMPRESSED or kind in ("text", "lines", "csv") else None
 
 
+def _layout_of(file: Path) -> str:
+    """Its kind; a JSON file that is no list has a row in each line."""
+    kind = _kind_of(file)
+    assert kind is not None
+    if kind == "json":
+        with file.open("rb") as stream:
+            return "json" if stream.read(1024).lstrip()[:1] == b"[" else "lines"
+    return kind
+
+
 def _size_of(file: Path) -> int:
     return sum(f.stat().st_size for f in file.rglob("*.arrow")) if file.is_dir() else file.stat().st_size
 
 
 def _parts_of(file: Path, size: int) -> list[Part]:
-    kind = _kind_of(file)
-    assert kind is not None
+    kind = _layout_of(file)
     if kind in ("parquet", "saved"):
         rows = _num_rows(file, kind)
         step = max(1, -(-rows * size // max(1, _size_of(file))))
         return [Part(str(file), kind, start, min(start + step, rows)) for start in range(0, rows, step)]
     end = file.stat().st_size
-    if kind == "json":
-        with file.open("rb") as stream:
-            kind = "json" if stream.read(1024).lstrip()[:1] == b"[" else "lines"
     if kind != "lines" or file.suffix in COMPRESSED:
         return [Part(str(file), kind, 0, -1)]
     return [Part(str(file), kind, start, min(start + size, end)) for start in range(0, end, size)]

@@ -444,8 +444,10 @@ def _write_model(folder: Path, model_config: Any, tokenizer: Any) -> None:
 def _plan(config: TrainConfig) -> None:
     dims = parallel_dims_of(config, config.world_size or world_size())
     if rank() == 0:
-        tokenizer = find_tokenization(config).load_tokenizer()
-        model_config = find_config(config, len(tokenizer))
+        # A config.json has a vocabulary of its own.
+        has_own = config.tokenizer is None and Path(config.model).is_file()
+        vocab_size = 0 if has_own else len(find_tokenization(config).load_tokenizer())
+        model_config = find_config(config, vocab_size)
         check_wrap(config, dims)
         print(plan(config, dims, shell(config, model_config), model_config))
 
