@@ -274,8 +274,10 @@ def test_a_stream_goes_on_where_it_was(
     config = short(sources, tokenizer_folder, tmp_path, streaming=True, shuffle_window=16, data_weights=weights)
     stream, _ = loaded(config)
     before = stream.take(0, after, 0, 1)
-    state = json.loads(json.dumps(stream.state()))
+    noted = stream.state()
+    state = json.loads(json.dumps(noted))
     expected = [[ids.tolist() for ids, _ in sequence] for sequence in stream.take(0, 60, 0, 1)]
+    assert json.loads(json.dumps(noted)) == state, "a state that was noted changes with the stream"
     again, _ = loaded(config)
     again.load_state(state)
     assert [[ids.tolist() for ids, _ in sequence] for sequence in again.take(0, 60, 0, 1)] == expected

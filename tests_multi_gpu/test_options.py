@@ -53,7 +53,14 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
         elif isinstance(value, int) and field.name not in ("eval_every",):
             changed[field.name] = value + 3
     changed |= {"data": ["a b", "c"], "data_weights": [0.5, 2.0], "lr_scheduler_kwargs": '{"power": 2.0}'}
-    changed |= {"resume": False, "streaming": False, "async_checkpoints": True, "dry_run": True, "world_size": 4}
+    changed |= {
+        "resume": False,
+        "streaming": False,
+        "lora_rank": 3,
+        "async_checkpoints": True,
+        "dry_run": True,
+        "world_size": 4,
+    }
     config = TrainConfig(**changed)
     (tmp_path / "a.yaml").write_text(to_yaml(config))
     assert parse([str(tmp_path / "a.yaml")]) == config
@@ -74,6 +81,8 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
         (["--pipeline_parallel_degree", "2"], "it shards with --strategy fsdp2"),
         (["--steps", "3", "--epochs", "1"], "give one of them"),
         (["--streaming", "true"], "give --steps"),
+        (["--streaming", "true", "--steps", "3", "--keep_best", "true"], "need held-out data"),
+        (["--dora", "true"], "give the rank of the LoRA layers"),
         (["--data", "a", "b", "--data_weights", "1"], "--data_weights has 1 numbers and --data 2 sources"),
         (["--data", "a", "--data_weights", "0"], "expected numbers above 0"),
         (["--global_batch_tokens", "1000"], "expected a multiple of --sequence_length, 512"),
@@ -182,7 +191,7 @@ def test_changed_data_is_refused_unless_allowed(trained: Path, data: Path, cache
         liger_dist.LigerDistError, match=r"is not that of the checkpoint of step 12 .*--allow_changed_data"
     ):
         train(config)
-    for changes in ({"sequence_length": 32}, {"eval_fraction": 0.1}):
+    for changes in ({"sequence_length": 32}, {"eval_fraction": 0.1}, {"eval_data": [str(data / "ast1.txt")]}):
         with pytest.raises(liger_dist.LigerDistError, match="is not that of the checkpoint"):
             train(replace(config, data=[str(data)], **changes))
     train(replace(config, allow_changed_data=True))

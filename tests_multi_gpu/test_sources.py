@@ -119,10 +119,23 @@ def test_a_long_text_has_the_tokens_of_the_whole(tokenizer: Any, tmp_path: Path)
         ({"prompt": "hello", "completion": " there"}, " there<|end|>"),
         ({"prompt": TURNS[:3], "completion": TURNS[3:]}, "you are<|end|>"),
         ({"instruction": "how", "input": "are you?", "output": "I am fine."}, "I am fine.<|end|>"),
+        ({"instruction": "how?", "input": "", "output": "fine.", "text": "how? fine."}, "fine.<|end|>"),
         ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, None),
         ({"input_ids": [5, 6, 7]}, None),
     ],
-    ids=["text", "chat", "sharegpt", "sharegpt in messages", "only", "completion", "turns", "alpaca", "labels", "ids"],
+    ids=[
+        "text",
+        "chat",
+        "sharegpt",
+        "sharegpt in messages",
+        "only",
+        "completion",
+        "turns",
+        "alpaca",
+        "with text",
+        "labels",
+        "ids",
+    ],
 )
 def test_what_is_predicted_of_every_format(values: dict[str, Any], expected: str | None, tokenizer: Any) -> None:
     row = encoded(tokenizer, values)

@@ -143,6 +143,8 @@ class TrainConfig:
             raise LigerDistError(f"--data_weights holds {min(self.data_weights)}; expected numbers above 0.")
         if self.steps is not None and self.epochs is not None:
             raise LigerDistError(f"--steps is {self.steps} and --epochs {self.epochs}; give one of them.")
+        if self.dora and not self.lora_rank:
+            raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
         if self.streaming and self.steps is None and not self.eval_only:
             raise LigerDistError("--streaming is true, and nobody knows how long the data is; give --steps.")
         if self.global_batch_size is not None and self.global_batch_tokens is not None:
@@ -181,7 +183,8 @@ class TrainConfig:
             raise LigerDistError(
                 f"--lr_scheduler_kwargs is {self.lr_scheduler_kwargs!r}; expected a JSON object."
             ) from error
-        if (self.early_stopping_patience or self.keep_best) and not (self.eval_fraction or self.eval_data):
+        has_held_out = bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
+        if (self.early_stopping_patience or self.keep_best) and not has_held_out:
             raise LigerDistError("--early_stopping_patience and --keep_best need held-out data; give --eval_data.")
         if self.keep_best and not self.checkpoint_every:
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")

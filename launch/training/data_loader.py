@@ -95,15 +95,19 @@ class CachedData:
         self._tables, self._packings = tables, packings
         self.num_sequences: int = sum(len(packing) for packing in packings)
         self._order = Order([len(packing) for packing in packings], seed, weights)
+        # Packed from the longest document to the shortest: the first ones are no sample of all.
+        self._shuffled = np.random.default_rng(0).permutation(self.num_sequences)
         self.fingerprint = fingerprint
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
         return [self._sequence(*self._order[consumed + index]) for index in range(rank, count, size)]
 
     def in_order(self, first: int, count: int) -> list[list[Piece]]:
-        """Sequences by their place in the data; fewer at its end."""
-        places = [(source, i) for source, packing in enumerate(self._packings) for i in range(len(packing))]
-        return [self._sequence(*place) for place in places[first : first + count]]
+        """Sequences by their place in an order that is the same in every run; fewer at its end."""
+        firsts = np.cumsum([0, *map(len, self._packings)])
+        places = self._shuffled[first : first + count]
+        sources = np.searchsorted(firsts, places, side="right") - 1
+        return [self._sequence(int(s), int(p - firsts[s])) for s, p in zip(sources, places, strict=True)]
 
     def places(self, consumed: int, count: int, rank: int, size: int) -> list[str]:
         """Where the documents of the sequences that :meth:`take` gives come from."""
@@ -131,7 +135,6 @@ class Order:
     def __init__(self, sizes: list[int], seed: int, weights: list[float] | None) -> None:
         self._sizes, self._seed, self._weights = sizes, seed, weights
         self._epoch = -1
-        self._places: list[tuple[Integers, Integers]] = []
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         epoch, place = divmod(position, sum(self._sizes))
@@ -360,7 +363,7 @@ class StreamedData:
 
     def state(self) -> dict[str, Any]:
         counts = {name: asdict(counts) for name, counts in self.counts.items()}
-        return {"place": self._place, "bad": self._bad, "counts": counts}
+        return {"place": dict(self._place), "bad": self._bad, "counts": counts}
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
         return self._bad
@@ -393,7 +396,9 @@ class StreamedData:
             raise made
         self._place, self._pending, bad, counts = made
         if is_new:
-            self._bad = [*self._bad, *bad]
+            # A stream that begins again meets the same rows.
+            known = {(file, at) for file, at, _ in self._bad}
+            self._bad = [*self._bad, *(row for row in bad if row[:2] not in known)]
             for name, seen in counts.items():
                 total = self.counts[name]
                 total.documents, total.tokens = total.documents + seen.documents, total.tokens + seen.tokens
@@ -523,7 +528,7 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
     if not config.streaming:
         train = on_rank_zero(lambda: [_prepare(config, tokenization, source, fraction) for source in sources])
         on_rank_zero(lambda: _write_counts(folder, train, held_out))
-    settings = (config.sequence_length, config.eval_fraction, config.data_weights)
+    settings = (config.sequence_length, fraction, config.data_weights)
     evaluation: CachedData | None = None
     if held_out or fraction:
         of = [(source, "train") for source in held_out] or [(source, "held_out") for source in train]

@@ -88,7 +88,7 @@ class Encoder:
         if values is None or not isinstance(values.get(format.text_column), str):
             found: str | None = row["text"]
             return found
-        others = ("input_ids", format.messages_column, "conversations", "completion")
+        others = ("input_ids", format.messages_column, "conversations", "completion", "output")
         text: str = values[format.text_column]
         return text if all(values.get(name) is None for name in others) else None
 
@@ -150,7 +150,7 @@ class Encoder:
             messages = [*check_messages(prompt), *check_messages(completion)]
             return self._chat(messages, values.get("tools"), first=len(prompt))
         check_text("prompt", prompt), check_text("completion", completion)
-        if self._tokenizer.chat_template is not None and "instruction" in values:
+        if self._tokenizer.chat_template is not None and values.get("instruction") is not None:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             return self._chat(turns, None)
         before, after = self._encode([prompt, completion])

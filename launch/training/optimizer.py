@@ -44,7 +44,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            has_decay = clean(name) in decayed or ".lora_" in name
+            has_decay = clean(name) in decayed or (".lora_A." in name or ".lora_B." in name)
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             decay = config.weight_decay if has_decay else 0.0
             groups.setdefault((has_decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)

@@ -178,8 +178,8 @@ def count_labels(batches: list[dict[str, Tensor]]) -> int:
 
 def num_steps(config: TrainConfig, data: Data, global_batch_size: int) -> int:
     """``--steps``, or as many as ``--epochs`` takes."""
-    if config.steps is not None:
-        return config.steps
+    if config.steps is not None or config.eval_only:
+        return config.steps or 1
     assert data.num_sequences is not None
     return max(1, math.ceil((config.epochs or 1) * data.num_sequences / global_batch_size))
 
@@ -198,7 +198,8 @@ def train(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watchdog) -> None:
-    resume = goes_on(folder) or config.resume
+    is_restarted = goes_on(folder)
+    resume = is_restarted or config.resume
     if not resume and not config.overwrite and not config.eval_only:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
     check_shared(Path(config.cache_dir))
@@ -212,7 +213,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         lambda to: _write_model(to, model_config, tokenizer),
         keep=config.keep_checkpoints,
     )
-    saved = checkpoints.newest(config.resume_step) if resume else None
+    saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
     config = _resolved(config, dims, saved, folder)
     model = shell(config, model_config)
     flops = Flops.of(model, model_config, config)
@@ -443,10 +444,10 @@ def _write_model(folder: Path, model_config: Any, tokenizer: Any) -> None:
 
 def _plan(config: TrainConfig) -> None:
     dims = parallel_dims_of(config, config.world_size or world_size())
+    # A config.json says how large its vocabulary is.
+    is_known = config.tokenizer is None and Path(config.model).is_file()
+    vocab_size = 0 if is_known else len(find_tokenization(config).load_tokenizer())
     if rank() == 0:
-        # A config.json has a vocabulary of its own.
-        has_own = config.tokenizer is None and Path(config.model).is_file()
-        vocab_size = 0 if has_own else len(find_tokenization(config).load_tokenizer())
         model_config = find_config(config, vocab_size)
         check_wrap(config, dims)
         print(plan(config, dims, shell(config, model_config), model_config))
