@@ -264,6 +264,11 @@ def write_base(cache: Path, folder: Path) -> Path:
     return folder
 
 
+def test_a_dry_run_of_all_ranks_ends(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    assert workers_2.run(train, config_for(data, cache, tmp_path / "run", dry_run=True)) == [None, None]
+    assert not (tmp_path / "run").exists()
+
+
 def test_lora_needs_weights_and_layers(data: Path, cache: Path, tmp_path: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match="has no pretrained weights, which LoRA keeps"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, lora_rank=4))
