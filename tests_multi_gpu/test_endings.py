@@ -119,27 +119,6 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
     assert re.search(rf"Root Cause.*\n\[\d\]:\n.*\n.*\n +rank +: {dead} ", output), output
 
 
-def test_errors_stand_on_lines_of_their_own(data: Path, cache: Path, tmp_path: Path) -> None:
-    """Beside a progress bar, whose line never ends."""
-    config = config_for(data, cache, tmp_path / "run", **LONG_STEP, stall_timeout=2.0, sequence_length=512)
-    with ends_within(120, tmp_path):
-        program = torchrun(*as_options(config), env=CPU)
-        wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
-        stuck = workers_of(program.pid)[1]
-        os.kill(stuck, signal.SIGSTOP)
-        # The rank that waits says so; the other one cannot.
-        wait_for(lambda: program.poll() is not None or "T" in state_of(stuck), 10, program)
-        time.sleep(12)
-        os.kill(stuck, signal.SIGKILL)
-        output = program.communicate()[1]
-    (line,) = [line for line in output.splitlines() if "error: no progress" in line]
-    assert line.startswith("[rank 0] error: no progress for 2 s: rank 1 does not answer"), line
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
