@@ -209,7 +209,8 @@ def test_bad_rows_stop_a_run_or_are_counted(streaming: bool, tokenizer_folder: P
     train(allowed)
     (source,) = counts_in(tmp_path / "run")["sources"]
     if not streaming:
-        assert (source["documents_read"], source["skipped"]) == (104, 4)
+        assert (source["documents_read"], source["documents"], source["skipped"]) == (104, 100, 4)
+        assert source["tokens"] == sum(split["tokens"] for split in source["splits"].values())
         assert sum(split["documents"] for split in source["splits"].values()) == 100
         # What was skipped is known to the cache: fewer are allowed again.
         with pytest.raises(liger_dist.LigerDistError, match="line 4 has None"):
@@ -375,7 +376,7 @@ def test_a_cache_that_lost_a_token_is_an_error(many: Path, tokenizer_folder: Pat
         lengths[0] -= 1
         np.save(file, lengths)
     with pytest.raises(
-        liger_dist.LigerDistError, match=r"tokens of .*many\d* were packed and 0 skipped, of \d+; expected all"
+        liger_dist.LigerDistError, match=r"tokens of .*many\d* were packed, of \d+, and 2043 of 2043 documents"
     ):
         loaded(config)
 

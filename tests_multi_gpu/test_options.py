@@ -285,6 +285,7 @@ def test_evaluation_alone(trained: Path, data: Path, cache: Path, tmp_path: Path
     assert found["step"] == 12
     assert found["eval_loss"] == pytest.approx(metrics_of(trained)[-1]["eval_loss"], rel=1e-5)
     assert "(perplexity " in capsys.readouterr().out
+    assert (tmp_path / "run" / "config.yaml").read_text() == (trained / "config.yaml").read_text()
     assert published(tmp_path / "run") == before
     assert len(metrics_of(tmp_path / "run")) == 12
     with pytest.raises(liger_dist.LigerDistError, match="--eval_only needs held-out data"):

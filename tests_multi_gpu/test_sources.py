@@ -200,6 +200,9 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
         ({"messages": [{"role": "user"}]}, "for turn 0; expected a content"),
         ({"messages": TURNS[:1]}, "has no label"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "a turn 0 from 'narrator'"),
+        ({"text": "half \ud83d"}, "that are no Unicode"),
+        ({"input_ids": 5}, "has 5 in 'input_ids'; expected a list"),
+        ({"messages": TURNS, "tools": "{"}, "has tools that are no JSON"),
         ({"prompt": "a", "completion": 3}, "has 3 in 'completion'"),
     ],
     ids=lambda value: str(value)[:40],
@@ -226,6 +229,7 @@ def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
     own = load_tokenizer(tmp_path)
     own.chat_template = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}" + own.chat_template
     tools = [{"type": "function", "function": {"name": "there", "parameters": {}}}]
+    assert own.decode(encoded(own, {"messages": TURNS, "tools": ""})["ids"]).startswith("<|user|>")
     for given in (tools, json.dumps(tools)):
         assert own.decode(encoded(own, {"messages": TURNS, "tools": given})["ids"]).startswith("there<|user|>")
 

@@ -146,7 +146,7 @@ class TrainConfig:
         if self.dora and not self.lora_rank:
             raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
         if self.streaming and self.steps is None and not self.eval_only:
-            raise LigerDistError("--streaming is true, and nobody knows how long the data is; give --steps.")
+            raise LigerDistError("--streaming is true, and the length of a stream is not known; give --steps.")
         if self.global_batch_size is not None and self.global_batch_tokens is not None:
             raise LigerDistError(
                 f"--global_batch_size is {self.global_batch_size} and --global_batch_tokens "

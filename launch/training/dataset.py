@@ -172,7 +172,7 @@ class TokenCache:
                             bar.update()
                 except BrokenProcessPool as error:
                     raise LigerDistError(
-                        "a process that tokenised ended without a word, as one that takes too much memory does; lower "
+                        "a process that tokenised was ended, as one that takes too much memory is; lower "
                         "--num_proc. Finished shards are kept."
                     ) from error
                 finally:

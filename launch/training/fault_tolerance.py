@@ -55,6 +55,11 @@ def run(main: Callable[[], None]) -> None:
         stop_launcher()
     except OSError as error:
         _report(f"error: {error}", is_refusal=True)
+    except SystemExit as error:
+        # The command line could not be read, which argparse has said; or --help.
+        if error.code:
+            stop_launcher()
+        raise
     except KeyboardInterrupt:
         _report("error: interrupted", is_refusal=True)
     except Exception as error:

@@ -88,6 +88,8 @@ class Encoder:
         if values is None or not isinstance(values.get(format.text_column), str):
             found: str | None = row["text"]
             return found
+        if not _is_unicode(values[format.text_column]):
+            return None
         others = ("input_ids", format.messages_column, "conversations", "completion", "output")
         text: str = values[format.text_column]
         return text if all(values.get(name) is None for name in others) else None
@@ -125,6 +127,8 @@ class Encoder:
         if values.get("prompt") is not None and values.get("completion") is not None:
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
         for name in (format.text_column, format.messages_column, "prompt", "completion", "conversations"):
+            if isinstance(values.get(name), str) and not _is_unicode(values[name]):
+                raise BadRowError(f"has characters in {name!r} that are no Unicode (half of a surrogate pair)")
             if name in values:
                 raise BadRowError(f"has {values[name]!r} in {name!r}; expected text or turns")
         raise BadRowError(
@@ -163,6 +167,9 @@ class Encoder:
         return Document(ids, None if self._format.train_on_prompts else labels, True)
 
     def _token_ids(self, ids: Any, labels: Any) -> Document:
+        for name, values in (("input_ids", ids), ("labels", labels)):
+            if values is not None and not isinstance(values, list):
+                raise BadRowError(f"has {values!r} in {name!r}; expected a list of integers")
         found: list[Ids] = []
         for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORE_INDEX)):
             if values is None:
@@ -185,7 +192,7 @@ class Encoder:
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
         """Labels are the assistant's turns from ``first`` on, each beyond the prompt that generation starts from."""
-        text, spans = self._assistant_spans(messages, json.loads(tools) if isinstance(tools, str) else tools, first)
+        text, spans = self._assistant_spans(messages, _read_tools(tools), first)
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         begins = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
@@ -223,6 +230,23 @@ class Encoder:
         except Exception as error:  # Templates raise what they like.
             raise BadRowError(f"is refused by the chat template: {error}") from error
         return text
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can hold and tokenizers refuse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_tools(tools: Any) -> Any:
+    """Of a column that may hold JSON; None for an empty one."""
+    try:
+        return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise BadRowError(f"has tools that are no JSON ({error})") from error
 
 
 def check_text(name: str, value: Any) -> str:

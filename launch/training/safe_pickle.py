@@ -1,5 +1,4 @@
-"""Loads checkpoints whose pickles may only name tensors and what describes them: one that somebody hands over runs no
-command.
+"""Loads checkpoints whose pickles may only name tensors and their metadata: one from an unknown origin runs no command.
 
 By themselves, torch.distributed.checkpoint reads ``.metadata`` by ``pickle.load`` and DeepSpeed its files by
 ``torch.load(weights_only=False)``, and both call whatever a pickle names.

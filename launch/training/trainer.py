@@ -425,7 +425,9 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None, fold
     named: dict[str, Any] = {"strategy": dims.strategy}
     resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
     text = to_yaml(resolved)
-    on_rank_zero(lambda: (folder / "config.yaml").write_text(text))
+    if not config.eval_only:
+        # That of the run which wrote the checkpoint stays.
+        on_rank_zero(lambda: (folder / "config.yaml").write_text(text))
     micro_batches = dims.micro_batches(config, size)
     _say(
         f"{text}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
