@@ -28,11 +28,10 @@ from training.config import TrainConfig
 from training.distributed import on_rank_zero, rank
 from training.engine import TorchEngine
 from training.export import export
-from training.fault_tolerance import Interruption, run
+from training.fault_tolerance import PHASES, Interruption, Watchdog, run
 from training.metrics import Metrics
 from training.output_folder import write_folder
 from training.trainer import Trainer, train
-from training.watchdog import PHASES, Watchdog
 from training_runs import LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist

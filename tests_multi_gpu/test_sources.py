@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from demo.make_tokenizer import train_tokenizer
-from training.formats import Encoder, Format
 from training.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
-from training.tokenizer import load_tokenizer
+from training.tokenization import Encoder, Format, load_tokenizer
 
 import liger_dist
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from training.config import TrainConfig
 from training.distributed import rank
 from training.engine import TorchEngine
+from training.fault_tolerance import NOTHING, PHASES, named
 from training.trainer import Trainer, train
-from training.watchdog import NOTHING, PHASES, named
 from training_runs import (
     LAUNCH,
     abort_all,

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training.config import parse
 from training.data_loader import Order, Piece, collate
 from training.fault_tolerance import run
-from training.tokenizer import load_tokenizer
+from training.tokenization import load_tokenizer
 from training.trainer import train
 from training_runs import (
     LAUNCH,

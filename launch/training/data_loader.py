@@ -19,15 +19,22 @@ from torch import Tensor
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
-from .dataset import Tokenization, TokenTable, token_stream, use_cache
+from .dataset import TokenTable, token_stream, use_cache
 from .distributed import on_rank_zero, rank
-from .formats import IGNORE_INDEX, Format
 from .model import PRESETS, read_config
-from .packing import Integers, Packing, pack
+from .packing import (
+    PACKING_FORMAT,
+    Integers,
+    Packing,
+    PreparedSource,
+    SplitCounts,
+    pack,
+    prepare_source,
+    too_long_reason,
+)
 from .parallel_dims import ParallelDims
-from .prepared_source import PACKING_FORMAT, PreparedSource, SplitCounts, prepare_source, too_long_reason
 from .sources import Part, Source, find_source
-from .tokenizer import load_tokenizer
+from .tokenization import IGNORE_INDEX, Format, Tokenization, load_tokenizer
 
 DATA_JSON = "data.json"
 STREAM_PART = 2**23

@@ -28,9 +28,8 @@ from tqdm import tqdm
 
 from liger_dist import LigerDistError
 
-from .formats import Encoder, Format
 from .sources import Part, Source, read_rows, where
-from .tokenizer import fingerprint, load_tokenizer
+from .tokenization import Encoder, Tokenization
 
 CACHE_FORMAT = 3
 """part of a cache's key; 2 kept all tokens of a corpus in one file"""
@@ -51,32 +50,6 @@ SCHEMA = pa.schema(
         "at": pa.int64(),
     }
 )
-
-
-@dataclass(frozen=True)
-class Tokenization:
-    """How rows become tokens; processes that tokenise get this."""
-
-    tokenizer: str
-    """its folder"""
-    chat_template: str | None
-    """instead of the tokenizer's own"""
-    format: Format
-    vocab_size: int
-
-    def load_tokenizer(self) -> Any:
-        tokenizer = load_tokenizer(Path(self.tokenizer))
-        if self.chat_template is not None:
-            tokenizer.chat_template = self.chat_template
-        return tokenizer
-
-    def fingerprint(self) -> str:
-        """Changes with anything that could change a token."""
-        key = [fingerprint(self.load_tokenizer()), asdict(self.format), self.vocab_size]
-        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-
-    def encoder(self) -> Encoder:
-        return Encoder(self.load_tokenizer(), self.format, self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,7 @@ def use_cache(cache: Path) -> None:
 
 
 def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] = read_rows) -> Any:
-    """An ``IterableDataset`` of documents with the columns of :class:`~training.formats.Document`, ``reason``,
+    """An ``IterableDataset`` of documents with the columns of :class:`~training.tokenization.Document`, ``reason``,
     ``begins``, ``file`` and ``at``. Its ``state_dict`` is the place in the parts."""
     from datasets import IterableDataset
 

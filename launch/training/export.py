@@ -20,7 +20,7 @@ from .config import TrainConfig
 from .model import add_lora, read_weights
 from .optimizer import decays
 from .safe_pickle import TensorPlanner, TensorReader, deepspeed_names
-from .tokenizer import load_tokenizer
+from .tokenization import load_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 

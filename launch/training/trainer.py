@@ -24,14 +24,13 @@ from .dataset import describe_bad_rows
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device, world_size
 from .engine import Engine, TorchEngine
-from .fault_tolerance import Interruption, check_weights, refuse_numbers
+from .fault_tolerance import Interruption, Watchdog, check_weights, refuse_numbers
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import autocast, check_wrap, find_config, shell
 from .optimizer import make_schedule
 from .output_folder import begin, check_shared, goes_on, held
 from .parallel_dims import ParallelDims, parallel_dims_of
-from .watchdog import Watchdog
 
 
 @dataclass

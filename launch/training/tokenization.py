@@ -1,14 +1,18 @@
-"""Makes token ids and labels of a row: plain text, prompt and completion, chat messages, ShareGPT conversations,
-instructions, or token ids that are there already."""
+"""Turns rows into token ids and labels: plain text, prompt and completion, chat messages, ShareGPT conversations,
+instructions, or token ids."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from liger_dist import LigerDistError
 
 from .sources import split_text
 
@@ -36,6 +40,32 @@ class Format:
     messages_column: str = "messages"
     train_on_prompts: bool = False
     """True: prompts and all turns of a conversation are labels too"""
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How rows become tokens; processes that tokenise get this."""
+
+    tokenizer: str
+    """its folder"""
+    chat_template: str | None
+    """instead of the tokenizer's own"""
+    format: Format
+    vocab_size: int
+
+    def load_tokenizer(self) -> Any:
+        tokenizer = load_tokenizer(Path(self.tokenizer))
+        if self.chat_template is not None:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    def fingerprint(self) -> str:
+        """Changes with anything that could change a token."""
+        key = [fingerprint(self.load_tokenizer()), asdict(self.format), self.vocab_size]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.load_tokenizer(), self.format, self.vocab_size)
 
 
 class Document(NamedTuple):
@@ -282,3 +312,41 @@ def check_messages(turns: Any) -> list[dict[str, Any]]:
             raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
         found.append(turn)
     return found
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A fast tokenizer.
+
+    Raises:
+        LigerDistError: no such folder, no tokenizer in it, or one without a vocabulary or an end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise LigerDistError(
+            f"the tokenizer folder {folder} does not exist; give a folder that holds tokenizer.json, or leave "
+            "--tokenizer out for the one in the folder of --model."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # The tokenizers library and damaged files raise anything.
+        raise LigerDistError(f"no tokenizer can be loaded from {folder}: {error!r}; give another folder.") from error
+    if not tokenizer.is_fast:
+        raise LigerDistError(
+            f"the tokenizer in {folder} is a {type(tokenizer).__name__} without tokenizer.json; convert it to a "
+            "fast one."
+        )
+    # Transformers makes an empty tokenizer for some kinds of models where a folder has only their config.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise LigerDistError(f"{folder} has no vocabulary of a tokenizer; give a folder that holds tokenizer.json.")
+    if tokenizer.eos_token_id is None:
+        raise LigerDistError(
+            f"the tokenizer in {folder} has no end-of-sequence token; set eos_token and save it again."
+        )
+    return tokenizer
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Changes with anything that could change a token."""
+    serialized = f"{tokenizer.backend_tokenizer.to_str()}{tokenizer.chat_template}{tokenizer.eos_token}"
+    return hashlib.sha256(serialized.encode()).hexdigest()[:16]
