@@ -20,6 +20,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 demo: venv
 	$(BIN)/python launch/demo/python_sources.py runs/demo/python.jsonl
+	rm -rf runs/demo/tokenizer
 	$(BIN)/python launch/demo/make_tokenizer.py runs/demo/tokenizer runs/demo/python.jsonl
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo/demo.yaml --overwrite true
 	rm -rf runs/demo/exported

@@ -19,8 +19,9 @@ from training.fault_tolerance import run
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="what --output_dir was")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest complete one")
-    parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, help="of the checkpoint; default: the newest complete one")
+    chosen.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args()

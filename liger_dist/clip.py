@@ -28,7 +28,8 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
 
     Returns:
         The norm before clipping, a plain tensor of shape ``[]``, the same on every rank. Where it is NaN or Inf the
-        gradients stay as they are, so that the parameter can be found.
+        gradients stay as they are, so that the parameter can be found; but not under FSDP1, whose own method makes all
+        of them NaN.
 
     Raises:
         LigerDistError: ``max_norm`` is negative or NaN; parameters of FSDP1 without their wrapper, or of ZeRO, whose

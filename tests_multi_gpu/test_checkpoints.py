@@ -95,6 +95,8 @@ def test_a_damaged_checkpoint_is_passed_over(
     with pytest.raises(liger_dist.LigerDistError, match=r"is not complete|description"):
         export(tmp_path / "other", tmp_path / "exported", step=12)
     assert not (tmp_path / "exported").exists()
+    assert export(tmp_path / "other", tmp_path / "exported", step=None) == 6
+    assert f"{damaged} is not complete (" in capfd.readouterr().out
 
 
 def test_a_file_that_was_added_is_noticed(trained: Path, data: Path, cache: Path, tmp_path: Path, capfd: Any) -> None:

@@ -199,7 +199,7 @@ def test_bad_rows_stop_a_run_or_are_counted(streaming: bool, tokenizer_folder: P
     ]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(rows))
-    config = short(data, tokenizer_folder, tmp_path, sequence_length=40, streaming=streaming, shuffle_window=1000)
+    config = short(data, tokenizer_folder, tmp_path, sequence_length=40, streaming=streaming)
     with pytest.raises(liger_dist.LigerDistError, match=r"data.jsonl line 4 has None in 'text'"):
         train(config)
     with pytest.raises(liger_dist.LigerDistError, match=r"the first of \d such rows.*it is 3"):
@@ -207,6 +207,7 @@ def test_bad_rows_stop_a_run_or_are_counted(streaming: bool, tokenizer_folder: P
     allowed = replace(config, max_bad_rows=4 if not streaming else 40)
     train(allowed)
     (source,) = counts_in(tmp_path / "run")["sources"]
+    assert source["skipped"] == 4
     if not streaming:
         assert (source["documents_read"], source["documents"], source["skipped"]) == (104, 100, 4)
         assert source["tokens"] == sum(split["tokens"] for split in source["splits"].values())
@@ -226,6 +227,11 @@ def test_few_documents_hold_out_their_ends(tokenizer_folder: Path, tmp_path: Pat
     _, held_out = loaded(short(tmp_path / "chats.jsonl", tokenizer_folder, tmp_path, sequence_length=128))
     assert held_out is not None
     assert len(held_out.in_order(0, 9)) == 1
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": CHATS[0]}))
+    one = short(tmp_path / "one.jsonl", tokenizer_folder, tmp_path, sequence_length=128)
+    with pytest.raises(liger_dist.LigerDistError, match=r"one.jsonl has no token for the split 'train'.*--eval_data"):
+        loaded(one)
+    assert loaded(replace(one, eval_fraction=0.0))[1] is None
 
 
 def test_weights_decide_how_often_a_source_is_read(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -255,12 +261,19 @@ def test_streams_of_all_ranks_hold_every_document_once(
     first_epoch: Counter[int] = Counter()
     tokenization = replace(find_tokenization(config), vocab_size=300)
     options: dict[str, Any] = {"sequence_length": 64, "window": 20, "seed": 0, "size": 2}
+    states = []
     for rank in range(2):
         stream = StreamedData([find_source(str(many))], None, tokenization, tmp_path / "cache", rank=rank, **options)
         while stream.state()["place"]["epoch"] == 0:
             sequences = stream.take(0, 1, 0, 1)
             if stream.state()["place"]["epoch"] == 0:
                 first_epoch += tokens_of(sequences)
+                state = stream.state()
+        states.append(state)
+    (counted,) = stream.counts(states)["sources"]
+    assert (counted["documents"], counted["tokens"]) == (len(documents), sum(map(len, documents)))
+    assert counted["labels"] == sum(len(ids) - 1 for ids in documents)
+    assert counted["documents_cut"] == sum(len(ids) > 64 for ids in documents)
     assert first_epoch == Counter(token for ids in documents for token in ids)
     assert not list((tmp_path / "cache").rglob("*.arrow")), "a stream writes nothing"
 
@@ -285,7 +298,7 @@ def test_a_stream_goes_on_where_it_was(
     assert [(p["epoch"], p["window"], p["emitted"]) for p in places[:1]] == [
         (p["epoch"], p["window"], p["emitted"]) for p in places[1:]
     ]
-    assert again.counts == stream.counts
+    assert again.counts([again.state()]) == stream.counts([stream.state()])
     assert [[ids.tolist() for ids, _ in sequence] for sequence in before[:60]] != expected
 
 
@@ -325,7 +338,7 @@ def test_conversations_are_whole_masked_and_alone(tokenizer_folder: Path, tmp_pa
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     data, held_out = loaded(short(tmp_path / "chats.jsonl", tokenizer_folder, tmp_path, sequence_length=256))
     tokenizer = load_tokenizer(tokenizer_folder)
-    (source,) = counts_in(tmp_path / "run")["sources"]
+    (source,) = data.counts([])["sources"]
     assert source["splits"]["train"]["documents_cut"] == source["splits"]["held_out"]["documents_cut"] == 0
     assert source["splits"]["train"]["packed_efficiency"] >= 0.95
     assert held_out is not None

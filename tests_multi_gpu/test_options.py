@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training.config import ELSEWHERE, TrainConfig, parse, to_yaml
 from training.export import export
+from training.model import add_lora
 from training.optimizer import decayed_parameters, make_optimizer, make_schedule
 from training.trainer import train
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
@@ -55,8 +56,10 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
     changed |= {"data": ["a b", "c"], "data_weights": [0.5, 2.0], "lr_scheduler_kwargs": '{"power": 2.0}'}
     changed |= {
         "resume": False,
+        "shuffle_window": 256,
         "streaming": False,
-        "lora_rank": 3,
+        "dora": False,
+        "lora_rank": 0,
         "async_checkpoints": True,
         "dry_run": True,
         "world_size": 4,
@@ -285,9 +288,13 @@ def test_evaluation_alone(trained: Path, data: Path, cache: Path, tmp_path: Path
     assert found["step"] == 12
     assert found["eval_loss"] == pytest.approx(metrics_of(trained)[-1]["eval_loss"], rel=1e-5)
     assert "(perplexity " in capsys.readouterr().out
-    assert (tmp_path / "run" / "config.yaml").read_text() == (trained / "config.yaml").read_text()
+    for name in ("config.yaml", "data.json"):
+        assert (tmp_path / "run" / name).read_text() == (trained / name).read_text(), name
     assert published(tmp_path / "run") == before
     assert len(metrics_of(tmp_path / "run")) == 12
+    # With held-out data of its own, what is trained on is neither tokenised nor streamed.
+    alone = config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, resume=True, streaming=True)
+    train(replace(alone, data=[], eval_data=[str(data / "ast0.txt")]))
     with pytest.raises(liger_dist.LigerDistError, match="--eval_only needs held-out data"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, eval_fraction=0.0))
 
@@ -367,6 +374,12 @@ def test_weight_decay_is_of_matrices_that_are_not_named() -> None:
     for name, parameter in model.named_parameters():
         expected = 0.3 if parameter.dim() == 2 and "embed_tokens" not in name else 0.0
         assert decay[id(parameter)] == expected, name
+    lora = add_lora(model, replace(config, lora_rank=2, dora=True, no_weight_decay=["lora_B"]), has_weights=True)
+    adapted = make_optimizer(lora, replace(config, no_weight_decay=["lora_B"]), frozenset())
+    decay = {id(p): group["weight_decay"] for group in adapted.param_groups for p in group["params"]}
+    trained = {name: decay[id(p)] for name, p in lora.named_parameters() if p.requires_grad}
+    assert {value for name, value in trained.items() if "lora_A" in name} == {0.3}
+    assert {value for name, value in trained.items() if "lora_A" not in name} == {0.0}
     assert {(*group["betas"], group["eps"]) for group in optimizer.param_groups} == {(0.8, 0.95, 1e-6)}
 
 

@@ -200,6 +200,8 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
         ({"messages": TURNS[:1]}, "has no label"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "a turn 0 from 'narrator'"),
         ({"text": "half \ud83d"}, "that are no Unicode"),
+        ({"prompt": "half \ud83d", "completion": "a"}, "in 'prompt' that are no Unicode"),
+        ({"messages": [TURNS[0], {"role": "assistant", "content": "\ud83d"}]}, "that are no Unicode"),
         ({"input_ids": 5}, "has 5 in 'input_ids'; expected a list"),
         ({"messages": TURNS, "tools": "{"}, "has tools that are no JSON"),
         ({"prompt": "a", "completion": 3}, "has 3 in 'completion'"),
@@ -250,6 +252,56 @@ def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
 def test_data_that_is_none_is_refused(make: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=words):
         find_source(str(make(tmp_path)))
+
+
+def test_files_of_other_programs_are_read_as_they_are(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "a.csv").write_bytes(f'\ufefftext,other\n"{long}",1\n'.encode())
+    (tmp_path / "b.txt").write_bytes("\ufeffhello".encode())
+    (tmp_path / "c.jsonl").write_bytes('\ufeff{"text": "hello"}\n'.encode())
+    (found,) = rows_of(tmp_path / "a.csv")
+    assert found.values == {"text": long, "other": "1"}
+    assert [row.text for row in rows_of(tmp_path / "b.txt")] == ["hello"]
+    assert [row.values for row in rows_of(tmp_path / "c.jsonl")] == [{"text": "hello"}]
+
+
+def test_bytes_that_are_not_utf8_make_bad_rows(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text " * 10**6 + b"caf\xe9 au lait")
+    (found,) = rows_of(tmp_path / "a.txt")
+    assert found.reason == "is not UTF-8 (invalid continuation byte, byte 0xe9)"
+    (tmp_path / "a.csv").write_bytes(b"text\nhello\ncaf\xe9\n")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "hello"}\n{"text": "caf\xe9"}\n')
+    good, bad = rows_of(tmp_path / "a.csv")
+    assert encoded(tokenizer, good.values or {})["reason"] is None
+    assert "no UTF-8" in encoded(tokenizer, bad.values or {})["reason"]
+    good, bad = rows_of(tmp_path / "a.jsonl")
+    assert good.reason is None
+    assert bad.reason is not None
+    assert "is no JSON" in bad.reason
+
+
+def rows_of(file: Path) -> list[Row]:
+    return [Row(**row) for row in read_rows(find_source(str(file)).parts(100))]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.json", "a.csv"])
+def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    file, rows = tmp_path / name, [{"text": f"row {i}" * 50} for i in range(500)]
+    if name == "a.parquet":
+        Dataset.from_list(rows).to_parquet(str(file))
+    elif name == "a.csv":
+        file.write_text('text\nhello\n"no end\n')
+    else:
+        text = "\n".join(map(json.dumps, rows)) if name == "a.jsonl.gz" else json.dumps(rows)
+        with gzip.open(file, "wb") if name == "a.jsonl.gz" else file.open("wb") as stream:
+            stream.write(text.encode())
+    if name != "a.csv":
+        content = file.read_bytes()
+        file.write_bytes(content[:-10] if name == "a.parquet" else content[: len(content) // 2])
+    with pytest.raises(liger_dist.LigerDistError, match=f"{file} cannot be read: .*; get the file again"):
+        rows_of(file)
 
 
 def write(file: Path, text: str) -> Path:

@@ -434,3 +434,5 @@ def test_who_is_stuck() -> None:
 def test_a_profiler_trace_on_request(data: Path, cache: Path, tmp_path: Path) -> None:
     train(config_for(data, cache, tmp_path, strategy="none", steps=3, stop_at_step=2, profile_step=2))
     assert "traceEvents" in (tmp_path / "trace-rank0.json").read_text()
+    with pytest.raises(liger_dist.LigerDistError, match="--profile_step is 5000; the run has"):
+        train(config_for(data, cache, tmp_path / "b", strategy="none", steps=None, epochs=0.1, profile_step=5000))

@@ -14,8 +14,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from liger_dist import LigerDistError
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from training.fault_tolerance import run
 from training.output_folder import write_folder
 from training.sources import find_source, read_rows
 
@@ -32,8 +35,10 @@ def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> None:
     at all.
 
     Raises:
-        LigerDistError: the data cannot be read, or ``folder`` cannot be written.
+        LigerDistError: ``folder`` exists or cannot be written, or the data cannot be read.
     """
+    if folder.exists():
+        raise LigerDistError(f"{folder} exists; give another folder, or remove it.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -71,6 +71,8 @@ class Checkpoints:
         self._keep = keep
         self._begun: tuple[int, Path, Writing, dict[str, Any]] | None = None
         self._best: int | None = None
+        self.published_step = 0
+        """of the newest checkpoint that is complete; 0 for none"""
 
     def newest(self, step: int | None = None) -> Saved | None:
         """The newest complete checkpoint (with ``step`` that one), the same on every rank; None when there is none.
@@ -117,6 +119,7 @@ class Checkpoints:
         """Makes room for steps after ``after``: what an earlier run began and did not end is removed, and so is
         everything where the run starts anew, at 0; a checkpoint that was passed over gets another name."""
         on_rank_zero(lambda: self._clear(after))
+        self.published_step = after
 
     def save(
         self, step: int, engine: Engine, progress: dict[str, Any], *, in_background: bool, best: int | None
@@ -159,6 +162,7 @@ class Checkpoints:
         with self._writing(step, partial), _as_unwritten():
             if rank() == 0:
                 self._publish(step, partial, progress, checksums)
+        self.published_step = step
         on_rank_zero(self._remove_surplus)
 
     def load(self, step: int, engine: Engine, *, weights_only: bool = False) -> None:

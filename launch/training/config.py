@@ -26,6 +26,9 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+WINDOW = 256
+
+
 # Optional[...] rather than "... | None": the parser of transformers reads the former on every Python we support.
 @dataclass(frozen=True)
 class TrainConfig:
@@ -43,7 +46,7 @@ class TrainConfig:
     train_on_prompts: bool = option(False, "make prompts and user turns labels, too")
     max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
     streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
-    shuffle_window: int = option(256, "streaming: sequences that are packed and shuffled together")
+    shuffle_window: int = option(WINDOW, "streaming: sequences that are packed and shuffled together")
     num_proc: int = option(os.cpu_count() or 1, "processes that tokenise")
     output_dir: str = option("runs/train", "where everything is written")
     cache_dir: str = option("runs/cache", "where tokenised data is kept between runs")
@@ -147,6 +150,11 @@ class TrainConfig:
             raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
         if self.streaming and self.steps is None and not self.eval_only:
             raise LigerDistError("--streaming is true, and the length of a stream is not known; give --steps.")
+        if self.shuffle_window != WINDOW and not self.streaming:
+            raise LigerDistError(
+                f"--shuffle_window is {self.shuffle_window} but --streaming is false, where all data is shuffled; "
+                "leave it out."
+            )
         if self.global_batch_size is not None and self.global_batch_tokens is not None:
             raise LigerDistError(
                 f"--global_batch_size is {self.global_batch_size} and --global_batch_tokens "
@@ -163,10 +171,13 @@ class TrainConfig:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
             raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
-        if self.profile_step is not None and self.steps is not None and self.profile_step > self.steps:
-            raise LigerDistError(f"--profile_step is {self.profile_step}; expected at most --steps, {self.steps}.")
         if self.world_size is not None and not self.dry_run:
             raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
+        if self.dry_run and (self.lora_rank or self.optimizer != "adamw"):
+            raise LigerDistError(
+                f"--dry_run plans AdamW for all weights, but --lora_rank is {self.lora_rank} and --optimizer "
+                f"{self.optimizer}; leave them out, or measure a step (peak_memory_bytes in metrics.jsonl)."
+            )
         if (self.strategy == "deepspeed") != (self.deepspeed is not None):
             raise LigerDistError(
                 f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "
@@ -198,7 +209,7 @@ class TrainConfig:
             if least is not None and value < least:
                 expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
                 raise LigerDistError(f"--{name} is {value}; expected {expected}.")
-        for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1}.items():
+        for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1, "lora_dropout": 1}.items():
             if getattr(self, name) >= limit:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
         if self.min_learning_rate_ratio > 1:

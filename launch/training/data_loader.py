@@ -6,8 +6,8 @@ import hashlib
 import json
 import queue
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
-from .dataset import TokenTable, token_stream, use_cache
+from .dataset import TokenTable, count_labels, token_stream, use_cache
 from .distributed import on_rank_zero, rank
 from .model import PRESETS, read_config
 from .packing import (
@@ -27,7 +27,6 @@ from .packing import (
     Integers,
     Packing,
     PreparedSource,
-    SplitCounts,
     pack,
     prepare_source,
     too_long_reason,
@@ -36,7 +35,6 @@ from .parallel_dims import ParallelDims
 from .sources import Part, Source, find_source
 from .tokenization import IGNORE_INDEX, Format, Tokenization, load_tokenizer
 
-DATA_JSON = "data.json"
 STREAM_PART = 2**23
 """bytes of a file that are read one after another in a stream; parts are shuffled"""
 
@@ -68,28 +66,37 @@ class Data(Protocol):
     def state(self) -> dict[str, Any]:
         """Of this rank's stream."""
 
+    def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """What ``data.json`` says, from the states of all data ranks."""
+
 
 class CachedData:
     """Packed sequences of one split of several sources.
 
     Args:
+        split: of the sources, whose other split is not read.
         weights: how often a sequence is of each source; None for as often as it has sequences.
+        settings: all else that makes sequences of the tokens, for the fingerprint.
     """
 
     def __init__(
         self,
-        tables: list[TokenTable],
-        packings: list[Packing],
-        fingerprint: str,
+        sources: list[PreparedSource],
+        split: str,
         seed: int,
         weights: list[float] | None = None,
+        settings: Sequence[Any] = (),
     ) -> None:
-        self._tables, self._packings = tables, packings
+        self._sources = sources
+        self._tables = [TokenTable(source.shards, source.files) for source in sources]
+        packings = [Packing.load(source.packings[split]) for source in sources]
+        self._packings = packings
         self.num_sequences: int = sum(len(packing) for packing in packings)
         self._order = Order([len(packing) for packing in packings], seed, weights)
         # Packed from the longest document to the shortest: the first ones are no sample of all.
         self._shuffled = np.random.default_rng(0).permutation(self.num_sequences)
-        self.fingerprint = fingerprint
+        key = [PACKING_FORMAT, [source.digests for source in sources], settings]
+        self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
         return [self._sequence(*self._order[consumed + index]) for index in range(rank, count, size)]
@@ -115,6 +122,9 @@ class CachedData:
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"sources": [source.counts for source in self._sources]}
 
     def _sequence(self, source: int, sequence: int) -> list[Piece]:
         pieces = self._packings[source].pieces(sequence)
@@ -191,22 +201,17 @@ class StreamedData:
         self._encoder = tokenization.encoder()
         self._length, self._window, self._seed = sequence_length, window, seed
         self._weights = weights
-        parts = [source.parts(STREAM_PART) for source in sources]
-        groups = parts if weights is not None else [[part for of_source in parts for part in of_source]]
-        for source, group in zip(sources, groups, strict=False):
-            if len(group) < size:
-                raise LigerDistError(
-                    f"--streaming: {source.name} can be read in {len(group)} parts and {size} ranks read different "
-                    "ones; give more files, or leave --streaming out."
-                )
-        self._groups, self._rank, self._size = groups, rank, size
-        settings = [asdict(tokenization), sequence_length, window, seed, weights, size]
-        names = [source.fingerprint() for source in sources]
-        self.fingerprint = hashlib.sha256(json.dumps([names, settings]).encode()).hexdigest()[:16]
+        groups = [[source] for source in sources] if weights is not None else [sources]
+        self._groups = [_parts(group, size) for group in groups]
+        self._rank, self._size = rank, size
+        settings = [tokenization.fingerprint(), sequence_length, window, seed, weights, size]
+        key = [[source.fingerprint() for source in sources], settings]
+        self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._names = {file: source.name for source in sources for file in map(str, source.files)}
         self._place: dict[str, Any] = {"epoch": 0, "window": 0, "stream": None, "emitted": 0}
         self._bad: list[tuple[str, int, str]] = []
-        self.counts: dict[str, SplitCounts] = {source.name: SplitCounts() for source in sources}
+        self._counts = {source.name: Counter[str]() for source in sources}
+        self._num_packed = 0
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._pending: list[list[Piece]] = []
         self._is_started = False
@@ -216,21 +221,30 @@ class StreamedData:
         assert not self._is_started
         self._place = dict(state["place"])
         self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
-        self.counts = {name: SplitCounts(**counts) for name, counts in state["counts"].items()}
-
-    def write_counts(self, folder: Path, counts: list[dict[str, Any]], tensor_parallel: int) -> None:
-        """Writes ``data.json`` from the counts of all ranks."""
-        sources = []
-        for name in self.counts:
-            ranks = [SplitCounts(**of_rank[name]) for of_rank in counts[::tensor_parallel]]
-            added = {key: sum(getattr(c, key) for c in ranks) for key in ("documents", "tokens", "documents_cut")}
-            sources.append({"source": name, "splits": {"train": added}})
-        text = {"streaming": True, "sources": sources}
-        (folder / DATA_JSON).write_text(json.dumps(text, indent=1) + "\n")
+        self._counts = {name: Counter(counts) for name, counts in state["counts"].items()}
+        self._num_packed = state["num_packed"]
 
     def state(self) -> dict[str, Any]:
-        counts = {name: asdict(counts) for name, counts in self.counts.items()}
-        return {"place": dict(self._place), "bad": self._bad, "counts": counts}
+        counts = {name: dict(counts) for name, counts in self._counts.items()}
+        return {"place": dict(self._place), "bad": self._bad, "counts": counts, "num_packed": self._num_packed}
+
+    def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        totals = {name: Counter[str]() for name in self._counts}
+        for state in states:
+            for name, counts in state["counts"].items():
+                totals[name].update(counts)
+        skipped = Counter(self._names[file] for state in states for file, _, _ in state["bad"])
+        sequences = sum(state["num_packed"] for state in states)
+        tokens = sum(total["tokens"] for total in totals.values())
+        columns = ("documents", "tokens", "labels", "documents_cut")
+        return {
+            "sequences": sequences,
+            "packed_efficiency": round(tokens / max(1, sequences * self._length), 6),
+            "sources": [
+                {"source": name, **{column: total[column] for column in columns}, "skipped": skipped[name]}
+                for name, total in totals.items()
+            ],
+        }
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
         return self._bad
@@ -267,9 +281,8 @@ class StreamedData:
             known = {(file, at) for file, at, _ in self._bad}
             self._bad = [*self._bad, *(row for row in bad if row[:2] not in known)]
             for name, seen in counts.items():
-                total = self.counts[name]
-                total.documents, total.tokens = total.documents + seen.documents, total.tokens + seen.tokens
-                total.documents_cut += seen.documents_cut
+                self._counts[name].update(seen)
+            self._num_packed += len(self._pending)
 
     def _produce(self, place: dict[str, Any]) -> None:
         try:
@@ -341,14 +354,29 @@ class StreamedData:
             sequences.append(pieces)
         return sequences
 
-    def _counted(self, documents: list[dict[str, Any]]) -> dict[str, SplitCounts]:
-        counts: dict[str, SplitCounts] = {}
+    def _counted(self, documents: list[dict[str, Any]]) -> dict[str, Counter[str]]:
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
         for row in documents:
-            seen = counts.setdefault(self._names[row["file"]], SplitCounts())
-            seen.documents += row["begins"]
-            seen.tokens += len(row["ids"])
-            seen.documents_cut += len(row["ids"]) > self._length
+            tokens = len(row["ids"])
+            of_row = {"documents": row["begins"], "tokens": tokens, "labels": count_labels(row)}
+            counts[self._names[row["file"]]].update(of_row | {"documents_cut": tokens > self._length})
         return counts
+
+
+def _parts(sources: list[Source], ranks: int) -> list[Part]:
+    """Parts of several sources, at least one for each rank.
+
+    Raises:
+        LigerDistError: there are fewer, because the files cannot be divided.
+    """
+    size = min(STREAM_PART, max(1, sum(source.num_bytes for source in sources) // (4 * ranks)))
+    found = [part for source in sources for part in source.parts(size)]
+    if len(found) < ranks:
+        raise LigerDistError(
+            f"--streaming: {', '.join(source.name for source in sources)} can be read in {len(found)} parts and "
+            f"{ranks} ranks read different ones; give more files, or leave --streaming out."
+        )
+    return found
 
 
 def collate(sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, *, restart: bool) -> dict[str, Tensor]:
@@ -379,33 +407,35 @@ def collate(sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, 
 
 
 def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDims) -> tuple[Data, CachedData | None]:
-    """The data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached, and writes
-    ``data.json``.
+    """The data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached. With
+    ``--eval_only``, twice what is held out.
 
     Raises:
         LigerDistError: on every rank: the data cannot be read or trained on.
     """
-    if not config.data:
+    if not config.data and not (config.eval_only and config.eval_data):
         raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
     sources = on_rank_zero(lambda: [find_source(name) for name in config.data])
     eval_sources = on_rank_zero(lambda: [find_source(name) for name in config.eval_data])
-    folder, fraction = Path(config.output_dir), 0.0 if eval_sources or config.streaming else config.eval_fraction
-    held_out = on_rank_zero(lambda: [_prepare(config, tokenization, source, 0.0) for source in eval_sources])
-    train: list[PreparedSource] = []
-    if not config.streaming:
-        train = on_rank_zero(lambda: [_prepare(config, tokenization, source, fraction) for source in sources])
-        on_rank_zero(lambda: _write_counts(folder, train, held_out))
+    fraction = 0.0 if eval_sources or config.streaming else config.eval_fraction
+    held_out, weights = None, config.data_weights or None
     settings = (config.sequence_length, fraction, config.data_weights)
-    evaluation: CachedData | None = None
-    if held_out or fraction:
-        of = [(source, "train") for source in held_out] or [(source, "held_out") for source in train]
-        evaluation = _cached(of, settings, config, None)
-    if not config.streaming:
-        whole = [(source, "train") for source in train]
-        return _cached(whole, settings, config, config.data_weights or None), evaluation
+    if eval_sources:
+        prepared = on_rank_zero(lambda: [_prepare(config, tokenization, source, 0.0) for source in eval_sources])
+        held_out = CachedData(prepared, "train", config.seed)
+    if not config.streaming and not (config.eval_only and held_out):
+        prepared = on_rank_zero(lambda: [_prepare(config, tokenization, source, fraction) for source in sources])
+        if fraction:
+            held_out = CachedData(prepared, "held_out", config.seed)
+        if not config.eval_only:
+            return CachedData(prepared, "train", config.seed, weights, settings), held_out
+    if config.eval_only:
+        if held_out is None:
+            raise LigerDistError("--eval_only needs held-out data; give --eval_data, or an --eval_fraction above 0.")
+        return held_out, held_out
     stream = StreamedData(
         sources,
-        config.data_weights or None,
+        weights,
         tokenization,
         Path(config.cache_dir),
         sequence_length=config.sequence_length,
@@ -414,7 +444,7 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
         rank=dims.data_rank(rank()),
         size=dims.data_size,
     )
-    return stream, evaluation
+    return stream, held_out
 
 
 def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, eval_fraction: float) -> PreparedSource:
@@ -434,25 +464,6 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
         flush=True,
     )
     return prepared
-
-
-def _write_counts(folder: Path, train: list[PreparedSource], held_out: list[PreparedSource]) -> None:
-    sources = [{"use": "data", **source.counts} for source in train]
-    sources += [{"use": "eval_data", **source.counts} for source in held_out]
-    (folder / DATA_JSON).write_text(json.dumps({"streaming": False, "sources": sources}, indent=1) + "\n")
-
-
-def _cached(
-    of: list[tuple[PreparedSource, str]], settings: tuple[Any, ...], config: TrainConfig, weights: list[float] | None
-) -> CachedData:
-    tables = [TokenTable(source.shards, source.files) for source, _ in of]
-    packings = [Packing.load(source.packings[split]) for source, split in of]
-    digests = [source.digests for source, _ in of]
-    mark = hashlib.sha256(json.dumps([PACKING_FORMAT, digests, settings]).encode()).hexdigest()[:16]
-    found = CachedData(tables, packings, mark, config.seed, weights)
-    if found.num_sequences == 0:
-        raise LigerDistError(f"the {of[0][1].replace('_', '-')} part of the data holds no token; give more data.")
-    return found
 
 
 def find_tokenization(config: TrainConfig) -> Tokenization:

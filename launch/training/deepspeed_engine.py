@@ -84,6 +84,7 @@ class DeepSpeedEngine:
         return written()
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
+        """All of it, with ``weights_only`` too: ZeRO's fp32 weights are among the optimizer states."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         with deepspeed_names(folder):
             self.model.load_checkpoint(str(folder), tag="state", load_lr_scheduler_states=False)

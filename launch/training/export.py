@@ -111,21 +111,30 @@ def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:
     listed = steps_in(folder)
     if not listed:
         raise LigerDistError(f"{run} has no complete checkpoint; expected the --output_dir of a run that wrote one.")
-    if best:
-        step = read_description(folder / listed[-1])["progress"]["progress"]["best_step"]
+    if step is None:
+        newest = _newest_complete(folder, listed)
+        if not best:
+            return newest
+        step = read_description(newest)["progress"]["progress"]["best_step"]
         if step is None:
             raise LigerDistError(f"{run} was never evaluated, so no checkpoint is the best; leave --best out.")
-    name = listed[-1] if step is None else f"step-{step:08d}"
-    if name not in listed:
+    path: Path = folder / f"step-{step:08d}"
+    if path.name not in listed:
         keeping = " (--keep_best true keeps the best one)" if best else ""
         raise LigerDistError(f"{run} has no checkpoint of step {step}; there are {', '.join(listed)}{keeping}.")
-    damage = damage_of(folder / name)
+    damage = damage_of(path)
     if damage is not None:
-        raise LigerDistError(
-            f"{folder / name} is not complete ({damage}); choose another --step of {', '.join(listed)}."
-        )
-    path: Path = folder / name
+        raise LigerDistError(f"{path} is not complete ({damage}); choose another --step of {', '.join(listed)}.")
     return path
+
+
+def _newest_complete(folder: Path, listed: list[str]) -> Path:
+    for name in reversed(listed):
+        damage = damage_of(folder / name)
+        if damage is None:
+            return folder / name
+        print(f"{folder / name} is not complete ({damage}); it is passed over", flush=True)
+    raise LigerDistError(f"no checkpoint in {folder} is complete, the newest {listed[-1]} ({damage}). Repair one.")
 
 
 def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:

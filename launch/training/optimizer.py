@@ -25,7 +25,12 @@ def clean(name: str) -> str:
 def decays(name: str, parameter: Tensor, excluded: list[str]) -> bool:
     """Whether a parameter of the unsharded model has weight decay: a matrix that ``--no_weight_decay`` does not
     name."""
-    return parameter.dim() >= 2 and not any(part in name for part in excluded)
+    return parameter.dim() >= 2 and not is_named(name, excluded)
+
+
+def is_named(name: str, parts: list[str]) -> bool:
+    """Whether the name of a parameter has one of the parts."""
+    return any(part in name for part in parts)
 
 
 def decayed_parameters(model: nn.Module, config: TrainConfig) -> frozenset[str]:
@@ -44,7 +49,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            has_decay = clean(name) in decayed or (".lora_A." in name or ".lora_B." in name)
+            is_lora_matrix = ".lora_A." in name or ".lora_B." in name
+            # A shard may have one dimension, so that its own does not say.
+            has_decay = clean(name) in decayed or (is_lora_matrix and not is_named(name, config.no_weight_decay))
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             decay = config.weight_decay if has_decay else 0.0
             groups.setdefault((has_decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)

@@ -152,17 +152,15 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
             shutil.rmtree(other, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: in containers, process ids are alike.
+        # Not with the process id, which is the same in several containers.
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     except OSError as error:
-        raise LigerDistError(f"{folder} cannot be written: {error}; choose another --cache_dir.") from error
+        raise LigerDistError(f"{folder} cannot be written: {error}; choose another folder.") from error
     try:
         write(partial / folder.name)
         _rename(partial / folder.name, folder)
     except Exception as error:  # So general by the tokenizers library.
-        raise LigerDistError(
-            f"{folder} cannot be written: {error}; make room, or choose another --cache_dir."
-        ) from error
+        raise LigerDistError(f"{folder} cannot be written: {error}; make room, or choose another folder.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -171,6 +169,6 @@ def _rename(partial: Path, folder: Path) -> None:
     try:
         partial.rename(folder)
     except OSError:
-        # Somebody else was first.
+        # Another process has written the same folder before.
         if not folder.is_dir():
             raise

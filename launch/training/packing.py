@@ -169,13 +169,16 @@ def prepare_source(
     first = too_long[: max_bad_rows + 1].tolist()
     too_long_rows = [(*table.place(row), too_long_reason(int(table.lengths[row]), sequence_length)) for row in first]
     refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows)
-    if not table.lengths.sum():
-        raise LigerDistError(f"--data {source.name} holds no token; give files with text in them.")
     folders: dict[str, Path] = {}
     said: dict[str, dict[str, Any]] = {}
     for split, selection in split_rows(table, eval_fraction).items():
         keep = ~np.isin(selection.rows, too_long)
         chosen = Selection(*(column[keep] for column in selection))
+        if not chosen.lengths.sum():
+            raise LigerDistError(
+                f"--data {source.name} has no token for the split {split!r}: {len(table) - len(too_long)} documents, "
+                f"--eval_fraction {eval_fraction}. Give more data, or --eval_data or --eval_fraction 0."
+            )
         folder = tokens.folder / f"packed-{PACKING_FORMAT}-{sequence_length}-{eval_fraction}-{split}"
         if not folder.is_dir():
             packing = pack(chosen.rows, chosen.lengths, sequence_length, chosen.first)

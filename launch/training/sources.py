@@ -8,7 +8,9 @@ import io
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,9 +120,23 @@ def find_source(name: str) -> Source:
 
 
 def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the parts, as the fields of :class:`Row`."""
+    """Yields the rows of the parts, as the fields of :class:`Row`.
+
+    Raises:
+        LigerDistError: a file is damaged: truncated, no list of JSON, not the table that its name says.
+    """
     for part in parts:
-        yield from (row._asdict() for row in READERS[part.kind](part))
+        with _readable(part.file):
+            yield from (row._asdict() for row in READERS[part.kind](part))
+
+
+@contextmanager
+def _readable(file: str | Path) -> Iterator[None]:
+    """Raises LigerDistError with the file's name for what the libraries that read files raise."""
+    try:
+        yield
+    except (OSError, ValueError, csv.Error) as error:
+        raise LigerDistError(f"{file} cannot be read: {error}; get the file again.") from error
 
 
 def where(file: str, at: int) -> str:
@@ -170,16 +186,14 @@ def _parts_of(file: Path, size: int) -> list[Part]:
 
 
 def _num_rows(file: Path, kind: str) -> int:
-    if kind == "saved":
-        from datasets import load_from_disk
+    with _readable(file):
+        if kind == "saved":
+            from datasets import load_from_disk
 
-        return len(load_from_disk(str(file)))
-    from pyarrow import ArrowInvalid, parquet
+            return len(load_from_disk(str(file)))
+        from pyarrow import parquet
 
-    try:
         return int(parquet.read_metadata(file).num_rows)
-    except (ArrowInvalid, OSError) as error:
-        raise LigerDistError(f"{file} cannot be read as parquet: {error}; get the file again.") from error
 
 
 def _opened(file: Path) -> Any:
@@ -191,7 +205,11 @@ def _opened(file: Path) -> Any:
 
 def _read_text(part: Part) -> Iterator[Row]:
     """A file is one document; of a long one, several rows."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    invalid = _invalid_utf8(Path(part.file))
+    if invalid is not None:
+        yield Row(part.file, 0, None, f"is not UTF-8 ({invalid})")
+        return
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest, begins = "", True
     with _opened(Path(part.file)) as stream:
         while block := stream.read(2**22):
@@ -200,6 +218,20 @@ def _read_text(part: Part) -> Iterator[Row]:
                 yield Row(part.file, 0, None, None, piece, begins, ends=False)
                 begins = False
     yield Row(part.file, 0, None, None, rest + decoder.decode(b"", final=True), begins)
+
+
+def _invalid_utf8(file: Path) -> str | None:
+    """What is wrong with the encoding of a file; None for nothing. Read before the text, of which nothing is used
+    then."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _opened(file) as stream:
+        try:
+            while block := stream.read(2**22):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            return f"{error.reason}, byte {error.object[error.start]:#x}"
+    return None
 
 
 def _read_lines(part: Part) -> Iterator[Row]:
@@ -235,38 +267,35 @@ def _object_row(file: str, at: int, values: Any) -> Row:
 
 def _read_json(part: Part) -> Iterator[Row]:
     """A list of objects."""
-    try:
-        found = json.loads(Path(part.file).read_bytes())
-    except ValueError as error:
-        raise LigerDistError(f"{part.file} cannot be read as JSON: {error}; expected a list, or JSON lines.") from error
+    found = json.loads(Path(part.file).read_bytes())
     yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
 
 
 def _read_csv(part: Part) -> Iterator[Row]:
+    # By default a field has at most 131,072 characters.
+    csv.field_size_limit(sys.maxsize)
     with _opened(Path(part.file)) as stream:
-        lines = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8", errors="replace", newline=""))
+        # What is not UTF-8 becomes surrogates, which the encoder refuses row by row.
+        lines = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
         for index, values in enumerate(lines):
             reason = "has more fields than the first line" if None in values else None
             yield Row(part.file, index, None if reason else values, reason)
 
 
 def _read_parquet(part: Part) -> Iterator[Row]:
-    from pyarrow import ArrowInvalid, parquet
+    from pyarrow import parquet
 
-    try:
-        with parquet.ParquetFile(part.file) as file:
-            counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-            ends = list(itertools.accumulate(counts))
-            groups = [g for g, end in enumerate(ends) if end > part.start and end - counts[g] < part.stop]
-            at = ends[groups[0]] - counts[groups[0]]
-            for batch in file.iter_batches(256, row_groups=groups):
-                first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
-                if first < last:
-                    values = batch.slice(first, last - first).to_pylist()
-                    yield from (Row(part.file, at + first + index, row) for index, row in enumerate(values))
-                at += len(batch)
-    except (ArrowInvalid, OSError) as error:
-        raise LigerDistError(f"{part.file} cannot be read as parquet: {error}; get the file again.") from error
+    with parquet.ParquetFile(part.file) as file:
+        counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(counts))
+        groups = [g for g, end in enumerate(ends) if end > part.start and end - counts[g] < part.stop]
+        at = ends[groups[0]] - counts[groups[0]]
+        for batch in file.iter_batches(256, row_groups=groups):
+            first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
+            if first < last:
+                values = batch.slice(first, last - first).to_pylist()
+                yield from (Row(part.file, at + first + index, row) for index, row in enumerate(values))
+            at += len(batch)
 
 
 def _read_saved(part: Part) -> Iterator[Row]:

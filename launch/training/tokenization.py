@@ -157,8 +157,8 @@ class Encoder:
         if values.get("prompt") is not None and values.get("completion") is not None:
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
         for name in (format.text_column, format.messages_column, "prompt", "completion", "conversations"):
-            if isinstance(values.get(name), str) and not _is_unicode(values[name]):
-                raise BadRowError(f"has characters in {name!r} that are no Unicode (half of a surrogate pair)")
+            if isinstance(values.get(name), str):
+                check_text(name, values[name])
             if name in values:
                 raise BadRowError(f"has {values[name]!r} in {name!r}; expected text or turns")
         raise BadRowError(
@@ -223,6 +223,7 @@ class Encoder:
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
         """Labels are the assistant's turns from ``first`` on, each beyond the prompt that generation starts from."""
         text, spans = self._assistant_spans(messages, _read_tools(tools), first)
+        check_text(self._format.messages_column, text)
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         begins = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
@@ -263,7 +264,8 @@ class Encoder:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half of a surrogate pair, which JSON can hold and tokenizers refuse."""
+    """False for half of a surrogate pair, which JSON can hold and tokenizers refuse; and for bytes that are not
+    UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -281,10 +283,12 @@ def _read_tools(tools: Any) -> Any:
 
 def check_text(name: str, value: Any) -> str:
     """Raises:
-    BadRowError: not a text.
+    BadRowError: not a text, or not Unicode.
     """
     if not isinstance(value, str):
         raise BadRowError(f"has {value!r} in {name!r}; expected text")
+    if not _is_unicode(value):
+        raise BadRowError(f"has characters in {name!r} that are no Unicode (half of a surrogate pair, or no UTF-8)")
     return value
 
 

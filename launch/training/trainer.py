@@ -62,6 +62,8 @@ class Trainer:
         self.progress = Progress()
         self.global_batch_size = dims.global_batch_size(config)
         self.num_steps = num_steps(config, data, self.global_batch_size)
+        if (config.profile_step or 0) > self.num_steps:
+            raise LigerDistError(f"--profile_step is {config.profile_step}; the run has {self.num_steps} steps.")
         self.schedule = make_schedule(engine.optimizer, config, self.num_steps)
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
@@ -126,6 +128,10 @@ class Trainer:
         self.engine.model.train()
         total_on_device(sums)
         return float(sums[0] / sums[1].clamp_min(1))
+
+    def data_states(self) -> list[dict[str, Any]]:
+        """Of all data ranks, in their order."""
+        return gathered(self.data_state)[:: self.dims.tensor_parallel]
 
     def places(self) -> list[str]:
         """Files that this rank's sequences of the last step come from, as far as they are known."""
@@ -213,7 +219,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         keep=config.keep_checkpoints,
     )
     saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
-    config = _resolved(config, dims, saved, folder)
+    config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
@@ -238,16 +244,26 @@ def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops,
     config, first_step = trainer.config, trainer.progress.step
     checkpoints.clear(first_step)
     begin(folder)
+    trainer.data_state = trainer.data.state()
+    on_rank_zero(lambda: (folder / "config.yaml").write_text(to_yaml(config)))
+    write_counts(trainer, trainer.data_states())
     metrics = Metrics(folder, config, trainer.num_steps, first_step)
     with closing(metrics):
         loop = Loop(trainer, checkpoints, metrics, flops, watchdog)
         why = loop.run()
-    data = trainer.data
-    if isinstance(data, StreamedData):
-        counts = gathered(data.state()["counts"])
-        on_rank_zero(lambda: data.write_counts(folder, counts, trainer.dims.tensor_parallel))
+    write_counts(trainer, trainer.data_states())
     if rank() == 0:
         metrics.report(trainer.progress.step, why, flops, has_checkpoint=config.checkpoint_every > 0)
+
+
+def write_counts(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    """Writes ``data.json``: what there is of cached data, what a stream has read so far."""
+    config, held_out = trainer.config, trainer.held_out
+    found = {"streaming": config.streaming, **trainer.data.counts(states)}
+    if config.eval_data and held_out is not None:
+        found["eval_data"] = held_out.counts([])["sources"]
+    text = json.dumps(found, indent=1) + "\n"
+    on_rank_zero(lambda: (Path(config.output_dir) / "data.json").write_text(text))
 
 
 def make_engine(config: TrainConfig, dims: ParallelDims, model: torch.nn.Module) -> Engine:
@@ -279,11 +295,12 @@ def restore(trainer: Trainer, checkpoints: Checkpoints, saved: Saved) -> None:
                 f"of {before['fingerprint']}: files, tokenizer, --sequence_length, --data_weights or --eval_fraction "
                 "differ); go on with the same data, or with --allow_changed_data true."
             )
-        if isinstance(data, StreamedData) and before["fingerprint"] == data.fingerprint:
+        if before["fingerprint"] != data.fingerprint:
+            _say("the data is not that of the checkpoint: the order of its sequences is another")
+        elif isinstance(data, StreamedData):
             data.load_state(streams[trainer.dims.data_rank(rank())])
     checkpoints.load(saved.step, trainer.engine, weights_only=config.eval_only)
     trainer.progress = Progress(**saved.progress["progress"])
-    trainer.data_state = data.state()
     for _ in range(saved.step if not config.eval_only else 0):
         trainer.schedule.step()
     _say(f"continues after step {saved.step}")
@@ -297,14 +314,13 @@ class Loop:
     ) -> None:
         self._trainer, self._checkpoints, self._metrics = trainer, checkpoints, metrics
         self._flops, self._watchdog = flops, watchdog
-        self._saved_step = trainer.progress.step
         self._stops_early = False
 
     def run(self) -> str | None:
         """None, or why it ended before the last step."""
         trainer, config = self._trainer, self._trainer.config
         stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
-        interruption = Interruption(config.grace_seconds, lambda: self._saved_step)
+        interruption = Interruption(config.grace_seconds, lambda: self._checkpoints.published_step)
         with interruption.watched():
             is_asked = trainer.progress.step >= stop_at
             if config.gc_every:
@@ -318,7 +334,7 @@ class Loop:
                     trainer.engine.clear()
                     is_asked = True
             self._checkpoints.finish()
-            if config.checkpoint_every and self._saved_step != trainer.progress.step:
+            if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
                 check_weights(trainer.progress.step, trainer.engine.broken_weights(), None)
                 self._save(in_background=False)
         if trainer.progress.step >= trainer.num_steps:
@@ -384,17 +400,16 @@ class Loop:
         trainer = self._trainer
         step = trainer.progress.step
         self._watchdog.at(step, "writing a checkpoint")
-        states = gathered(trainer.data_state)[:: trainer.dims.tensor_parallel]
-        streams: list[dict[str, Any]] = states if isinstance(trainer.data, StreamedData) else []
+        states = trainer.data_states()
         progress = {
             "progress": asdict(trainer.progress),
             "global_batch_size": trainer.global_batch_size,
             "no_weight_decay": trainer.config.no_weight_decay,
-            "data": {"fingerprint": trainer.data.fingerprint, "streams": streams},
+            "data": {"fingerprint": trainer.data.fingerprint, "streams": states},
         }
         best = trainer.progress.best_step if trainer.config.keep_best else None
         self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)
-        self._saved_step = step
+        write_counts(trainer, states)
 
     @contextmanager
     def _published_first(self) -> Iterator[None]:
@@ -407,8 +422,6 @@ class Loop:
 
 
 def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
-    if trainer.held_out is None:
-        raise LigerDistError("--eval_only needs held-out data; give --eval_data, or an --eval_fraction above 0.")
     loss = trainer.evaluate(watchdog)
     step = trainer.progress.step
     text = json.dumps({"step": step, "eval_loss": loss}) + "\n"
@@ -416,20 +429,16 @@ def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
     _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
 
 
-def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None, folder: Path) -> TrainConfig:
-    """The configuration with what a checkpoint decides, printed and written as ``config.yaml``."""
+def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> TrainConfig:
+    """The configuration with what a checkpoint decides, printed."""
     if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
         config = replace(config, global_batch_size=saved.progress["global_batch_size"])
     size = dims.global_batch_size(config)
     named: dict[str, Any] = {"strategy": dims.strategy}
     resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
-    text = to_yaml(resolved)
-    if not config.eval_only:
-        # That of the run which wrote the checkpoint stays.
-        on_rank_zero(lambda: (folder / "config.yaml").write_text(text))
     micro_batches = dims.micro_batches(config, size)
     _say(
-        f"{text}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
+        f"{to_yaml(resolved)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
         f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
     )
     return resolved
