@@ -27,11 +27,10 @@ from training.parallel_dims import parallel_dims_of
 from training.sources import find_source
 from training.tokenization import Tokenization, load_tokenizer
 from training.trainer import train
-from training_runs import LAUNCH, as_options, config_for, ends_within, torchrun
+from training_runs import CPU, LAUNCH, as_options, config_for, ends_within, torchrun
 
 import liger_dist
 
-CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 TEXTS = [f"row {row}: " + "a few words, " * (1 + row % 7) for row in range(2000)]
 CHATS = [
     [

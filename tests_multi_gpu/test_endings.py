@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,30 +18,24 @@ import pytest
 import torch
 from training.config import TrainConfig
 from training.trainer import train
-from training_runs import LAUNCH, as_options, config_for, ends_within, losses_of, published, torchrun
+from training_runs import (
+    CPU,
+    LAUNCH,
+    as_options,
+    config_for,
+    ends_within,
+    losses_of,
+    published,
+    torchrun,
+    wait_for,
+    workers_of,
+)
 
 import liger_dist
 
-CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="programs that meet on CPUs")
 LONG_STEP: dict[str, Any] = {"batch_size": 1, "global_batch_size": 2000, "eval_fraction": 0.0, "checkpoint_every": 100}
 """a thousand micro-batches on each of two ranks: a step takes most of a minute"""
-
-
-def wait_for(condition: Any, limit: float, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-
-
-def workers_of(agent: int) -> list[int]:
-    """Process ids that torchrun started, by rank."""
-    tasks = Path(f"/proc/{agent}/task").glob("*/children")
-    pids = [int(pid) for children in tasks for pid in children.read_text().split()]
-    ranks = {pid: re.search(rb"\x00RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
-    return [pid for pid, found in sorted(ranks.items(), key=lambda item: int(item[1][1]) if item[1] else -1) if found]
 
 
 def is_computing(process: subprocess.Popen[str], folder: Path) -> bool:
@@ -81,15 +74,19 @@ def test_a_signal_inside_a_long_step_saves_and_ends(
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-def test_a_micro_batch_that_takes_longer_than_the_grace(data: Path, cache: Path, tmp_path: Path) -> None:
-    """Nothing is waited for any longer, and the newest checkpoint is named."""
-    changes: dict[str, Any] = {
-        "batch_size": 256,
-        "global_batch_size": None,
-        "sequence_length": 512,
-        "memory_budget": None,
-    }
+@pytest.mark.parametrize("newest", ["none", "that of step 6"])
+def test_a_micro_batch_that_takes_longer_than_the_grace(
+    newest: str, data: Path, cache: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The program ends without waiting any longer, and names the newest checkpoint."""
+    if newest != "none":
+        shutil.copytree(trained, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000012")
+        (tmp_path / "run" / "checkpoints" / "begun").unlink()
+    changes: dict[str, Any] = {"batch_size": 256, "global_batch_size": None, "memory_budget": None}
+    changes |= {"sequence_length": 512, "resume": newest != "none", "allow_changed_data": True}
     config = config_for(data, cache, tmp_path / "run", **changes, eval_fraction=0.0, grace_seconds=1.0)
+    config = replace(config, global_batch_size=512)
     with ends_within(120, tmp_path):
         program = torchrun(*as_options(config), env=CPU)
         wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
@@ -100,10 +97,12 @@ def test_a_micro_batch_that_takes_longer_than_the_grace(data: Path, cache: Path,
         output = "".join(program.communicate())
     assert time.monotonic() - since < 10, output
     assert program.returncode != 0
-    said = (
-        "asked to end by SIGTERM, and neither the micro-batch nor a checkpoint was done after --grace_seconds 1; the "
-    )
-    assert said + "newest checkpoint is none" in output
+    # At the beginning of a line: the progress bar does not end its line.
+    assert re.search(
+        r"\n\[rank \d\] error: asked to end by SIGTERM, and neither the micro-batch nor a checkpoint was done after "
+        rf"--grace_seconds 1; the newest checkpoint is {newest}\n",
+        output,
+    ), output
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -139,20 +138,6 @@ def test_what_cannot_work_is_not_tried_again(
     assert ended.returncode == 1
     assert ended.stderr.count(words) == 1, ended.stderr
     assert sum("error:" in line for line in ended.stderr.splitlines()) == 1, ended.stderr
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB, which a test fills."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("a small file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(folder: Path, *, keep: int) -> None:

@@ -32,11 +32,10 @@ from training.fault_tolerance import PHASES, Interruption, Watchdog, run
 from training.metrics import Metrics
 from training.output_folder import write_folder
 from training.trainer import Trainer, train
-from training_runs import LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
+from training_runs import CPU, LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
 
-CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 ALONE: dict[str, Any] = {"strategy": "none"}
 """one process that reads what the two of ``trained`` read"""
 

@@ -139,7 +139,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(tokenizer: Any, tmp_path: Path)
 def test_what_is_predicted_of_every_format(values: dict[str, Any], expected: str | None, tokenizer: Any) -> None:
     row = encoded(tokenizer, values)
     assert row["reason"] is None
-    assert row["is_whole"] == (set(values) not in ({"text"}, {"input_ids"}))
+    assert row["is_conversation"] == (set(values) not in ({"text"}, {"input_ids"}))
     if expected is None:
         assert row["ids"].tolist() == [5, 6, 7]
         assert (row["labels"] is None) == ("labels" not in values)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
+CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+"""environment of programs that meet on CPUs"""
 sys.path.insert(0, str(LAUNCH))
 
 from demo.make_tokenizer import train_tokenizer  # noqa: E402
@@ -122,3 +126,21 @@ def abort_all(folder: Path) -> None:
             if str(folder).encode() in command.read_bytes():
                 for number in (signal.SIGABRT, signal.SIGCONT):
                     os.kill(int(command.parent.name), number)
+
+
+def wait_for(condition: Callable[[], bool], limit: float, *processes: subprocess.Popen[str]) -> None:
+    """Waits until ``condition`` holds, while all processes live."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def workers_of(agent: int) -> list[int]:
+    """Process ids that torchrun started, by rank."""
+    tasks = Path(f"/proc/{agent}/task").glob("*/children")
+    pids = [int(pid) for children in tasks for pid in children.read_text().split()]
+    ranks = {pid: re.search(rb"\x00RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
+    return [pid for pid, found in sorted(ranks.items(), key=lambda item: int(item[1][1]) if item[1] else -1) if found]

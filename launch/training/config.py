@@ -115,7 +115,7 @@ class TrainConfig:
     resume_step: Optional[int] = option(None, "continue from the checkpoint of this step; later ones are put aside")
     overwrite: bool = option(False, "begin anew in an output_dir that has checkpoints, and remove them")
     stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
-    stall_timeout: float = option(900.0, "seconds without a step until the watchdog names who is stuck; 0 for none")
+    stall_timeout: float = option(900.0, "seconds without a step until the watchdog names the stuck rank; 0 for none")
     grace_seconds: float = option(20.0, "from SIGTERM, SIGINT or SIGUSR1 to the end, checkpoint included")
     log_every: int = option(1, "steps between lines in metrics.jsonl and the trackers")
     trackers: list[str] = option([], "tensorboard, wandb and others that Accelerate knows")

@@ -329,7 +329,7 @@ class StreamedData:
             lists = {name: found[name] for name in ("ids", "labels") if found[name] is not None}
             row = found | {name: np.asarray(values, np.int32) for name, values in lists.items()}
             reason = found["reason"]
-            if reason is None and row["is_whole"] and len(row["ids"]) > self._length:
+            if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
                 reason = too_long_reason(len(row["ids"]), self._length)
             if reason is not None:
                 bad.append((row["file"], row["at"], reason))

@@ -1,8 +1,8 @@
 """Tokenises documents with ``datasets``: into memory-mapped shards in a cache folder, or as a stream.
 
 A cache folder has a shard for each part of the files (at least 20 where there is enough to divide). A shard gets its
-name when it is whole, so a run that was killed goes on after the shards that it finished, and jobs on several machines
-may fill the same folder.
+name when it is complete, so a run that was killed goes on after the shards that it finished, and jobs on several
+machines may fill the same folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from liger_dist import LigerDistError
 from .sources import Part, Source, read_rows, where
 from .tokenization import Encoder, Tokenization
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """part of a cache's key; 2 kept all tokens of a corpus in one file"""
 SHARDS = 64
 MOST_BYTES = 2**26
@@ -40,11 +40,13 @@ SMALL = 2**22
 """bytes of data that are tokenised here, because starting processes would take longer"""
 ROWS_AT_ONCE = 32
 TOKENS_OF_A_BATCH = 2**20
+FLAGS = ("is_conversation", "begins", "file", "at")
+"""columns with one number for each row"""
 SCHEMA = pa.schema(
     {
         "ids": pa.list_(pa.int32()),
         "labels": pa.list_(pa.int32()),
-        "is_whole": pa.bool_(),
+        "is_conversation": pa.bool_(),
         "begins": pa.bool_(),
         "file": pa.int32(),
         "at": pa.int64(),
@@ -284,7 +286,7 @@ def _record_batch(rows: list[dict[str, Any]], files: dict[str, int]) -> Any:
     columns = {
         "ids": _list_array([row["ids"] for row in rows]),
         "labels": _list_array([row["labels"] for row in rows]),
-        "is_whole": pa.array([row["is_whole"] for row in rows], pa.bool_()),
+        "is_conversation": pa.array([row["is_conversation"] for row in rows], pa.bool_()),
         "begins": pa.array([row["begins"] for row in rows], pa.bool_()),
         "file": pa.array([files[row["file"]] for row in rows], pa.int32()),
         "at": pa.array([row["at"] for row in rows], pa.int64()),
@@ -325,7 +327,7 @@ class TokenTable:
         self._files = files
         self._ids: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
         self._labels: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
-        flags: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in ("is_whole", "begins", "file", "at")}
+        flags: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in FLAGS}
         for path in shards:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             for index in range(reader.num_record_batches):
@@ -335,8 +337,8 @@ class TokenTable:
                     lists.append((column.values.to_numpy(), column.offsets.to_numpy()))
                 for name, columns in flags.items():
                     columns.append(batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64))
-        self.is_whole, self.begins = (np.concatenate(flags[name]).astype(bool) for name in ("is_whole", "begins"))
-        self._file, self._at = np.concatenate(flags["file"]), np.concatenate(flags["at"])
+        is_conversation, begins, self._file, self._at = (np.concatenate(flags[name]) for name in FLAGS)
+        self.is_conversation, self.begins = is_conversation.astype(bool), begins.astype(bool)
         self._firsts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
         lengths = [np.diff(offsets) for _, offsets in self._ids]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)

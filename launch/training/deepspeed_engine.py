@@ -44,7 +44,7 @@ class DeepSpeedEngine:
         self.optimizer = make_optimizer(wrapped, config, decayed)
         self.model, *_ = deepspeed.initialize(model=wrapped, optimizer=self.optimizer, config=settings)
         stage = self.model.zero_optimization_stage()
-        # Without an optimizer of its own it knows one only where it clips.
+        # Without ZeRO and bf16, DeepSpeed computes the gradient norm only where it clips.
         self._has_no_norm = stage == 0 and config.dtype == "float32"
         lora = ", LoRA" if config.lora_rank else ""
         self.format = f"DeepSpeed, ZeRO stage {stage}, {dims.world_size} ranks, {config.dtype}{lora}"

@@ -79,8 +79,8 @@ def start() -> None:
 
 
 def _store_of_this_attempt() -> Any:
-    """Torchrun's store lives through restarts, and with it the addresses of processes that are gone: each attempt gets
-    names of its own there. None for a store that is new, or none of torchrun's.
+    """A prefix of torchrun's store for each attempt: the store lives through restarts, and with it the addresses of
+    processes that have ended. None for a new store, or none of torchrun's.
 
     Raises:
         LigerDistError: several machines restart; they count attempts each by itself.
@@ -144,7 +144,7 @@ def total_on_device(value: Tensor) -> Tensor:
 def on_rank_zero(function: Callable[[], T]) -> T:
     """Runs ``function`` on rank 0 and gives its (picklable) result, or its refusal, to every rank.
 
-    It may take hours: the others hear every few seconds that it goes on, within the time limits of the process group
+    It may take hours: every few seconds rank 0 broadcasts that it goes on, within the time limits of the process group
     and of the watchdog.
     """
     pool = ThreadPoolExecutor(1)
@@ -169,12 +169,12 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def gathered(value: T) -> list[T]:
-    """That of every rank, in their order."""
+    """All-gathers a picklable value, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    everyone = [value] * world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    values = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator
     """What a rank cannot write inside is refused on every rank alike: ``what``, the reason, ``way_out``.
 
     Torch's archives hide why a file cannot be written: ``reproduce`` tries the like, and its OSError is the reason.
-    Any other exception is this rank's own, and goes on: where it is raised the others may be inside a collective.
+    Any other exception is raised on this rank alone: the other ranks may be inside a collective.
     """
     reasons: dict[int, str] = {}
     try:
@@ -219,16 +219,16 @@ def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator
             reproduce()
         except OSError as error:
             clear = {rank(): str(error)}
-    everyone = gathered((reasons, clear))
-    found = {rank: reason for said, _ in everyone for rank, reason in said.items()}
-    found = {rank: reason for _, said in everyone for rank, reason in said.items()} or found
+    of_ranks = gathered((reasons, clear))
+    found = {rank: reason for said, _ in of_ranks for rank, reason in said.items()}
+    found = {rank: reason for _, said in of_ranks for rank, reason in said.items()} or found
     if found:
         where = "" if len(found) == world_size() else f"on rank {', '.join(map(str, sorted(found)))} "
         raise LigerDistError(f"{what}: {where}{next(iter(found.values()))}. {way_out}.")
 
 
 def say(message: str) -> None:
-    """Prints on stderr, on a line of its own: a progress bar may hold the line that a terminal is in."""
+    """Prints on stderr, on a new line: a progress bar may hold the terminal's current one."""
     where = "" if world_size() == 1 else f"[rank {rank()}] "
     print(f"\n{where}{message}", file=sys.stderr, flush=True)
 
@@ -260,7 +260,7 @@ def answer_of(ask: Callable[[], T], limit: float) -> T | None:
     answers: list[T] = []
 
     def keep() -> None:
-        # Of a store that is gone: torch's DistStoreError and DistNetworkError.
+        # Torch's DistStoreError and DistNetworkError, where the store is closed.
         with suppress(RuntimeError):
             answers.append(ask())
 
@@ -287,7 +287,7 @@ def stop_launcher() -> None:
 
 
 def stop_launcher_without(nodes: int) -> None:
-    """Ends torchrun where too few nodes remain without so many: it would wait for others, minutes long.
+    """Ends torchrun where too few nodes remain without so many: it would wait minutes for new ones.
 
     ``MIN_NODES``, which launch/torchrun_multi_node.sh sets, says how many a run needs; default: all.
     """

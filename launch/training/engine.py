@@ -115,7 +115,7 @@ class TorchEngine:
         if not in_background:
             state_dict_saver.save(state, **options)
             return written()
-        # It exchanges what ranks write while the training exchanges gradients: it has a process group of its own.
+        # Another process group than that of the training, whose collectives run at the same time.
         writing = state_dict_saver.async_save(state, process_group=checkpoint_group(), **options)
         assert isinstance(writing, Future)
         return writing

@@ -60,14 +60,16 @@ PHASES = (
 SETUP = ("preparing", "loading a checkpoint")
 LEAST_FOR_SETUP = 60.0
 """seconds that these have, however short the limit"""
-NOTHING: dict[str, Any] = {"beats": -1, "place": [0, 0], "stack": [], "node": -1}
+Heartbeats = dict[int, dict[str, Any]]
+"""by rank"""
+NO_HEARTBEAT: dict[str, Any] = {"beats": -1, "place": [0, 0], "stack": [], "node": -1}
 """of a rank that has not begun"""
 ANSWER_LIMIT = 5.0
 """seconds for the store to answer, where it is asked again and again"""
 BEAT = 1.0
 """seconds between two signs of life, or a quarter of the limit if that is shorter"""
 KEY = "liger_dist/watchdog"
-"""of the store: what each rank told last"""
+"""prefix of the heartbeats in the store"""
 
 
 def run(main: Callable[[], None]) -> None:
@@ -80,7 +82,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
         if dist.is_initialized():
-            # Together: a rank that leaves early closes connections that the others may still be using.
+            # All ranks leave together: connections that a rank closes early may still be in use.
             dist.barrier()
             dist.destroy_process_group()
             sys.stdout.flush()
@@ -102,8 +104,8 @@ def run(main: Callable[[], None]) -> None:
     except Exception as error:
         if dist.is_initialized() and any(sign in str(error) for sign in LOST):
             gone = ", ".join(map(str, gone_ranks()))
-            who = f"rank {gone} is gone" if gone else "another rank is gone, and torchrun says which"
-            _report(f"error: {who}: {(str(error).splitlines() or [''])[0]}", is_refusal=True)
+            lost = f"rank {gone} is gone" if gone else "another rank is gone, and torchrun says which"
+            _report(f"error: {lost}: {(str(error).splitlines() or [''])[0]}", is_refusal=True)
         else:
             _report(traceback.format_exc(), is_refusal=False)
     # No clean-up: another rank may be inside a collective, and leaving the group would wait for it.
@@ -121,8 +123,8 @@ class Interruption:
     """Turns SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 into a flag that the loop reads between micro-batches.
 
     Where the process has not ended after ``grace`` seconds, because a micro-batch or a checkpoint takes longer, a
-    thread ends it. A second Ctrl-C ends it at once. The same signal comes twice where torchrun hands on what the whole
-    process group was sent already.
+    thread ends it. A second Ctrl-C ends it at once. The same signal comes twice where torchrun forwards one
+    that the terminal has sent to all processes.
 
     Args:
         newest_step: step of the newest checkpoint, for the message.
@@ -224,8 +226,8 @@ def check_weights(step: int, broken_weights: list[str], held_out_loss: float | N
 
 
 class Watchdog:
-    """A thread that tells the others through torchrun's store where this rank is. Collectives would not do: they are
-    what a stuck rank keeps the others in."""
+    """Publishes heartbeats of this rank in torchrun's store, from a thread, and ends the program when the rank makes no
+    progress. Collectives would not do: a stuck rank keeps the other ranks in one."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -237,7 +239,7 @@ class Watchdog:
         self._store = own_store()
 
     def at(self, step: int, phase: str) -> None:
-        """Notes where this rank is."""
+        """Notes step and phase of this rank, as progress."""
         self._place = (step, PHASES.index(phase))
         self._note_progress()
 
@@ -255,7 +257,7 @@ class Watchdog:
             yield
             return
         self._note_progress()
-        self._tell(0)
+        self._publish(0)
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         on_sign_of_life.append(self._note_progress)
@@ -270,7 +272,7 @@ class Watchdog:
         beats, pause = 0, min(BEAT, self._limit / 4)
         while not self._ended.wait(pause):
             beats += 1
-            self._tell(beats)
+            self._publish(beats)
             if self._is_late():
                 self._end(beats, pause)
 
@@ -278,27 +280,26 @@ class Watchdog:
         """None where the store does not answer in time: rank 0 may be frozen, or the link to its host cut."""
         return answer_of(ask, min(ANSWER_LIMIT, self._limit))
 
-    def _tell(self, beats: int) -> None:
-        if self._store is not None:
-            node = int(os.environ.get("GROUP_RANK", "0"))
-            told = json.dumps({"beats": beats, "place": self._place, "stack": self._stack(), "node": node})
-            self._ask(lambda: self._set(told))
+    def _heartbeat(self, beats: int) -> dict[str, Any]:
+        node = int(os.environ.get("GROUP_RANK", "0"))
+        return {"beats": beats, "place": self._place, "stack": self._stack(), "node": node}
 
-    def _set(self, told: str) -> bool:
-        self._store.set(f"{KEY}/{rank()}", told)
-        return True
+    def _publish(self, beats: int) -> None:
+        if self._store is not None:
+            text = json.dumps(self._heartbeat(beats))
+            self._ask(lambda: self._store.set(f"{KEY}/{rank()}", text))
 
     def _end(self, beats: int, pause: float) -> None:
-        before = self._all_ranks()
-        # Long enough for every rank that lives to have told more.
+        before = self._heartbeats(beats)
+        # Every rank that lives publishes in this time.
         for _ in range(3):
             time.sleep(pause)
             beats += 1
-            self._tell(beats)
-        # At the end of a run the store may be gone.
+            self._publish(beats)
+        # At the end of a run the store may be closed.
         if self._ended.is_set() or not self._is_late():
             return
-        after = self._all_ranks()
+        after = self._heartbeats(beats)
         if before is None or after is None:
             if speaks_without_store():
                 say_error(
@@ -307,22 +308,16 @@ class Watchdog:
                 )
             stop_launcher_without(1)
             os._exit(1)
-        # It asks the store, within a limit of its own.
         if is_first_to_report():
-            say_error(f"no progress for {self._limit:.0f} s: {named(before, after)}")
+            say_error(f"no progress for {self._limit:.0f} s: {describe_stall(before, after)}")
         stop_launcher_without(len(silent_nodes(before, after)))
         os._exit(1)
 
-    def _all_ranks(self) -> dict[int, dict[str, Any]] | None:
+    def _heartbeats(self, beats: int) -> Heartbeats | None:
+        """Of all ranks; None where the store does not answer."""
         if self._store is None:
-            return {0: {"beats": 0, "place": self._place, "stack": self._stack(), "node": 0}}
-        return self._ask(lambda: {other: self._told(other) for other in range(world_size())})
-
-    def _told(self, other: int) -> dict[str, Any]:
-        """By a rank; of one that has told nothing a value would never come."""
-        key = f"{KEY}/{other}"
-        told: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else NOTHING
-        return told
+            return {0: self._heartbeat(beats)}
+        return self._ask(lambda: read_heartbeats(self._store))
 
     def _stack(self) -> list[str]:
         """Where the main thread is, innermost first."""
@@ -331,48 +326,50 @@ class Watchdog:
         return [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in reversed(frames)][:6]
 
 
-def silent_ranks(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> list[int]:
-    """Ranks that told nothing new between two looks."""
+def read_heartbeats(store: Any) -> Heartbeats:
+    """Reads the newest heartbeat of every rank. Asking for a key that no rank has set would wait."""
+    keys = {other: f"{KEY}/{other}" for other in range(world_size())}
+    return {other: json.loads(store.get(key)) if store.check([key]) else NO_HEARTBEAT for other, key in keys.items()}
+
+
+def silent_ranks(before: Heartbeats, after: Heartbeats) -> list[int]:
+    """Ranks without a new heartbeat between two reads."""
     return [other for other in after if after[other]["beats"] == before[other]["beats"]]
 
 
-def silent_nodes(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> set[int]:
-    """Nodes of which no rank told anything new."""
+def silent_nodes(before: Heartbeats, after: Heartbeats) -> set[int]:
+    """Nodes without a new heartbeat of any of their ranks."""
     silent = set(silent_ranks(before, after))
-    nodes = {told["node"] for told in after.values()}
-    return {node for node in nodes if silent >= {other for other, told in after.items() if told["node"] == node}}
+    nodes = {heartbeat["node"] for heartbeat in after.values()}
+    return {node for node in nodes if silent >= {other for other, beat in after.items() if beat["node"] == node}}
 
 
 def gone_ranks() -> list[int]:
-    """Ranks that do not tell anything any more, by two looks at the store; none where it does not answer."""
+    """Ranks without a new heartbeat for 2.5 beats; none where the store does not answer."""
     store = own_store()
-
-    def look() -> dict[int, dict[str, Any]]:
-        keys = {other: f"{KEY}/{other}" for other in range(world_size())}
-        return {other: json.loads(store.get(key)) if store.check([key]) else NOTHING for other, key in keys.items()}
-
-    before = answer_of(look, STORE_LIMIT)
+    before = answer_of(lambda: read_heartbeats(store), STORE_LIMIT)
     time.sleep(2.5 * BEAT)
-    after = answer_of(look, STORE_LIMIT)
+    after = answer_of(lambda: read_heartbeats(store), STORE_LIMIT)
     return [] if before is None or after is None else silent_ranks(before, after)
 
 
-def named(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
-    """Who is stuck, by two looks at what every rank told."""
-    absent = [other for other, told in after.items() if told["beats"] < 0]
+def describe_stall(before: Heartbeats, after: Heartbeats) -> str:
+    """Names the ranks that are stuck, from two reads of all heartbeats."""
+    absent = [other for other, heartbeat in after.items() if heartbeat["beats"] < 0]
     if absent:
         return f"rank {', '.join(map(str, absent))} has not begun; the others wait for it"
     frozen = silent_ranks(before, after) if len(after) > 1 else []
-    least = min(told["place"] for told in after.values())
-    behind = [other for other, told in after.items() if told["place"] == least]
+    least = min(heartbeat["place"] for heartbeat in after.values())
+    behind = [other for other, heartbeat in after.items() if heartbeat["place"] == least]
     stuck, why = (frozen, "does not answer, last seen") if frozen else (behind, "is stuck")
     if len(stuck) == len(after) > 1:
-        lines = "; ".join(f"rank {other} at {told['stack'][0]}" for other, told in after.items())
+        lines = "; ".join(f"rank {other} at {heartbeat['stack'][0]}" for other, heartbeat in after.items())
         return f"all ranks are in {_place(least)}: {lines}"
-    told = after[stuck[0]]
+    first = after[stuck[0]]
     ranks = f"rank {', '.join(map(str, stuck))}"
-    others = "" if len(after) == 1 else f"; the others wait in {_place(max(t['place'] for t in after.values()))}"
-    return f"{ranks} {why} in {_place(told['place'])}, at {' < '.join(told['stack'][:3])}{others}"
+    furthest = max(heartbeat["place"] for heartbeat in after.values())
+    waiting = "" if len(after) == 1 else f"; the others wait in {_place(furthest)}"
+    return f"{ranks} {why} in {_place(first['place'])}, at {' < '.join(first['stack'][:3])}{waiting}"
 
 
 def _place(place: Sequence[int]) -> str:

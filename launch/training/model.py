@@ -213,8 +213,8 @@ def read_weights(folder: Path, attention: str | None) -> nn.Module:
             f"{folder} has no weights for {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}; get its "
             f"files again, or give --model {folder / 'config.json'} for random ones."
         )
-    whole: nn.Module = model
-    return whole
+    found: nn.Module = model
+    return found
 
 
 def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:

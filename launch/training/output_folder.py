@@ -18,7 +18,7 @@ from liger_dist import LigerDistError
 from .distributed import gathered, launcher, on_rank_zero, rank
 
 SHARED_LIMIT = 30.0
-"""seconds for a file of rank 0 to be seen by the others: shared disks are asked rarely"""
+"""seconds until other ranks must see a file of rank 0: network disks cache listings"""
 LOCK = "lock"
 BEGUN = "begun"
 ABANDONED = 24 * 3600.0
@@ -82,7 +82,7 @@ def _take(folder: Path, lock: list[IO[bytes]]) -> str:
         raise LigerDistError(f"nothing can be written to {folder}: {error}; choose another --output_dir.") from error
     lock.append(file)
     try:
-        # Let go of by the system when the process ends, however it does.
+        # The system releases it when the process ends, after a crash too.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise LigerDistError(f"another run writes to {folder}; wait for it, or choose another --output_dir.") from error

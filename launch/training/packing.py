@@ -164,7 +164,7 @@ def prepare_source(
     tokens.prepare(max_bad_rows, num_proc)
     shards = tokens.counts()
     table = tokens.table()
-    too_long = np.flatnonzero(table.is_whole & (table.lengths > sequence_length))
+    too_long = np.flatnonzero(table.is_conversation & (table.lengths > sequence_length))
     skipped = [bad for counts in shards for bad in counts.skipped]
     first = too_long[: max_bad_rows + 1].tolist()
     too_long_rows = [(*table.place(row), too_long_reason(int(table.lengths[row]), sequence_length)) for row in first]
@@ -217,7 +217,8 @@ def split_rows(table: TokenTable, eval_fraction: float) -> dict[str, Selection]:
         parts = {"train": rows[~is_out], "held_out": rows[is_out]}
         return {name: Selection(part, first[part], table.lengths[part]) for name, part in parts.items()}
     last = rows == len(rows) - 1
-    out = np.where(table.is_whole, np.where(last, table.lengths, 0), (table.lengths * eval_fraction).astype(np.int64))
+    end_of_text = (table.lengths * eval_fraction).astype(np.int64)
+    out = np.where(table.is_conversation, np.where(last, table.lengths, 0), end_of_text)
     kept = table.lengths - out
     return {
         "train": Selection(rows[kept > 0], first[kept > 0], kept[kept > 0]),

@@ -18,7 +18,7 @@ OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Processes of one tensor-parallel group read the same data; the others read different."""
+    """Sizes of the mesh. Ranks of one tensor-parallel group read the same data; data ranks read different data."""
 
     strategy: str
     world_size: int

@@ -27,7 +27,7 @@ FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """For ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    """Replaces ``getattr``, which Python 3.11.0 to 3.11.3 use to pickle members of an enum."""
     if kind not in _enums():
         raise pickle.UnpicklingError(f"getattr of {kind}")
     return kind[name]

@@ -74,7 +74,7 @@ class Document(NamedTuple):
     ids: Ids
     labels: Ids | None
     """-100 where nothing is predicted; None where labels are the ids"""
-    is_whole: bool
+    is_conversation: bool
     """True for a conversation, which is never cut"""
 
 
@@ -98,11 +98,12 @@ class Encoder:
         self._fast = tokenizer.backend_tokenizer
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """For ``map(batched=True)``: columns ``ids``, ``labels``, ``is_whole`` and ``reason`` (None for a good row)."""
+        """For ``map(batched=True)``: columns ``ids``, ``labels``, ``is_conversation`` and ``reason``, which is None for
+        a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
         encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
-        out: dict[str, list[Any]] = {"ids": [], "labels": [], "is_whole": [], "reason": []}
+        out: dict[str, list[Any]] = {"ids": [], "labels": [], "is_conversation": [], "reason": []}
         for index, row in enumerate(rows):
             try:
                 document, reason = self._document(row, encoded.get(index)), None
@@ -191,9 +192,9 @@ class Encoder:
         ids = np.concatenate([self._bos, before, after, [self._tokenizer.eos_token_id]]).astype(np.int32)
         labels = ids.copy()
         labels[: len(self._bos) + len(before)] = IGNORE_INDEX
-        return self._whole(ids, labels)
+        return self._conversation(ids, labels)
 
-    def _whole(self, ids: Ids, labels: Ids) -> Document:
+    def _conversation(self, ids: Ids, labels: Ids) -> Document:
         return Document(ids, None if self._format.train_on_prompts else labels, True)
 
     def _token_ids(self, ids: Any, labels: Any) -> Document:
@@ -230,7 +231,7 @@ class Encoder:
         learned = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
             learned |= (begins >= start) & (begins < stop)
-        return self._whole(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
+        return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
 
     def _assistant_spans(
         self, messages: list[dict[str, Any]], tools: Any, first: int
@@ -247,7 +248,7 @@ class Encoder:
             if not text.startswith(after) or not after.startswith(before):
                 raise BadRowError(
                     f"has a turn {index} that the chat template writes differently as a prompt, as history, or when "
-                    "later turns follow, so its labels cannot be told; give a template that only appends, with "
+                    "later turns follow, so its labels are not known; give a template that only appends, with "
                     "--chat_template FILE"
                 )
             spans.append((len(before), len(after)))

@@ -84,7 +84,7 @@ class Trainer:
         watchdog.at(step + 1, "reading data")
         self.data_state = self.data.state()
         batches, labels, read = self._read_batches()
-        # Dropout draws the same numbers in a resumed run, and others on each rank.
+        # Dropout draws the same numbers in a resumed run, and different ones on each rank.
         torch.manual_seed((config.seed * 1_000_003 + step) * self._data_size + self._data_rank)
         # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
         # Every rank of a tensor-parallel group has counted the same ones.
@@ -350,8 +350,8 @@ class Loop:
             loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
         step = trainer.progress.step
         row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
-        # Reading the loss has waited for the step. One exchange tells every rank of an interruption, of a checkpoint
-        # that all ranks have written, and of NaN or Inf, which a bad device has on its own rank alone.
+        # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
+        # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
         is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
         asked, writers, broken = total(interruption.requested, self._checkpoints.is_written(), is_broken)
         if writers == world_size():
