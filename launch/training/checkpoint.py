@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from liger_dist import LigerDistError
 
 from .config import TrainConfig
 from .distributed import UnwrittenError, as_one, gathered, on_rank_zero, rank, world_size
-from .engine import Engine, Writing
+from .engine import Engine
 
 DESCRIPTION = "description.json"
 MODEL = "model"
@@ -69,13 +70,14 @@ class Checkpoints:
         self._description: dict[str, Any] = {}
         self._write_model = write_model
         self._keep = keep
-        self._begun: tuple[int, Path, Writing, dict[str, Any]] | None = None
+        self._begun: tuple[int, Path, Future[Any] | None, dict[str, Any]] | None = None
         self._best: int | None = None
         self.published_step = 0
         """of the newest checkpoint that is complete; 0 for none"""
 
     def newest(self, step: int | None = None) -> Saved | None:
-        """The newest complete checkpoint (with ``step`` that one), the same on every rank; None when there is none.
+        """Finds the newest complete checkpoint (with ``step`` that one), the same on every rank; None when there is
+        none.
 
         One that was damaged since it was published is passed over, with a sentence that names the file. Every rank
         reads a part of the files.
@@ -106,7 +108,7 @@ class Checkpoints:
         return None
 
     def describe(self, description: dict[str, Any], saved: Saved | None) -> None:
-        """Notes what checkpoints of this run must share with those that resume them.
+        """Sets what checkpoints of this run must share with those that resume them.
 
         Raises:
             LigerDistError: ``saved`` belongs to another model, tokenizer or seed, or its format cannot be read.
@@ -144,16 +146,18 @@ class Checkpoints:
             self.finish()
 
     def is_written(self) -> bool:
-        """Whether this rank has done its part of what :meth:`save` began."""
-        return self._begun is not None and self._begun[2].done()
+        """True where this rank has done its part of what :meth:`save` began."""
+        writing = None if self._begun is None else self._begun[2]
+        return writing is not None and writing.done()
 
     def finish(self) -> None:
         """Waits for what :meth:`save` began, and publishes it."""
         if self._begun is None:
             return
         (step, partial, writing, progress), self._begun = self._begun, None
-        with self._writing(step, partial):
-            writing.result()
+        if writing is not None:
+            with self._writing(step, partial):
+                writing.result()
         with self._writing(step, partial), _as_unwritten():
             if rank() == 0:
                 self._write_model(partial / MODEL)
@@ -196,7 +200,7 @@ class Checkpoints:
             raise
 
     def _write_probe(self) -> None:
-        """As much as the smallest file of a checkpoint has."""
+        """Writes as much as the smallest file of a checkpoint has."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
             file.write(bytes(2**20))
 
@@ -241,7 +245,7 @@ class Checkpoints:
 
 
 def steps_in(folder: Path) -> list[str]:
-    """Names of published checkpoints, oldest first."""
+    """Lists the names of published checkpoints, oldest first."""
     found = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=_step_of)
 
@@ -260,7 +264,7 @@ def refuse_earlier(folder: Path) -> None:
 
 @contextmanager
 def _as_unwritten() -> Iterator[None]:
-    """What this rank cannot write or read back is refused by all ranks together."""
+    """Turns an OSError of this rank into one that all ranks refuse together."""
     try:
         yield
     except OSError as error:
@@ -268,7 +272,7 @@ def _as_unwritten() -> Iterator[None]:
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
-    """XXH3 (128 bits) of every file in a folder, by its name there; every rank reads a part of the files.
+    """Computes XXH3 (128 bits) of every file in a folder, by its name there; every rank reads a part of the files.
 
     Raises:
         OSError: a file of this rank cannot be read; the other ranks wait for it no longer.
@@ -296,7 +300,7 @@ def checksum_of_file(file: Path) -> str:
 
 
 def checksum_of_text(description: dict[str, Any]) -> str:
-    """Of a description, without its own checksum."""
+    """Computes the checksum of a description, without its own checksum."""
     values = {name: value for name, value in description.items() if name != "checksum"}
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -312,7 +316,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a published checkpoint, the same on every rank; None for nothing.
+    """Says what is wrong with a published checkpoint, the same on every rank; None for nothing.
 
     Raises:
         LigerDistError: the disk does not say.
@@ -345,7 +349,8 @@ def _described(path: Path) -> dict[str, Any] | str:
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line; of torch's exception, which has a traceback of each rank, the first one's."""
+    """Returns the message of an error in one line; of torch's CheckpointException, which has one of each rank, the
+    first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines() or [""]
@@ -353,7 +358,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def describe_model(model_config: Any, tokenization: str, config: TrainConfig, format: str) -> dict[str, Any]:
-    """What a checkpoint must share with the run that resumes it."""
+    """Collects what a checkpoint must share with the run that resumes it."""
     settings = model_config.get_text_config().to_diff_dict()
     model = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
     lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
@@ -373,7 +378,7 @@ def _step_of(name: str) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first: one that is half removed is no checkpoint."""
+    """Renames the folder before its files are removed: one that is half removed is no checkpoint."""
     partial = path.with_suffix(".partial")
     path.rename(partial)
     shutil.rmtree(partial, ignore_errors=True)

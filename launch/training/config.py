@@ -20,7 +20,7 @@ from liger_dist import LigerDistError
 
 
 def option(default: Any, help: str) -> Any:
-    """A field with its help text."""
+    """Makes a field with a help text."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -262,7 +262,7 @@ UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def parse(argv: list[str]) -> TrainConfig:
-    """``[FILE.yaml] [--name value ...]``; the command line wins over the file.
+    """Parses ``[FILE.yaml] [--name value ...]``; the command line wins over the file.
 
     Raises:
         LigerDistError: the file does not exist, or a name is no option.
@@ -281,7 +281,7 @@ def parse(argv: list[str]) -> TrainConfig:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as a file that :func:`parse` reads."""
+    """Writes the configuration as text that :func:`parse` reads."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text
@@ -296,7 +296,7 @@ def _nearest(name: str) -> str:
 
 
 def _read_yaml(path: Path) -> list[str]:
-    """The file as options of the command line, so that both are checked alike."""
+    """Turns the file into options of the command line, so that both are checked alike."""
     if not path.is_file():
         raise LigerDistError(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
     try:

@@ -58,16 +58,17 @@ class Data(Protocol):
         """Of one epoch; None for a stream."""
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
-        """The sequences of data rank ``rank`` of ``size``, of the ``count`` after the first ``consumed``."""
+        """Takes the sequences of data rank ``rank`` of ``size``, of the ``count`` after the first ``consumed``."""
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
-        """Rows that this rank has skipped in its stream; none of cached data, which is counted before."""
+        """Lists the rows that this rank has skipped in its stream; none of cached data, whose rows are counted
+        before."""
 
     def state(self) -> dict[str, Any]:
-        """Of this rank's stream."""
+        """Returns the position of this rank's stream, as JSON."""
 
     def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """What ``data.json`` says, from the states of all data ranks."""
+        """Makes the content of ``data.json``, from the states of all data ranks."""
 
 
 class CachedData:
@@ -102,14 +103,14 @@ class CachedData:
         return [self._sequence(*self._order[consumed + index]) for index in range(rank, count, size)]
 
     def in_order(self, first: int, count: int) -> list[list[Piece]]:
-        """Sequences by their place in an order that is the same in every run; fewer at its end."""
+        """Takes sequences in an order that is the same in every run; fewer at its end."""
         firsts = np.cumsum([0, *map(len, self._packings)])
         places = self._shuffled[first : first + count]
         sources = np.searchsorted(firsts, places, side="right") - 1
         return [self._sequence(int(s), int(p - firsts[s])) for s, p in zip(sources, places, strict=True)]
 
     def places(self, consumed: int, count: int, rank: int, size: int) -> list[str]:
-        """Where the documents of the sequences that :meth:`take` gives come from."""
+        """Lists the files of the documents in the sequences that :meth:`take` gives."""
         found = []
         for index in range(rank, count, size):
             source, sequence = self._order[consumed + index]
@@ -132,7 +133,8 @@ class CachedData:
 
 
 class Order:
-    """Which sequence of which source comes when: a function of seed and position, so that a resumed run goes on."""
+    """Maps a position of the run to a source and one of its sequences: a function of the seed, so that a resumed run
+    continues."""
 
     def __init__(self, sizes: list[int], seed: int, weights: list[float] | None) -> None:
         self._sizes, self._seed, self._weights = sizes, seed, weights
@@ -217,7 +219,7 @@ class StreamedData:
         self._is_started = False
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where :meth:`state` was asked; before the first :meth:`take`."""
+        """Continues where :meth:`state` was asked; before the first :meth:`take`."""
         assert not self._is_started
         self._place = dict(state["place"])
         self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
@@ -271,7 +273,8 @@ class StreamedData:
         self._pending, self._place["emitted"] = self._pending[emitted:], emitted
 
     def _next_window(self, *, is_new: bool) -> None:
-        """``is_new`` is False for one whose documents were counted before the run was resumed."""
+        """Takes the next window from the thread. ``is_new`` is False for one that was counted before the run was
+        resumed."""
         made = self._queue.get()
         if isinstance(made, BaseException):
             raise made
@@ -364,7 +367,7 @@ class StreamedData:
 
 
 def _parts(sources: list[Source], ranks: int) -> list[Part]:
-    """Parts of several sources, at least one for each rank.
+    """Divides several sources into parts, at least one for each rank.
 
     Raises:
         LigerDistError: there are fewer, because the files cannot be divided.
@@ -407,8 +410,8 @@ def collate(sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, 
 
 
 def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDims) -> tuple[Data, CachedData | None]:
-    """The data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached. With
-    ``--eval_only``, twice what is held out.
+    """Loads the data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached. With
+    ``--eval_only``, returns twice what is held out.
 
     Raises:
         LigerDistError: on every rank: the data cannot be read or trained on.
@@ -467,7 +470,7 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
 
 
 def find_tokenization(config: TrainConfig) -> Tokenization:
-    """How the rows become tokens; the model's vocabulary is not known yet, and 0.
+    """Finds tokenizer and chat template. The size of the model's vocabulary is not known yet, and 0.
 
     Raises:
         LigerDistError: on every rank: no tokenizer can be loaded from ``--tokenizer``, or from the folder of

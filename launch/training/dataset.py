@@ -78,8 +78,8 @@ def use_cache(cache: Path) -> None:
 
 
 def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] = read_rows) -> Any:
-    """An ``IterableDataset`` of documents with the columns of :class:`~training.tokenization.Document`, ``reason``,
-    ``begins``, ``file`` and ``at``. Its ``state_dict`` is the place in the parts."""
+    """Makes an ``IterableDataset`` of documents with the columns of :class:`~training.tokenization.Document`,
+    ``reason``, ``begins``, ``file`` and ``at``. Its ``state_dict`` is the position in the parts."""
     from datasets import IterableDataset
 
     rows = IterableDataset.from_generator(read, gen_kwargs={"parts": parts})
@@ -162,12 +162,12 @@ class TokenCache:
         return found
 
     def table(self) -> TokenTable:
-        """All shards; call :meth:`prepare` first."""
+        """Maps all shards; call :meth:`prepare` first."""
         return TokenTable(self.paths, list(self.files))
 
 
 def _grouped(parts: list[Part], size: int) -> list[list[Part]]:
-    """Neighbours together, until they have ``size`` bytes; rows of tables stand for as many bytes as they have."""
+    """Groups neighbouring parts until they have ``size`` bytes; a part of a table counts as ``size``."""
     groups: list[list[Part]] = [[]]
     held = 0
     for part in parts:
@@ -276,7 +276,7 @@ def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCou
 
 
 def count_labels(row: dict[str, Any]) -> int:
-    """Tokens that are predicted; the first one of a document never is."""
+    """Counts the tokens that are predicted; the first one of a document never is."""
     if row["labels"] is None:
         return len(row["ids"]) - bool(row["begins"])
     return int((row["labels"][1:] >= 0).sum())
@@ -311,7 +311,7 @@ def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> N
 
 
 def describe_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> str:
-    """What is wrong with the first of them, and what to do."""
+    """Says what is wrong with the first of the rows, and what to do."""
     file, at, reason = skipped[0]
     more = "" if len(skipped) == 1 else f" (the first of {len(skipped)} such rows)"
     return (
@@ -347,11 +347,11 @@ class TokenTable:
         return len(self.lengths)
 
     def place(self, row: int) -> tuple[str, int]:
-        """File of a row, and where it is in it."""
+        """Returns the file of a row, and its place there."""
         return self._files[self._file[row]], int(self._at[row])
 
     def piece(self, row: int, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids and labels of ``length`` tokens of a row."""
+        """Returns ids and labels of ``length`` tokens of a row, int32 ``[length]``, from token ``start`` on."""
         batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
         index = row - self._firsts[batch]
         values, offsets = self._ids[batch]

@@ -16,7 +16,7 @@ from liger_dist import LigerDistError, clip_grad_norm_
 
 from .config import TrainConfig
 from .distributed import UnwrittenError
-from .engine import Writing, refuse_without_launcher, written
+from .engine import refuse_without_launcher
 from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
 from .parallel_dims import ParallelDims
@@ -64,27 +64,26 @@ class DeepSpeedEngine:
         return torch.as_tensor(self.model.get_global_grad_norm()) if norm is None else norm
 
     def clear(self) -> None:
-        """Its step does."""
+        """Does nothing: DeepSpeed's step frees the gradients."""
 
     def broken_gradients(self) -> list[str]:
-        """It has freed them."""
+        """Returns none: DeepSpeed's step has freed the gradients."""
         return []
 
     def broken_weights(self) -> list[str]:
         # The third stage leaves an empty tensor, and keeps the shard beside it.
         return not_finite({name: getattr(p, "ds_tensor", p) for name, p in self.model.named_parameters()})
 
-    def save(self, folder: Path, *, in_background: bool) -> Writing:
+    def save(self, folder: Path, *, in_background: bool) -> None:
         assert not in_background
         with (
             raised_at_the_end(self.model.checkpoint_engine, "save"),
             raised_at_the_end(self.model, "_copy_recovery_script"),
         ):
             self.model.save_checkpoint(str(folder), tag="state", save_latest=False)
-        return written()
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
-        """All of it, with ``weights_only`` too: ZeRO's fp32 weights are among the optimizer states."""
+        """Loads everything, with ``weights_only`` too: ZeRO's fp32 weights are among the optimizer states."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         with deepspeed_names(folder):
             self.model.load_checkpoint(str(folder), tag="state", load_lr_scheduler_states=False)
@@ -93,7 +92,7 @@ class DeepSpeedEngine:
 
 
 def deepspeed_settings(config: TrainConfig, dims: ParallelDims) -> dict[str, Any]:
-    """The JSON, with what the configuration says instead of "auto" and of what it leaves out.
+    """Completes the JSON: the configuration replaces "auto" and what is left out.
 
     Raises:
         LigerDistError: it cannot be read, or says something else than the configuration.
@@ -150,7 +149,7 @@ def _check_sections(path: Path, settings: Any) -> None:
 
 @contextmanager
 def raised_at_the_end(writer: Any, method: str) -> Iterator[None]:
-    """What ``method`` cannot write is raised when the context ends: DeepSpeed has barriers in between, where the other
+    """Raises what ``method`` cannot write when the context ends: DeepSpeed has barriers in between, where the other
     ranks would wait for this one."""
     own = getattr(writer, method)
     failures: list[Exception] = []

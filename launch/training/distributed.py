@@ -46,14 +46,14 @@ def world_size() -> int:
 
 
 def device() -> torch.device:
-    """This process's device."""
+    """Returns the device of this rank."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def speaks_for_machine() -> bool:
-    """Whether this process says what all of its machine would say."""
+    """True for one rank of each machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -79,8 +79,8 @@ def start() -> None:
 
 
 def _store_of_this_attempt() -> Any:
-    """A prefix of torchrun's store for each attempt: the store lives through restarts, and with it the addresses of
-    processes that have ended. None for a new store, or none of torchrun's.
+    """Makes a prefix of torchrun's store for each attempt: the store lives through restarts, and with it the addresses
+    of processes that have ended. None for a new store, or none of torchrun's.
 
     Raises:
         LigerDistError: several machines restart; they count attempts each by itself.
@@ -102,13 +102,13 @@ def _store_of_this_attempt() -> Any:
 
 @cache
 def checkpoint_group() -> Any:
-    """A process group on CPUs for what is written in the background; None for one process."""
+    """Makes a gloo group for what is written in the background, once; None for one process."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def launcher() -> str | None:
-    """The torchrun that started this process, which starts it again after a failure or when machines come and go (the
-    latter without counting it); None for none."""
+    """Identifies the torchrun that started this process, which starts it again after a failure or when machines come
+    and go (the latter without counting it); None for none."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent = os.getppid()
@@ -119,7 +119,7 @@ def launcher() -> str | None:
 
 
 def own_store() -> Any:
-    """A connection to the store where the processes met, beside that of the main thread; None for one process."""
+    """Opens a second connection to the store where the ranks met; None for one process."""
     if not dist.is_initialized():
         return None
     store: Any = dist.distributed_c10d._get_default_store()
@@ -127,7 +127,7 @@ def own_store() -> Any:
 
 
 def total(*values: float) -> list[float]:
-    """Each value summed over all ranks, in one all-reduce."""
+    """Sums each value over all ranks, in one all-reduce."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(numbers)
@@ -135,7 +135,7 @@ def total(*values: float) -> list[float]:
 
 
 def total_on_device(value: Tensor) -> Tensor:
-    """A tensor summed over all ranks, without a wait of the host."""
+    """Sums a tensor over all ranks in place, without a wait of the host."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
@@ -200,7 +200,7 @@ class UnwrittenError(Exception):
 
 @contextmanager
 def as_one(what: str, way_out: str, reproduce: Callable[[], object]) -> Iterator[None]:
-    """What a rank cannot write inside is refused on every rank alike: ``what``, the reason, ``way_out``.
+    """Refuses on every rank what one of them cannot write inside: ``what``, the reason, ``way_out``.
 
     Torch's archives hide why a file cannot be written: ``reproduce`` tries the like, and its OSError is the reason.
     Any other exception is raised on this rank alone: the other ranks may be inside a collective.
@@ -239,8 +239,8 @@ def say_error(message: str) -> None:
 
 
 def is_first_to_report() -> bool:
-    """Rank 0 speaks for an error that all ranks have; a rank that fails alone speaks for itself. Where the store does
-    not answer, one rank of each machine does."""
+    """True for the rank that prints an error: rank 0 where all ranks have it, otherwise the rank that fails alone.
+    Where the store does not answer, one rank of each machine."""
     if rank() != 0:
         time.sleep(2.0)
     if not dist.is_initialized():
@@ -250,13 +250,14 @@ def is_first_to_report() -> bool:
 
 
 def speaks_without_store() -> bool:
-    """One process of each machine; on that of rank 0, which may be what does not answer, also the next."""
+    """True for one rank of each machine; on that of rank 0, which may be what does not answer, also for the next
+    rank."""
     return speaks_for_machine() or rank() == 1
 
 
 def answer_of(ask: Callable[[], T], limit: float) -> T | None:
-    """What the store says, within ``limit`` seconds: its own time limits do not help where its process is frozen. None
-    for nothing."""
+    """Asks the store for at most ``limit`` seconds: its own time limits do not help where its process is frozen. None
+    for no answer."""
     answers: list[T] = []
 
     def keep() -> None:

@@ -25,15 +25,6 @@ from .parallel_dims import ParallelDims
 from .safe_pickle import TensorPlanner, TensorReader
 
 
-class Writing(Protocol):
-    """Something that is written, perhaps in the background; a ``concurrent.futures.Future`` is one."""
-
-    def done(self) -> bool: ...
-
-    def result(self) -> object:
-        """Waits, and raises what went wrong."""
-
-
 class Engine(Protocol):
     """A wrapped model and its optimizer."""
 
@@ -43,23 +34,24 @@ class Engine(Protocol):
     """of what :meth:`save` writes; :meth:`load` reads no other"""
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one; gradients are reduced over ranks in the last of a step."""
+        """Wraps forward and backward of a micro-batch; gradients are reduced over ranks in the last one of a step."""
 
     def backward(self, loss: Tensor) -> None: ...
 
     def update(self) -> Tensor:
-        """One optimizer step; the gradient's norm before it was clipped. The gradients stay until :meth:`clear`."""
+        """Makes one optimizer step; returns the norm of the gradients before clipping. The gradients stay until
+        :meth:`clear`."""
 
     def clear(self) -> None: ...
 
     def broken_gradients(self) -> list[str]:
-        """Names of this rank's parameters whose gradients hold NaN or Inf."""
+        """Names this rank's parameters whose gradients hold NaN or Inf."""
 
     def broken_weights(self) -> list[str]:
-        """Names of those whose part on this rank holds NaN or Inf."""
+        """Names the parameters whose part on this rank holds NaN or Inf."""
 
-    def save(self, folder: Path, *, in_background: bool) -> Writing:
-        """Starts to write the state; the model may change once this returns."""
+    def save(self, folder: Path, *, in_background: bool) -> Future[Any] | None:
+        """Starts to write the state; the model may change once this returns. None where it is written already."""
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
         """Restores what :meth:`save` wrote, or of it the weights. Hyperparameters stay as they are.
@@ -109,12 +101,12 @@ class TorchEngine:
     def broken_weights(self) -> list[str]:
         return not_finite(dict(self.model.named_parameters()))
 
-    def save(self, folder: Path, *, in_background: bool) -> Writing:
+    def save(self, folder: Path, *, in_background: bool) -> Future[Any] | None:
         state = self._state()
         options: dict[str, Any] = {"checkpoint_id": str(folder), "no_dist": not dist.is_initialized()}
         if not in_background:
             state_dict_saver.save(state, **options)
-            return written()
+            return None
         # Another process group than that of the training, whose collectives run at the same time.
         writing = state_dict_saver.async_save(state, process_group=checkpoint_group(), **options)
         assert isinstance(writing, Future)
@@ -139,7 +131,7 @@ class TorchEngine:
             group.update(settings)
 
     def _state(self) -> dict[str, Any]:
-        """By parameter name alone: groups of the optimizer differ between strategies."""
+        """Collects the state by parameter name alone: groups of the optimizer differ between strategies."""
         weights, moments = get_state_dict(self.model, self.optimizer, options=self._options)
         return {"model": weights, "optimizer": moments["state"]}
 
@@ -153,10 +145,3 @@ def refuse_without_launcher(dims: ParallelDims) -> None:
             f"--strategy is {dims.strategy} but no launcher started this process, which it needs also for one: "
             "torchrun --standalone --nproc-per-node 1 launch/train.py ..."
         )
-
-
-def written() -> Writing:
-    """What is done already."""
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done

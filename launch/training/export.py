@@ -76,7 +76,8 @@ def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: 
 
 
 def _empty_model(path: Path, description: dict[str, Any]) -> Any:
-    """The model of a checkpoint, to be filled; with LoRA layers the pretrained one, which the checkpoint lacks.
+    """Makes the model of a checkpoint, without values; with LoRA layers the pretrained one, whose weights the
+    checkpoint lacks.
 
     Raises:
         LigerDistError: the folder of the pretrained model is not there any more.
@@ -95,7 +96,7 @@ def _empty_model(path: Path, description: dict[str, Any]) -> Any:
 
 
 def _let_it_end(model: Any, tokenizer: Any) -> None:
-    """``generate`` stops at the tokenizer's end-of-sequence token, where the model's config has none."""
+    """Sets the tokenizer's end-of-sequence token, at which ``generate`` stops, where the model's config has none."""
     for settings in (model.config.get_text_config(), model.generation_config):
         if settings.eos_token_id is None:
             settings.eos_token_id = tokenizer.eos_token_id
@@ -138,7 +139,7 @@ def _newest_complete(folder: Path, listed: list[str]) -> Path:
 
 
 def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:
-    """By parameter name, in fp32."""
+    """Reads the weights by parameter name, in fp32."""
     format = description["format"]
     if not format.startswith("DeepSpeed"):
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -166,8 +167,8 @@ def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, A
 def _named_masters(
     model: Any, masters: list[list[torch.Tensor]], description: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Those of DeepSpeed without ZeRO in bf16, in the order of the optimizer's groups: with weight decay and without,
-    or the other way round, as the model begins."""
+    """Names the fp32 masters of DeepSpeed without ZeRO in bf16, which are in the order of the optimizer's groups: with
+    weight decay and without, or the other way round, as the model begins."""
     excluded = description["progress"]["no_weight_decay"]
     groups: dict[bool, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():

@@ -178,7 +178,7 @@ class Interruption:
 
 
 def refuse_numbers(step: int, loss: float, own_loss: float, places: list[str], broken_gradients: list[str]) -> NoReturn:
-    """Where the loss or the gradient norm of a rank is NaN or Inf: called by every rank, before gradients are cleared.
+    """Refuses a loss or gradient norm that is NaN or Inf. Every rank calls it, before gradients are cleared.
 
     Args:
         loss: of all ranks together.
@@ -207,8 +207,8 @@ def refuse_numbers(step: int, loss: float, own_loss: float, places: list[str], b
 
 
 def check_weights(step: int, broken_weights: list[str], held_out_loss: float | None) -> None:
-    """Refuses, on every rank, weights that hold NaN or Inf after a step whose loss and gradient were: before they
-    are written over the last ones that are.
+    """Refuses, on every rank, weights that hold NaN or Inf after a step with a finite loss: before a checkpoint of them
+    replaces the last good one.
 
     Raises:
         LigerDistError: with the parameters.
@@ -252,7 +252,8 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, a rank that makes no progress for ``limit`` seconds ends the program; 0 seconds for never."""
+        """Ends the program where a rank makes no progress for ``limit`` seconds, as long as the context lasts; 0
+        seconds for never."""
         if self._limit == 0:
             yield
             return
@@ -277,7 +278,7 @@ class Watchdog:
                 self._end(beats, pause)
 
     def _ask(self, ask: Callable[[], T]) -> T | None:
-        """None where the store does not answer in time: rank 0 may be frozen, or the link to its host cut."""
+        """Asks the store; None where it does not answer in time: rank 0 may be frozen, or the link to its host cut."""
         return answer_of(ask, min(ANSWER_LIMIT, self._limit))
 
     def _heartbeat(self, beats: int) -> dict[str, Any]:
@@ -314,13 +315,13 @@ class Watchdog:
         os._exit(1)
 
     def _heartbeats(self, beats: int) -> Heartbeats | None:
-        """Of all ranks; None where the store does not answer."""
+        """Reads the heartbeats of all ranks; None where the store does not answer."""
         if self._store is None:
             return {0: self._heartbeat(beats)}
         return self._ask(lambda: read_heartbeats(self._store))
 
     def _stack(self) -> list[str]:
-        """Where the main thread is, innermost first."""
+        """Lists the frames of the main thread, innermost first."""
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
         return [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in reversed(frames)][:6]
@@ -333,19 +334,19 @@ def read_heartbeats(store: Any) -> Heartbeats:
 
 
 def silent_ranks(before: Heartbeats, after: Heartbeats) -> list[int]:
-    """Ranks without a new heartbeat between two reads."""
+    """Lists the ranks without a new heartbeat between two reads."""
     return [other for other in after if after[other]["beats"] == before[other]["beats"]]
 
 
 def silent_nodes(before: Heartbeats, after: Heartbeats) -> set[int]:
-    """Nodes without a new heartbeat of any of their ranks."""
+    """Lists the nodes without a new heartbeat of any of their ranks."""
     silent = set(silent_ranks(before, after))
     nodes = {heartbeat["node"] for heartbeat in after.values()}
     return {node for node in nodes if silent >= {other for other, beat in after.items() if beat["node"] == node}}
 
 
 def gone_ranks() -> list[int]:
-    """Ranks without a new heartbeat for 2.5 beats; none where the store does not answer."""
+    """Lists the ranks without a new heartbeat for 2.5 beats; none where the store does not answer."""
     store = own_store()
     before = answer_of(lambda: read_heartbeats(store), STORE_LIMIT)
     time.sleep(2.5 * BEAT)

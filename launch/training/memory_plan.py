@@ -69,8 +69,8 @@ class Plans:
 
 
 def plan(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any) -> Plans:
-    """Plans for a model without storage: parameters, gradients and AdamW's states in fp32, decoder layers of attention
-    and a gated MLP.
+    """Plans a model without storage: parameters, gradients and AdamW's states in fp32, decoder layers of attention and
+    a gated MLP.
 
     Raises:
         LigerDistError: layers of another kind.
@@ -127,7 +127,7 @@ def _plan(
 
 
 def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
-    """What does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
+    """Plans what does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
     empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0, 0)
     if dims.strategy == "deepspeed":
         return _zero(a, dims, numbers, size)
@@ -190,7 +190,7 @@ class LayerNeeds:
 
 
 def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
-    """By the config of the model's text part. Numbers that were measured stand in docs/benchmarks.md."""
+    """Estimates a layer's activations from the config of the model's text part. docs/benchmarks.md has measurements."""
     size = 4 if a.dtype == "float32" else 2
     S, T = a.sequence_length, a.batch_size * a.sequence_length
     D: int = text.hidden_size
@@ -213,7 +213,7 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
 
 
 def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
-    """Numbers of each token, with the residual stream's two."""
+    """Counts the numbers that norms and MLP keep of each token, with the residual stream's two."""
     if a.compile:
         # What is no product is fused and computed again; inputs of products are kept.
         return 4 * D + 3 * F

@@ -89,7 +89,7 @@ class Metrics:
             ) from error
 
     def usual_speed(self) -> float | None:
-        """Tokens per second: the median of the steps after the third, which compile and warm up."""
+        """Computes tokens per second: the median of the steps after the third, which compile and warm up."""
         speeds = [row["tokens_per_second"] for row in self.rows if row["step"] > 3]
         return median(speeds) if speeds else None
 
@@ -150,7 +150,7 @@ class Metrics:
 
 
 def start_trackers(config: TrainConfig) -> list[Any]:
-    """Accelerate's trackers that ``--trackers`` names, in ``output_dir``.
+    """Starts Accelerate's trackers that ``--trackers`` names, in ``output_dir``.
 
     Raises:
         LigerDistError: Accelerate does not know one, its package is not installed, or it cannot be started.
@@ -195,7 +195,7 @@ def profiled(folder: Path) -> Iterator[None]:
 
 
 def complete_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of the lines that were not cut off."""
+    """Yields the lines that were not cut off."""
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
@@ -206,7 +206,7 @@ def complete_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def peak_memory_bytes() -> int:
-    """Largest memory of this process so far: the GPU allocator's, or the resident set on a CPU machine."""
+    """Returns the largest memory of this process so far: the GPU allocator's, or the resident set on a CPU machine."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -237,7 +237,7 @@ class Flops:
         return cls(6.0 * weights + attention, known[0] if known else None)
 
     def utilization(self, tokens_per_second: float) -> dict[str, float]:
-        """For ``metrics.jsonl``, from the tokens per second of one device."""
+        """Computes the entry of ``metrics.jsonl`` from the tokens per second of one device."""
         return {} if self.peak is None else {"mfu": tokens_per_second * self.per_token / self.peak}
 
     def in_words(self, tokens_per_second: float) -> str:

@@ -31,7 +31,7 @@ FULL_FIRST = ("fsdp1", "deepspeed")
 
 
 def find_config(config: TrainConfig, vocab_size: int) -> Any:
-    """The model's config. A preset takes ``vocab_size``; others must have room for it.
+    """Finds the model's config. A preset takes ``vocab_size``; any other model must have room for it.
 
     Raises:
         LigerDistError: unknown preset, a folder or file that does not exist, a vocabulary smaller than the tokenizer's.
@@ -84,7 +84,7 @@ def read_config(path: Path) -> Any:
 
 
 def shell(config: TrainConfig, model_config: Any) -> nn.Module:
-    """The model without storage.
+    """Makes the model without storage.
 
     Raises:
         LigerDistError: an implementation of attention that transformers does not have here.
@@ -102,7 +102,7 @@ def shell(config: TrainConfig, model_config: Any) -> nn.Module:
 
 
 def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: WrapConfig | None = None) -> nn.Module:
-    """``model`` wrapped, with pretrained weights when ``--model`` is a folder that has them.
+    """Wraps ``model``, and loads pretrained weights when ``--model`` is a folder that has them.
 
     Args:
         wrapping: what the configuration is added to; default: WrapConfig's defaults.
@@ -135,7 +135,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
 
 
 def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
-    """The strategy with the options that the config give it.
+    """Makes the strategy with the options of the configuration.
 
     Raises:
         LigerDistError: options that the strategy does not have.
@@ -165,7 +165,7 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
 
 
 def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
-    """What ``liger_dist.wrap`` would refuse, without processes.
+    """Refuses what ``liger_dist.wrap`` would refuse, without a process group.
 
     Raises:
         LigerDistError: options or sizes that the strategy does not have.
@@ -185,7 +185,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Of a config.json there are none."""
+    """True for a folder with weights; False for a config.json."""
     found = any(file.suffix in (".safetensors", ".bin") for file in folder.glob("*"))
     if folder.is_dir() and not found:
         raise LigerDistError(
@@ -196,7 +196,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def read_weights(folder: Path, attention: str | None) -> nn.Module:
-    """In fp32, whatever format transformers reads.
+    """Reads pretrained weights in fp32, from any format that transformers reads.
 
     Raises:
         LigerDistError: files that cannot be read, or that lack parameters.
@@ -218,7 +218,7 @@ def read_weights(folder: Path, attention: str | None) -> nn.Module:
 
 
 def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
-    """``wrapping`` with what the configuration says."""
+    """Adds the options of the configuration to ``wrapping``."""
     return replace(
         wrapping,
         fused_loss=wrapping.fused_loss and config.fused_loss,
@@ -228,7 +228,7 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
 
 
 def _load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Rank 0 reads the folder, and every rank takes its shards."""
+    """Reads the folder on rank 0, and loads the shards of every rank."""
     weights: dict[str, Any] = {}
     if rank() == 0:
         weights = read_weights(folder, None).state_dict()
@@ -237,7 +237,7 @@ def _load_pretrained(model: nn.Module, folder: Path) -> None:
 
 
 def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.Module:
-    """The model with PEFT's LoRA layers, which alone are trained.
+    """Adds PEFT's LoRA layers to the model, and freezes all else.
 
     Raises:
         LigerDistError: the model has no pretrained weights, PEFT is not installed, or no layer has such a name.
@@ -272,6 +272,6 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
 
 
 def autocast(config: TrainConfig, strategy: str) -> Any:
-    """bf16 compute where the strategy does not bring it itself."""
+    """Makes the context of bf16 compute, where the strategy does not bring it itself."""
     needed = config.dtype == "bfloat16" and strategy in ("none", "ddp", "tp")
     return torch.autocast(device().type, dtype=torch.bfloat16, enabled=needed)

@@ -18,29 +18,29 @@ from .config import TrainConfig
 
 
 def clean(name: str) -> str:
-    """A parameter's name in the model itself."""
+    """Returns a parameter's name in the unwrapped model."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
 
 def decays(name: str, parameter: Tensor, excluded: list[str]) -> bool:
-    """Whether a parameter of the unsharded model has weight decay: a matrix that ``--no_weight_decay`` does not
+    """True for a parameter of the unsharded model with weight decay: a matrix that ``--no_weight_decay`` does not
     name."""
     return parameter.dim() >= 2 and not is_named(name, excluded)
 
 
 def is_named(name: str, parts: list[str]) -> bool:
-    """Whether the name of a parameter has one of the parts."""
+    """True where the name of a parameter has one of the parts."""
     return any(part in name for part in parts)
 
 
 def decayed_parameters(model: nn.Module, config: TrainConfig) -> frozenset[str]:
-    """Names of the parameters with weight decay."""
+    """Names the parameters with weight decay."""
     named = model.named_parameters()
     return frozenset(name for name, parameter in named if decays(name, parameter, config.no_weight_decay))
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str]) -> Optimizer:
-    """The optimizer of the parameters that are trained, with weight decay of ``decayed`` only.
+    """Makes the optimizer of the parameters that are trained, with weight decay of ``decayed`` only.
 
     Raises:
         LigerDistError: torchao is not installed, for 8-bit states.
@@ -90,7 +90,7 @@ def _eight_bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimi
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> LRScheduler:
-    """The schedule of transformers that ``--lr_scheduler`` names.
+    """Makes the schedule of transformers that ``--lr_scheduler`` names.
 
     Raises:
         LigerDistError: it does not take ``--lr_scheduler_kwargs``.
@@ -125,6 +125,6 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
 
 
 def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
-    """Names of those whose part on this rank holds NaN or Inf."""
+    """Names the tensors whose part on this rank holds NaN or Inf."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items() if t is not None}
     return [clean(name) for name, tensor in local.items() if not bool(tensor.isfinite().all())]

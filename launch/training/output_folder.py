@@ -27,7 +27,7 @@ ABANDONED = 24 * 3600.0
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Makes ``folder`` and ``folder/checkpoints``, and holds them for this run.
+    """Makes ``folder`` and ``folder/checkpoints``, and locks them for this run.
 
     Raises:
         LigerDistError: on every rank alike: nothing can be written there, another run writes there, or a rank does not
@@ -58,20 +58,20 @@ def check_shared(cache: Path) -> None:
 
 
 def goes_on(folder: Path) -> bool:
-    """Whether the torchrun of these processes, or one of several, has started them before, and they came as far as
-    :func:`begin`: then the run goes on without being asked."""
+    """True where the torchrun of these processes, or one of several, has started them before, and they came as far as
+    :func:`begin`: the run then resumes without being asked."""
     mark, launchers = folder / "checkpoints" / BEGUN, gathered(launcher())
     return on_rank_zero(lambda: mark.is_file() and not set(mark.read_text().splitlines()).isdisjoint(launchers))
 
 
 def begin(folder: Path) -> None:
-    """Notes that what is in the folder now belongs to this run."""
+    """Marks what is in the folder as that of this run."""
     launchers = sorted({known for known in gathered(launcher()) if known is not None})
     on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).write_text("\n".join(launchers)))
 
 
 def _take(folder: Path, lock: list[IO[bytes]]) -> str:
-    """The word that rank 0 has written into the lock."""
+    """Takes the lock; returns the word that rank 0 has written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder.parent, folder):
@@ -98,7 +98,7 @@ def _take(folder: Path, lock: list[IO[bytes]]) -> str:
 
 
 def _leave_probe(cache: Path) -> str | None:
-    """The name of an empty file there."""
+    """Makes an empty file there, and returns its name."""
     name = f"probe-{uuid.uuid4().hex}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _leave_probe(cache: Path) -> str | None:
 
 
 def _objection(folder: Path, word: str) -> str | None:
-    """Why this rank cannot use the folder."""
+    """Says why this rank cannot use the folder; None for no reason."""
     unseen = _unseen(folder / LOCK, word)
     if unseen is not None:
         return unseen
@@ -121,7 +121,7 @@ def _objection(folder: Path, word: str) -> str | None:
 
 
 def _unseen(file: Path, words: str) -> str | None:
-    """Why this rank does not read ``words`` there."""
+    """Says why this rank does not read ``words`` there; None where it does."""
     deadline, why = time.monotonic() + SHARED_LIMIT, ""
     while time.monotonic() < deadline:
         try:
@@ -142,7 +142,7 @@ def _refuse(objection: str | None, option: str) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Lets ``write`` fill a folder beside ``folder``, which then gets its name. Another process may do the same.
+    """Fills a folder under another name by ``write``, and renames it to ``folder``. Another process may do the same.
 
     Raises:
         LigerDistError: it cannot be written; nothing of it stays.

@@ -38,7 +38,7 @@ class Packing:
         return len(self.bounds) - 1
 
     def pieces(self, sequence: int) -> list[tuple[int, int, int]]:
-        """Document, start and length of each piece of a sequence."""
+        """Lists document, start and length of each piece of a sequence."""
         here = slice(self.bounds[sequence], self.bounds[sequence + 1])
         columns = (self.document[here], self.start[here], self.length[here])
         return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -73,7 +73,7 @@ def pack(documents: Integers, lengths: Integers, length: int, first: Integers | 
 
 
 def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
-    """Best-fit decreasing: the longest piece first, each into the fullest bin that has room.
+    """Packs by best-fit decreasing: the longest piece first, each into the fullest bin that has room.
 
     Bins with the same room are treated together, so the time grows with the number of different lengths.
 
@@ -192,7 +192,7 @@ def prepare_source(
 
 
 def too_long_reason(tokens: int, sequence_length: int) -> str:
-    """Of a conversation, which is never cut."""
+    """Says why a conversation is too long, which is never cut."""
     return f"is a conversation of {tokens} tokens and --sequence_length is {sequence_length}"
 
 
@@ -205,8 +205,8 @@ class Selection(NamedTuple):
 
 
 def split_rows(table: TokenTable, eval_fraction: float) -> dict[str, Selection]:
-    """Every 20th document is held out where ``eval_fraction`` is 0.05; of a source with fewer documents, the end of
-    each text, or the last conversation."""
+    """Holds out every 20th document where ``eval_fraction`` is 0.05; of a source with fewer documents, the end of each
+    text, or the last conversation."""
     rows = np.arange(len(table))
     first = np.zeros(len(table), np.int64)
     if eval_fraction == 0:
@@ -240,7 +240,7 @@ def _count(table: TokenTable, chosen: Selection, packing: Packing, length: int) 
 
 
 def _totals(shards: list[ShardCounts], table: TokenTable, too_long: Integers) -> dict[str, int]:
-    """Of the documents in the sequences; ``documents_read`` of all rows."""
+    """Adds up the documents in the sequences; ``documents_read`` of all rows."""
     names = ("documents_read", "documents", "tokens", "labels")
     totals = {name: sum(getattr(counts, name) for counts in shards) for name in names}
     for row in too_long.tolist():

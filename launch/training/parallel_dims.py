@@ -28,15 +28,15 @@ class ParallelDims:
 
     @property
     def data_size(self) -> int:
-        """How many processes read different data."""
+        """Number of data ranks."""
         return self.world_size // self.tensor_parallel
 
     def data_rank(self, rank: int) -> int:
-        """Which of the data ranks a rank is."""
+        """Returns the data rank of a rank."""
         return rank // self.tensor_parallel
 
     def global_batch_size(self, config: TrainConfig) -> int:
-        """Sequences of one optimizer step.
+        """Computes the sequences of one optimizer step.
 
         Raises:
             LigerDistError: fewer than there are data ranks.
@@ -52,11 +52,11 @@ class ParallelDims:
         return found
 
     def micro_batches(self, config: TrainConfig, global_batch_size: int) -> int:
-        """Micro-batches of one optimizer step on each rank; the last ones may have fewer sequences."""
+        """Computes the micro-batches of one optimizer step on each rank; the last ones may have fewer sequences."""
         return -(-global_batch_size // (self.data_size * config.batch_size))
 
     def mesh(self, device_type: str) -> Any:
-        """What ``liger_dist.wrap`` takes."""
+        """Makes the mesh that ``liger_dist.wrap`` takes."""
         if self.strategy == "tp":
             return (self.tensor_parallel,)
         if self.strategy not in OPTIONS:

@@ -34,7 +34,7 @@ def _enum_member(kind: Any, name: str) -> Any:
 
 
 def _enums() -> list[Any]:
-    """Enums that checkpoints hold; DeepSpeed's where it was imported."""
+    """Lists the enums that checkpoints hold; DeepSpeed's where it was imported."""
     zero = sys.modules.get("deepspeed.runtime.zero.config")
     return [metadata._MEM_FORMAT_ENCODING, *([] if zero is None else [zero.ZeroStageEnum])]
 
@@ -107,8 +107,8 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def deepspeed_names(folder: pathlib.Path) -> Iterator[None]:
-    """Inside, every ``torch.load`` reads tensors and the three classes that DeepSpeed stores, and refuses all else,
-    though DeepSpeed asks for ``weights_only=False``.
+    """Lets ``torch.load`` read tensors and the three classes that DeepSpeed stores, and refuses all else, though
+    DeepSpeed asks for ``weights_only=False``.
 
     Raises:
         LigerDistError: a file in ``folder`` asks for something else, or DeepSpeed would read another folder.

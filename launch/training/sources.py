@@ -72,7 +72,8 @@ class Source:
     files: tuple[Path, ...]
 
     def parts(self, size: int) -> list[Part]:
-        """Parts of about ``size`` bytes (of tables: rows of about as many bytes), in the order of the files."""
+        """Divides the files into parts of about ``size`` bytes (tables: rows of about as many bytes), in the order of
+        the files."""
         return [part for file in self.files for part in _parts_of(file, size)]
 
     @property
@@ -80,13 +81,13 @@ class Source:
         return sum(_size_of(file) for file in self.files)
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Changes with the path, size or time of any file."""
+        """Lists path, size and time of every file."""
         files = [f for file in self.files for f in (sorted(file.rglob("*")) if file.is_dir() else [file])]
         return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def find_source(name: str) -> Source:
-    """The files of a path: a file, a folder of files, or the folder of a saved dataset.
+    """Finds the files of a path: a file, a folder of files, or the folder of a saved dataset.
 
     Raises:
         LigerDistError: the path does not exist, is empty, or is of an unknown kind.
@@ -140,7 +141,7 @@ def _readable(file: str | Path) -> Iterator[None]:
 
 
 def where(file: str, at: int) -> str:
-    """Place of a row for messages: file and line, or file and row."""
+    """Describes the place of a row for messages: file and line, or file and row."""
     kind = _layout_of(Path(file))
     if kind == "text":
         return file
@@ -160,7 +161,7 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _layout_of(file: Path) -> str:
-    """Its kind; a JSON file that is no list has a row in each line."""
+    """Returns the kind of a file; a JSON file that is no list has a row in each line."""
     kind = _kind_of(file)
     assert kind is not None
     if kind == "json":
@@ -197,14 +198,14 @@ def _num_rows(file: Path, kind: str) -> int:
 
 
 def _opened(file: Path) -> Any:
-    """The bytes of a file, decompressed."""
+    """Opens a file, decompressed."""
     import pyarrow
 
     return pyarrow.input_stream(str(file), compression="detect")
 
 
 def _read_text(part: Part) -> Iterator[Row]:
-    """A file is one document; of a long one, several rows."""
+    """Reads a file as one document; a long one as several rows."""
     invalid = _invalid_utf8(Path(part.file))
     if invalid is not None:
         yield Row(part.file, 0, None, f"is not UTF-8 ({invalid})")
@@ -221,8 +222,8 @@ def _read_text(part: Part) -> Iterator[Row]:
 
 
 def _invalid_utf8(file: Path) -> str | None:
-    """What is wrong with the encoding of a file; None for nothing. Read before the text, of which nothing is used
-    then."""
+    """Says what is wrong with the encoding of a file; None for nothing. It reads all of the file before the first
+    row."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with _opened(file) as stream:
         try:
@@ -235,7 +236,7 @@ def _invalid_utf8(file: Path) -> str | None:
 
 
 def _read_lines(part: Part) -> Iterator[Row]:
-    """Lines that begin in the part; blank ones are no rows."""
+    """Reads the lines that begin in the part; blank ones are no rows."""
     with io.BufferedReader(_opened(Path(part.file)), 2**20) as stream:
         at = part.start
         if at > 0:
@@ -266,7 +267,7 @@ def _object_row(file: str, at: int, values: Any) -> Row:
 
 
 def _read_json(part: Part) -> Iterator[Row]:
-    """A list of objects."""
+    """Reads a list of objects."""
     found = json.loads(Path(part.file).read_bytes())
     yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
 
@@ -318,7 +319,7 @@ READERS = {
 
 
 def split_text(text: str) -> list[str]:
-    """Cut into pieces of at most :data:`TEXT_PART` characters, at line breaks or spaces where there are any."""
+    """Cuts a text into pieces of at most :data:`TEXT_PART` characters, at line breaks or spaces where there are any."""
     pieces, start = [], 0
     while len(text) - start > TEXT_PART:
         middle = start + TEXT_PART // 2

@@ -60,7 +60,7 @@ class Tokenization:
         return tokenizer
 
     def fingerprint(self) -> str:
-        """Changes with anything that could change a token."""
+        """Hashes everything that could change a token."""
         key = [fingerprint(self.load_tokenizer()), asdict(self.format), self.vocab_size]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
@@ -98,8 +98,8 @@ class Encoder:
         self._fast = tokenizer.backend_tokenizer
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """For ``map(batched=True)``: columns ``ids``, ``labels``, ``is_conversation`` and ``reason``, which is None for
-        a good row."""
+        """Encodes a batch of ``map(batched=True)`` into columns ``ids``, ``labels``, ``is_conversation`` and
+        ``reason``, which is None for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
         encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
@@ -114,7 +114,7 @@ class Encoder:
         return out
 
     def _text_of(self, row: dict[str, Any]) -> str | None:
-        """None for a row that holds something else than plain text."""
+        """Returns the plain text of a row; None for a row that holds something else."""
         values, format = row["values"], self._format
         if values is None or not isinstance(values.get(format.text_column), str):
             found: str | None = row["text"]
@@ -169,7 +169,7 @@ class Encoder:
         )
 
     def _encode_texts(self, texts: list[str]) -> list[Ids]:
-        """Without special tokens; a long text in parts, for an encoding takes about 150 bytes a token."""
+        """Encodes without special tokens; a long text in parts, for an encoding takes about 150 bytes a token."""
         parts = [split_text(text) for text in texts]
         encoded: list[Ids] = []
         for pieces in parts if any(len(pieces) > 1 for pieces in parts) else []:
@@ -222,7 +222,8 @@ class Encoder:
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
-        """Labels are the assistant's turns from ``first`` on, each beyond the prompt that generation starts from."""
+        """Makes labels of the assistant's turns from ``first`` on, each beyond the prompt that generation starts
+        from."""
         text, spans = self._assistant_spans(messages, _read_tools(tools), first)
         check_text(self._format.messages_column, text)
         encoding = self._fast.encode(text, add_special_tokens=False)
@@ -275,7 +276,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _read_tools(tools: Any) -> Any:
-    """Of a column that may hold JSON; None for an empty one."""
+    """Reads a column that may hold JSON; None for an empty one."""
     try:
         return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else tools
     except ValueError as error:
@@ -294,7 +295,7 @@ def check_text(name: str, value: Any) -> str:
 
 
 def check_messages(turns: Any) -> list[dict[str, Any]]:
-    """Chat turns with ``role`` and ``content``; ShareGPT's ``from`` and ``value`` become those.
+    """Checks chat turns with ``role`` and ``content``, and renames ``from`` and ``value`` of ShareGPT.
 
     Raises:
         BadRowError: no turns, or a turn without a role or content.
@@ -320,7 +321,7 @@ def check_messages(turns: Any) -> list[dict[str, Any]]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A fast tokenizer.
+    """Loads a fast tokenizer from a folder, never from the network.
 
     Raises:
         LigerDistError: no such folder, no tokenizer in it, or one without a vocabulary or an end-of-sequence token.
@@ -352,6 +353,6 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Changes with anything that could change a token."""
+    """Hashes everything of a tokenizer that could change a token."""
     serialized = f"{tokenizer.backend_tokenizer.to_str()}{tokenizer.chat_template}{tokenizer.eos_token}"
     return hashlib.sha256(serialized.encode()).hexdigest()[:16]

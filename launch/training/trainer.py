@@ -74,7 +74,8 @@ class Trainer:
         engine.model.train()
 
     def step(self, watchdog: Watchdog, interruption: Interruption) -> tuple[Tensor, Tensor, int]:
-        """One optimizer step: loss over all ranks' tokens, gradient norm, number of tokens. Gradients stay.
+        """Makes one optimizer step; returns loss over the tokens of all ranks, gradient norm, and number of tokens.
+        Gradients stay.
 
         Raises:
             InterruptedStepError: on every rank, when one of them was asked to end.
@@ -111,7 +112,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, watchdog: Watchdog) -> float:
-        """Mean loss on held-out data, with the same loss as training; alike on every rank."""
+        """Computes the mean loss on held-out data, the same on every rank."""
         assert self.held_out is not None
         config, held_out = self.config, self.held_out
         rows = self._data_size * config.batch_size
@@ -130,18 +131,18 @@ class Trainer:
         return float(sums[0] / sums[1].clamp_min(1))
 
     def data_states(self) -> list[dict[str, Any]]:
-        """Of all data ranks, in their order."""
+        """All-gathers the positions of the streams of all data ranks, in their order."""
         return gathered(self.data_state)[:: self.dims.tensor_parallel]
 
     def places(self) -> list[str]:
-        """Files that this rank's sequences of the last step come from, as far as they are known."""
+        """Lists files that this rank's sequences of the last step come from, as far as they are known."""
         if not isinstance(self.data, CachedData):
             return []
         before = self.progress.sequences - self.global_batch_size
         return self.data.places(before, self.global_batch_size, self._data_rank, self._data_size)
 
     def _read_batches(self) -> tuple[list[dict[str, Tensor]], float, float]:
-        """Micro-batches of this rank, and the numbers of labels and tokens of all ranks."""
+        """Makes the micro-batches of this rank, and counts labels and tokens of all ranks."""
         config, problem, sequences = self.config, "", list[list[Piece]]()
         try:
             sequences = self.data.take(
@@ -166,7 +167,8 @@ class Trainer:
         return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart)
 
     def _loss(self, batch: dict[str, Tensor], num_items: Tensor) -> Tensor:
-        """Mean over ``num_items`` tokens, this rank's part; labels stay on the CPU, where counting them is free."""
+        """Computes this rank's part of the mean over ``num_items`` tokens; labels stay on the CPU, where counting them
+        is free."""
         on_device = {name: tensor.to(device(), non_blocking=True) for name, tensor in batch.items()}
         if self.config.fused_loss:
             on_device["labels"] = batch["labels"]
@@ -177,12 +179,12 @@ class Trainer:
 
 
 def count_labels(batches: list[dict[str, Tensor]]) -> int:
-    """Labels that count; the first of a sequence is never predicted."""
+    """Counts the labels that are predicted; the first of a sequence never is."""
     return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
 
 
 def num_steps(config: TrainConfig, data: Data, global_batch_size: int) -> int:
-    """``--steps``, or as many as ``--epochs`` takes."""
+    """Returns ``--steps``, or as many as ``--epochs`` takes."""
     if config.steps is not None or config.eval_only:
         return config.steps or 1
     assert data.num_sequences is not None
@@ -257,7 +259,7 @@ def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops,
 
 
 def write_counts(trainer: Trainer, states: list[dict[str, Any]]) -> None:
-    """Writes ``data.json``: what there is of cached data, what a stream has read so far."""
+    """Writes ``data.json``: all of cached data, of a stream what was read so far."""
     config, held_out = trainer.config, trainer.held_out
     found = {"streaming": config.streaming, **trainer.data.counts(states)}
     if config.eval_data and held_out is not None:
@@ -267,7 +269,7 @@ def write_counts(trainer: Trainer, states: list[dict[str, Any]]) -> None:
 
 
 def make_engine(config: TrainConfig, dims: ParallelDims, model: torch.nn.Module) -> Engine:
-    """The engine around a model without storage."""
+    """Makes the engine around a model without storage."""
     if dims.strategy == "deepspeed":
         return DeepSpeedEngine(config, dims, model)
     return TorchEngine(config, dims, model)
@@ -317,7 +319,7 @@ class Loop:
         self._stops_early = False
 
     def run(self) -> str | None:
-        """None, or why it ended before the last step."""
+        """Trains; returns why it ended before the last step, or None."""
         trainer, config = self._trainer, self._trainer.config
         stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
         interruption = Interruption(config.grace_seconds, lambda: self._checkpoints.published_step)
@@ -342,7 +344,7 @@ class Loop:
         return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
 
     def _step(self, interruption: Interruption) -> bool:
-        """Whether a rank was asked to end."""
+        """Makes a step and what follows it; True where a rank was asked to end."""
         trainer, config = self._trainer, self._trainer.config
         began = time.perf_counter()
         is_profiled = trainer.progress.step + 1 == config.profile_step
@@ -387,7 +389,7 @@ class Loop:
         return row | self._flops.utilization(speed / world_size())
 
     def _note_loss(self, loss: float) -> bool:
-        """Whether it is the best held-out loss so far; the same on every rank."""
+        """Notes a held-out loss; True for the best so far, the same on every rank."""
         progress, patience = self._trainer.progress, self._trainer.config.early_stopping_patience
         if loss < progress.best_loss:
             progress.best_step, progress.best_loss, progress.evaluations_since_best = progress.step, loss, 0
@@ -413,7 +415,7 @@ class Loop:
 
     @contextmanager
     def _published_first(self) -> Iterator[None]:
-        """What is written in the background is published before all ranks refuse to go on."""
+        """Publishes what is written in the background before all ranks refuse to go on."""
         try:
             yield
         except LigerDistError:
@@ -430,7 +432,7 @@ def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> TrainConfig:
-    """The configuration with what a checkpoint decides, printed."""
+    """Adds what a checkpoint decides to the configuration, and prints it."""
     if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
         config = replace(config, global_batch_size=saved.progress["global_batch_size"])
     size = dims.global_batch_size(config)
