@@ -186,7 +186,7 @@ def test_masters_of_stage_0_are_exported(
     export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     (file,) = (tmp_path / "run" / "checkpoints" / "step-00000002").rglob("mp_rank_00_model_states.pt")
-    rounded = torch.load(file, weights_only=False)["module"]
+    rounded = torch.load(file, map_location="cpu", weights_only=False)["module"]
     for name, weight in model.state_dict().items():
         if name in rounded:
             assert torch.equal(weight.bfloat16(), rounded[name]), name
