@@ -216,6 +216,17 @@ def test_bad_rows_stop_a_run_or_are_counted(streaming: bool, tokenizer_folder: P
             train(replace(config, output_dir=str(tmp_path / "again")))
 
 
+def test_a_stream_of_bad_rows_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": null}\n' * 50)
+    config = short(tmp_path / "data.jsonl", tokenizer_folder, tmp_path, streaming=True)
+    with pytest.raises(
+        liger_dist.LigerDistError, match=r"data.jsonl line \d+ has None in 'text' \(the first of 50 such"
+    ):
+        train(config)
+    with pytest.raises(liger_dist.LigerDistError, match="--data holds no row to train on for rank 0 of 1"):
+        train(replace(config, max_bad_rows=100))
+
+
 def test_few_documents_hold_out_their_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text(" ".join(TEXTS[:200]))
     train_data, held_out = loaded(short(tmp_path / "notes.txt", tokenizer_folder, tmp_path))

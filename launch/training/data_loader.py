@@ -281,8 +281,7 @@ class StreamedData:
         self._place, self._pending, bad, counts = made
         if is_new:
             # A stream that begins again meets the same rows.
-            known = {(file, at) for file, at, _ in self._bad}
-            self._bad = [*self._bad, *(row for row in bad if row[:2] not in known)]
+            self._bad = list({row[:2]: row for row in [*self._bad, *bad]}.values())
             for name, seen in counts.items():
                 self._counts[name].update(seen)
             self._num_packed += len(self._pending)
@@ -294,19 +293,22 @@ class StreamedData:
                 if place["stream"] is not None:
                     stream.load_state_dict(place["stream"])
                 rows = iter(stream)
-                is_empty = place["stream"] is None
+                has_documents = place["stream"] is not None
                 while True:
                     state = stream.state_dict()
                     here = {"epoch": place["epoch"], "window": place["window"], "stream": state, "emitted": 0}
                     documents, bad = self._read_window(rows)
                     if not documents and not bad:
                         break
-                    is_empty = False
+                    has_documents = has_documents or bool(documents)
                     sequences = self._packed(documents, place["epoch"], place["window"])
                     self._queue.put((here, sequences, bad, self._counted(documents)))
                     place["window"] += 1
-                if is_empty:
-                    raise LigerDistError(f"--data holds nothing for rank {self._rank} of {self._size} of the stream.")
+                if not has_documents:
+                    raise LigerDistError(
+                        f"--data holds no row to train on for rank {self._rank} of {self._size} of the stream; give "
+                        "more files, or leave --streaming out."
+                    )
                 place |= {"epoch": place["epoch"] + 1, "stream": None}
         except BaseException as error:
             self._queue.put(error)

@@ -62,7 +62,7 @@ class Trainer:
         self.progress = Progress()
         self.global_batch_size = dims.global_batch_size(config)
         self.num_steps = num_steps(config, data, self.global_batch_size)
-        if (config.profile_step or 0) > self.num_steps:
+        if (config.profile_step or 0) > self.num_steps and not config.eval_only:
             raise LigerDistError(f"--profile_step is {config.profile_step}; the run has {self.num_steps} steps.")
         self.schedule = make_schedule(engine.optimizer, config, self.num_steps)
         self.own_loss: Tensor | None = None
@@ -156,8 +156,10 @@ class Trainer:
         read = sum(len(ids) for sequence in sequences for ids, _ in sequence)
         bad_rows = self.data.bad_rows()
         labels, tokens, bad, failed = total(count_labels(batches), read, len(bad_rows), bool(problem))
-        if failed or bad / self.dims.tensor_parallel > config.max_bad_rows:
-            problem = problem or (describe_bad_rows(bad_rows, config.max_bad_rows) if bad_rows else "")
+        are_too_many = bad / self.dims.tensor_parallel > config.max_bad_rows
+        if are_too_many and bad_rows:
+            problem = describe_bad_rows(bad_rows, config.max_bad_rows)
+        if failed or are_too_many:
             raise LigerDistError(next(filter(None, gathered(problem))))
         return batches, labels, tokens
 
@@ -298,7 +300,8 @@ def restore(trainer: Trainer, checkpoints: Checkpoints, saved: Saved) -> None:
                 "differ); go on with the same data, or with --allow_changed_data true."
             )
         if before["fingerprint"] != data.fingerprint:
-            _say("the data is not that of the checkpoint: the order of its sequences is another")
+            change = "its stream begins again" if isinstance(data, StreamedData) else "its sequences have another order"
+            _say(f"the data is not that of the checkpoint: {change}")
         elif isinstance(data, StreamedData):
             data.load_state(streams[trainer.dims.data_rank(rank())])
     checkpoints.load(saved.step, trainer.engine, weights_only=config.eval_only)
