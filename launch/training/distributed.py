@@ -31,7 +31,7 @@ STORE_LIMIT = 20.0
 """seconds for the store, which rank 0 may hold, to answer"""
 on_sign_of_life: list[Callable[[], object]] = []
 """called whenever rank 0 has said that it is still at work"""
-KILL_AFTER = 15
+KILL_AFTER = 10
 """seconds that torchrun has to end after SIGTERM"""
 SIGN_OF_LIFE = 5.0
 """seconds between two words of rank 0 to those that wait for it"""

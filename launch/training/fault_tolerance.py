@@ -292,8 +292,8 @@ class Watchdog:
 
     def _end(self, beats: int, pause: float) -> None:
         before = self._heartbeats(beats)
-        # Every rank that lives publishes in this time.
-        for _ in range(3):
+        # Every rank that lives publishes in this time; where the store does not answer, it is only asked once more.
+        for _ in range(0 if before is None else 3):
             time.sleep(pause)
             beats += 1
             self._publish(beats)
