@@ -363,8 +363,8 @@ class StreamedData:
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for row in documents:
             tokens = len(row["ids"])
-            of_row = {"documents": row["begins"], "tokens": tokens, "labels": count_labels(row)}
-            counts[self._names[row["file"]]].update(of_row | {"documents_cut": tokens > self._length})
+            of_row = {"documents": int(row["begins"]), "tokens": tokens, "labels": count_labels(row)}
+            counts[self._names[row["file"]]].update(of_row | {"documents_cut": int(tokens > self._length)})
         return counts
 
 
