@@ -272,6 +272,7 @@ def test_bytes_that_are_not_utf8_make_bad_rows(tokenizer: Any, tmp_path: Path) -
     (tmp_path / "a.csv").write_bytes(b"text\nhello\ncaf\xe9\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "hello"}\n{"text": "caf\xe9"}\n')
     good, bad = rows_of(tmp_path / "a.csv")
+    assert where(bad.file, bad.at) == f"{tmp_path / 'a.csv'} line 3"
     assert encoded(tokenizer, good.values or {})["reason"] is None
     assert "no UTF-8" in encoded(tokenizer, bad.values or {})["reason"]
     good, bad = rows_of(tmp_path / "a.jsonl")
@@ -300,7 +301,7 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     if name != "a.csv":
         content = file.read_bytes()
         file.write_bytes(content[:-10] if name == "a.parquet" else content[: len(content) // 2])
-    with pytest.raises(liger_dist.LigerDistError, match=f"{file} cannot be read: .*; get the file again"):
+    with pytest.raises(liger_dist.LigerDistError, match=f"{file} cannot be read: .*; correct it, or get it again"):
         rows_of(file)
 
 

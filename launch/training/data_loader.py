@@ -471,6 +471,15 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
     return prepared
 
 
+def check_sources(config: TrainConfig) -> None:
+    """Refuses sources that do not exist, on every rank: early, as they are read last.
+
+    Raises:
+        LigerDistError: as :func:`find_source`.
+    """
+    on_rank_zero(lambda: [find_source(name).name for name in (*config.data, *config.eval_data)])
+
+
 def find_tokenization(config: TrainConfig) -> Tokenization:
     """Finds tokenizer and chat template. The size of the model's vocabulary is not known yet, and 0.
 

@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
     file: str
     at: int
-    """byte of the first character in a file of lines, otherwise the row"""
+    """byte of the first character in a file of lines, (last) line of CSV, otherwise the row"""
     values: dict[str, Any] | None
     """columns; None for a broken row and for text of a file"""
     reason: str | None = None
@@ -137,7 +137,7 @@ def _readable(file: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, csv.Error) as error:
-        raise LigerDistError(f"{file} cannot be read: {error}; get the file again.") from error
+        raise LigerDistError(f"{file} cannot be read: {error}; correct it, or get it again.") from error
 
 
 def where(file: str, at: int) -> str:
@@ -145,6 +145,8 @@ def where(file: str, at: int) -> str:
     kind = _layout_of(Path(file))
     if kind == "text":
         return file
+    if kind == "csv":
+        return f"{file} line {at}"
     if kind == "lines":
         with _opened(Path(file)) as stream:
             line = 1 + (stream.read(at).count(b"\n") if at else 0)
@@ -278,9 +280,12 @@ def _read_csv(part: Part) -> Iterator[Row]:
     with _opened(Path(part.file)) as stream:
         # What is not UTF-8 becomes surrogates, which the encoder refuses row by row.
         lines = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
-        for index, values in enumerate(lines):
-            reason = "has more fields than the first line" if None in values else None
-            yield Row(part.file, index, None if reason else values, reason)
+        try:
+            for values in lines:
+                reason = "has more fields than the first line" if None in values else None
+                yield Row(part.file, lines.line_num, None if reason else values, reason)
+        except csv.Error as error:
+            raise csv.Error(f"{error}, in line {lines.line_num}") from error
 
 
 def _read_parquet(part: Part) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from liger_dist import LigerDistError
 
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
 from .config import TrainConfig, to_yaml
-from .data_loader import CachedData, Data, Piece, StreamedData, collate, find_tokenization, load_data
+from .data_loader import CachedData, Data, Piece, StreamedData, check_sources, collate, find_tokenization, load_data
 from .dataset import describe_bad_rows
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device, world_size
@@ -211,6 +211,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     resume = is_restarted or config.resume
     if not resume and not config.overwrite and not config.eval_only:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    check_sources(config)
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(config)
     tokenizer = tokenization.load_tokenizer()
@@ -265,7 +266,8 @@ def write_counts(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     config, held_out = trainer.config, trainer.held_out
     found = {"streaming": config.streaming, **trainer.data.counts(states)}
     if config.eval_data and held_out is not None:
-        found["eval_data"] = held_out.counts([])["sources"]
+        sources = held_out.counts([])["sources"]
+        found["eval_data"] = [source | {"splits": {"held_out": source["splits"]["train"]}} for source in sources]
     text = json.dumps(found, indent=1) + "\n"
     on_rank_zero(lambda: (Path(config.output_dir) / "data.json").write_text(text))
 
