@@ -217,6 +217,30 @@ def test_bad_rows_stop_a_run_or_are_counted(streaming: bool, tokenizer_folder: P
             train(replace(config, output_dir=str(tmp_path / "again")))
 
 
+def test_a_stream_counts_documents_of_any_size(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """A long text, read in several rows, is one document that is cut; a path may be spelled in another way."""
+    (tmp_path / "book.txt").write_text(" ".join(TEXTS) * 20)
+    config = short(tmp_path / "book.txt", tokenizer_folder, tmp_path, streaming=True)
+    stream, _ = loaded(config)
+    stream.take(0, 300, 0, 1)
+    state = json.loads(json.dumps(stream.state()))
+    (source,) = stream.counts([state])["sources"]
+    assert (source["documents"], source["documents_cut"], source["skipped"]) == (1, 1, 0)
+    again, _ = loaded(replace(config, data=[str(tmp_path / "cache" / ".." / "book.txt")]))
+    again.load_state(state)
+    again.take(0, 600, 0, 1)
+    assert again.fingerprint == stream.fingerprint
+
+
+def test_weighted_streams_without_a_row_are_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n' * 50)
+    sources = [tmp_path / "a.csv", tmp_path / "b.jsonl"]
+    config = short(sources, tokenizer_folder, tmp_path, streaming=True, data_weights=[1.0, 1.0])
+    with pytest.raises(liger_dist.LigerDistError, match="--data holds no row to train on for rank 0 of 1"):
+        train(config)
+
+
 def test_a_stream_of_bad_rows_ends(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": null}\n' * 50)
     config = short(tmp_path / "data.jsonl", tokenizer_folder, tmp_path, streaming=True)
@@ -305,6 +329,14 @@ def test_a_stream_goes_on_where_it_was(
     again, _ = loaded(config)
     again.load_state(state)
     assert [[ids.tolist() for ids, _ in sequence] for sequence in again.take(0, 60, 0, 1)] == expected
+    # Once more from a state of the same window: the stream has not been asked for its own place in between.
+    third, _ = loaded(config)
+    second, _ = loaded(config)
+    second.load_state(state)
+    second.take(0, 2, 0, 1)
+    third.load_state(json.loads(json.dumps(second.state())))
+    assert [[ids.tolist() for ids, _ in sequence] for sequence in third.take(0, 58, 0, 1)] == expected[2:]
+    assert third.counts([third.state()]) == again.counts([again.state()])
     places = [data.state()["place"] for data in (again, stream)]
     assert [(p["epoch"], p["window"], p["emitted"]) for p in places[:1]] == [
         (p["epoch"], p["window"], p["emitted"]) for p in places[1:]

@@ -295,6 +295,8 @@ def test_evaluation_alone(trained: Path, data: Path, cache: Path, tmp_path: Path
     # With held-out data of its own, what is trained on is neither tokenised nor streamed.
     alone = config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, resume=True, streaming=True)
     train(replace(alone, data=[], eval_data=[str(data / "ast0.txt")]))
+    with pytest.raises(liger_dist.LigerDistError, match="nowhere has no checkpoint; leave --resume out"):
+        train(config_for(data, cache, tmp_path / "nowhere", **ALONE, eval_only=True, resume=True))
     with pytest.raises(liger_dist.LigerDistError, match="--eval_only needs held-out data"):
         train(config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, eval_fraction=0.0))
 

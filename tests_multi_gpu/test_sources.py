@@ -259,10 +259,24 @@ def test_files_of_other_programs_are_read_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(f'\ufefftext,other\n"{long}",1\n'.encode())
     (tmp_path / "b.txt").write_bytes("\ufeffhello".encode())
     (tmp_path / "c.jsonl").write_bytes('\ufeff{"text": "hello"}\n'.encode())
+    (tmp_path / "d.json").write_bytes('\ufeff[{"text": "hello"}]'.encode())
+    with gzip.open(tmp_path / "e.json.gz", "wb") as file:
+        file.write(b'{"text": "hello"}\n')
+    assert [row.values for row in rows_of(tmp_path / "d.json")] == [{"text": "hello"}]
+    assert [row.values for row in rows_of(tmp_path / "e.json.gz")] == [{"text": "hello"}]
     (found,) = rows_of(tmp_path / "a.csv")
     assert found.values == {"text": long, "other": "1"}
     assert [row.text for row in rows_of(tmp_path / "b.txt")] == ["hello"]
     assert [row.values for row in rows_of(tmp_path / "c.jsonl")] == [{"text": "hello"}]
+
+
+def test_a_tokenizer_is_not_trained_on_broken_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.jsonl").write_text('{"text": "half \\ud83d"}\n')
+    for name, words in (("a.txt", "a.txt is not UTF-8"), ("b.jsonl", "b.jsonl line 1 has characters in")):
+        with pytest.raises(liger_dist.LigerDistError, match=words):
+            train_tokenizer([str(tmp_path / name)], 300, tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()
 
 
 def test_bytes_that_are_not_utf8_make_bad_rows(tokenizer: Any, tmp_path: Path) -> None:

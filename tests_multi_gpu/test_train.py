@@ -307,6 +307,7 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("strategy: deepspeed\n", "expected both or none"),
         ("shuffle_window: 20\n", "--shuffle_window is 20 but --streaming is false"),
         ("lora_dropout: 1.0\n", "--lora_dropout is 1.0; expected less than 1"),
+        ("lora_alpha: 32.0\n", "--lora_targets is given but --lora_rank is 0"),
         ("dry_run: true\noptimizer: adamw_8bit\n", "--dry_run plans AdamW for all weights"),
         ("dry_run: true\nlora_rank: 8\n", "but --lora_rank is 8"),
         ("steps: 10\nepochs: 1\n", "--steps is 10 and --epochs 1"),

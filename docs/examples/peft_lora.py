@@ -28,4 +28,5 @@ value = loss.item()  # on every rank: it waits for the GPU, which still works on
 if int(os.environ.get("RANK", 0)) == 0:
     print(value)
 if dist.is_initialized():
+    dist.barrier()  # a rank that leaves first closes connections that the other one still uses
     dist.destroy_process_group()

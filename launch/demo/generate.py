@@ -7,6 +7,7 @@ python launch/demo/generate.py runs/train/exported "What is a token?" --chat
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +21,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80, help="new ones, at most; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token; default: 0")
     options = parser.parse_args()
+    if not Path(options.folder).is_dir():
+        parser.error(f"the folder {options.folder} does not exist")
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder)
     text = options.prompt

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from training.fault_tolerance import run
 from training.output_folder import write_folder
-from training.sources import find_source, read_rows
+from training.sources import find_source, read_rows, where
+from training.tokenization import BadRowError, check_text
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -58,7 +59,13 @@ def _texts(data: list[str]) -> Iterator[str]:
     """Every text in every column of the data."""
     for name in data:
         for row in read_rows(find_source(name).parts(2**26)):
-            yield from _strings(row["values"] if row["text"] is None else row["text"])
+            try:
+                if row["reason"] is not None:
+                    raise BadRowError(row["reason"])
+                for text in _strings(row["values"] if row["text"] is None else row["text"]):
+                    yield check_text("a column", text)
+            except BadRowError as error:
+                raise LigerDistError(f"{where(row['file'], row['at'])} {error}. Correct the data.") from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -102,7 +102,7 @@ class Checkpoints:
                 print(f"{path} is not complete ({damage}); it is passed over", flush=True)
         if names:
             raise LigerDistError(
-                f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damage}). Repair one, choose "
+                f"no checkpoint in {self._folder} is complete, the oldest {names[0]} ({damage}). Repair one, choose "
                 "another --output_dir, or begin anew with --overwrite true instead of --resume true."
             )
         return None

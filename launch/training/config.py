@@ -167,6 +167,11 @@ class TrainConfig:
             )
 
     def _check_choices(self) -> None:
+        has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
+        if has_lora_options and not self.lora_rank:
+            raise LigerDistError(
+                "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
+            )
         if self.resume_step is not None and not self.resume:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:

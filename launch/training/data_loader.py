@@ -6,7 +6,7 @@ import hashlib
 import json
 import queue
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ from liger_dist import LigerDistError
 
 from .config import TrainConfig
 from .dataset import TokenTable, count_labels, token_stream, use_cache
-from .distributed import on_rank_zero, rank
+from .distributed import gathered, on_rank_zero, rank
 from .model import PRESETS, read_config
 from .packing import (
     PACKING_FORMAT,
@@ -209,10 +209,13 @@ class StreamedData:
         settings = [tokenization.fingerprint(), sequence_length, window, seed, weights, size]
         key = [[source.fingerprint() for source in sources], settings]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        self._names = {file: source.name for source in sources for file in map(str, source.files)}
+        self._names = [source.name for source in sources]
+        self._source_of = {
+            name: i for i, s in enumerate(sources) for f in s.files for name in (str(f), str(f.resolve()))
+        }
         self._place: dict[str, Any] = {"epoch": 0, "window": 0, "stream": None, "emitted": 0}
         self._bad: list[tuple[str, int, str]] = []
-        self._counts = {source.name: Counter[str]() for source in sources}
+        self._counts = [Counter[str]() for _ in sources]
         self._num_packed = 0
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._pending: list[list[Piece]] = []
@@ -223,28 +226,28 @@ class StreamedData:
         assert not self._is_started
         self._place = dict(state["place"])
         self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
-        self._counts = {name: Counter(counts) for name, counts in state["counts"].items()}
+        self._counts = [Counter(counts) for counts in state["counts"]]
         self._num_packed = state["num_packed"]
 
     def state(self) -> dict[str, Any]:
-        counts = {name: dict(counts) for name, counts in self._counts.items()}
+        counts = [dict(counts) for counts in self._counts]
         return {"place": dict(self._place), "bad": self._bad, "counts": counts, "num_packed": self._num_packed}
 
     def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        totals = {name: Counter[str]() for name in self._counts}
+        totals = [Counter[str]() for _ in self._counts]
         for state in states:
-            for name, counts in state["counts"].items():
-                totals[name].update(counts)
-        skipped = Counter(self._names[file] for state in states for file, _, _ in state["bad"])
+            for total, counts in zip(totals, state["counts"], strict=True):
+                total.update(counts)
+        skipped = Counter(self._index(file) for state in states for file, _, _ in state["bad"])
         sequences = sum(state["num_packed"] for state in states)
-        tokens = sum(total["tokens"] for total in totals.values())
+        tokens = sum(total["tokens"] for total in totals)
         columns = ("documents", "tokens", "labels", "documents_cut")
         return {
             "sequences": sequences,
             "packed_efficiency": round(tokens / max(1, sequences * self._length), 6),
             "sources": [
-                {"source": name, **{column: total[column] for column in columns}, "skipped": skipped[name]}
-                for name, total in totals.items()
+                {"source": self._names[i], **{column: total[column] for column in columns}, "skipped": skipped[i]}
+                for i, total in enumerate(totals)
             ],
         }
 
@@ -282,8 +285,8 @@ class StreamedData:
         if is_new:
             # A stream that begins again meets the same rows.
             self._bad = list({row[:2]: row for row in [*self._bad, *bad]}.values())
-            for name, seen in counts.items():
-                self._counts[name].update(seen)
+            for total, seen in zip(self._counts, counts, strict=True):
+                total.update(seen)
             self._num_packed += len(self._pending)
 
     def _produce(self, place: dict[str, Any]) -> None:
@@ -293,9 +296,10 @@ class StreamedData:
                 if place["stream"] is not None:
                     stream.load_state_dict(place["stream"])
                 rows = iter(stream)
-                has_documents = place["stream"] is not None
+                # Not asked before a row was read: datasets applies a loaded state with the first row only.
+                state = place["stream"]
+                has_documents = state is not None
                 while True:
-                    state = stream.state_dict()
                     here = {"epoch": place["epoch"], "window": place["window"], "stream": state, "emitted": 0}
                     documents, bad = self._read_window(rows)
                     if not documents and not bad:
@@ -304,12 +308,18 @@ class StreamedData:
                     sequences = self._packed(documents, place["epoch"], place["window"])
                     self._queue.put((here, sequences, bad, self._counted(documents)))
                     place["window"] += 1
+                    state = stream.state_dict()
                 if not has_documents:
-                    raise LigerDistError(
-                        f"--data holds no row to train on for rank {self._rank} of {self._size} of the stream; give "
-                        "more files, or leave --streaming out."
-                    )
+                    raise StopIteration
                 place |= {"epoch": place["epoch"] + 1, "stream": None}
+        except StopIteration:
+            # Of interleave_datasets, too, where one of the sources has no row for this rank.
+            self._queue.put(
+                LigerDistError(
+                    f"--data holds no row to train on for rank {self._rank} of {self._size} of the stream; give more "
+                    "files, or leave --streaming out."
+                )
+            )
         except BaseException as error:
             self._queue.put(error)
 
@@ -359,13 +369,19 @@ class StreamedData:
             sequences.append(pieces)
         return sequences
 
-    def _counted(self, documents: list[dict[str, Any]]) -> dict[str, Counter[str]]:
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
+    def _counted(self, documents: list[dict[str, Any]]) -> list[Counter[str]]:
+        counts = [Counter[str]() for _ in self._names]
         for row in documents:
             tokens = len(row["ids"])
+            is_cut = row["begins"] and (tokens > self._length or not row["ends"])
             of_row = {"documents": int(row["begins"]), "tokens": tokens, "labels": count_labels(row)}
-            counts[self._names[row["file"]]].update(of_row | {"documents_cut": int(tokens > self._length)})
+            counts[self._index(row["file"])].update(of_row | {"documents_cut": int(is_cut)})
         return counts
+
+    def _index(self, file: str) -> int:
+        """Returns the source of a file, whose path a checkpoint may spell in another way."""
+        found = self._source_of.get(file)
+        return self._source_of[str(Path(file).resolve())] if found is None else found
 
 
 def _parts(sources: list[Source], ranks: int) -> list[Part]:
@@ -436,8 +452,10 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
             return CachedData(prepared, "train", config.seed, weights, settings), held_out
     if config.eval_only:
         if held_out is None:
-            raise LigerDistError("--eval_only needs held-out data; give --eval_data, or an --eval_fraction above 0.")
+            fraction_too = "" if config.streaming else ", or an --eval_fraction above 0"
+            raise LigerDistError(f"--eval_only needs held-out data; give --eval_data{fraction_too}.")
         return held_out, held_out
+    _check_same_files(sources)
     stream = StreamedData(
         sources,
         weights,
@@ -449,7 +467,31 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
         rank=dims.data_rank(rank()),
         size=dims.data_size,
     )
+    # Times of the files may differ where each machine has a copy.
+    stream.fingerprint = on_rank_zero(lambda: stream.fingerprint)
     return stream, held_out
+
+
+def _check_same_files(sources: list[Source]) -> None:
+    """Raises:
+    LigerDistError: on every rank: a rank reads other files than rank 0, and would read other parts of them.
+    """
+    for source in sources:
+        sizes = gathered(_sizes(source))
+        for other, found in enumerate(sizes):
+            if found != sizes[0]:
+                raise LigerDistError(
+                    f"--streaming: the files of {source.name} have other sizes on rank {other} than on rank 0; "
+                    "expected the same data on all machines."
+                )
+
+
+def _sizes(source: Source) -> list[int]:
+    try:
+        return [size for _, size, _ in source.fingerprint()]
+    except OSError:
+        # Of no file; the ranks compare it.
+        return [-1]
 
 
 def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, eval_fraction: float) -> PreparedSource:
@@ -488,9 +530,19 @@ def find_tokenization(config: TrainConfig) -> Tokenization:
             ``--model`` where there is no ``--tokenizer``; or there is no such chat template.
     """
     folder = on_rank_zero(lambda: str(_tokenizer_folder(config)))
-    template = on_rank_zero(lambda: None if config.chat_template is None else Path(config.chat_template).read_text())
+    template = on_rank_zero(lambda: None if config.chat_template is None else read_template(Path(config.chat_template)))
     format = Format(config.text_column, config.messages_column, config.train_on_prompts)
     return Tokenization(folder, template, format, vocab_size=0)
+
+
+def read_template(file: Path) -> str:
+    """Raises:
+    LigerDistError: it cannot be read as text.
+    """
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LigerDistError(f"--chat_template {file} cannot be read: {error}; give a Jinja template.") from error
 
 
 def _tokenizer_folder(config: TrainConfig) -> Path:

@@ -83,7 +83,7 @@ def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] =
     from datasets import IterableDataset
 
     rows = IterableDataset.from_generator(read, gen_kwargs={"parts": parts})
-    unused = ["values", "text", "ends"]
+    unused = ["values", "text"]
     return rows.map(encoder, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=unused)
 
 

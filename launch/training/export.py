@@ -135,7 +135,7 @@ def _newest_complete(folder: Path, listed: list[str]) -> Path:
         if damage is None:
             return folder / name
         print(f"{folder / name} is not complete ({damage}); it is passed over", flush=True)
-    raise LigerDistError(f"no checkpoint in {folder} is complete, the newest {listed[-1]} ({damage}). Repair one.")
+    raise LigerDistError(f"no checkpoint in {folder} is complete, the oldest {listed[0]} ({damage}). Repair one.")
 
 
 def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:

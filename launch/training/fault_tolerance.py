@@ -329,8 +329,12 @@ class Watchdog:
 
 def read_heartbeats(store: Any) -> Heartbeats:
     """Reads the newest heartbeat of every rank. Asking for a key that no rank has set would wait."""
-    keys = {other: f"{KEY}/{other}" for other in range(world_size())}
-    return {other: json.loads(store.get(key)) if store.check([key]) else NO_HEARTBEAT for other, key in keys.items()}
+    keys = [f"{KEY}/{other}" for other in range(world_size())]
+    # One request for all of them, unless one is missing.
+    if store.check(keys):
+        return {other: json.loads(value) for other, value in enumerate(store.multi_get(keys))}
+    found = [json.loads(store.get(key)) if store.check([key]) else NO_HEARTBEAT for key in keys]
+    return dict(enumerate(found))
 
 
 def silent_ranks(before: Heartbeats, after: Heartbeats) -> list[int]:
@@ -346,12 +350,21 @@ def silent_nodes(before: Heartbeats, after: Heartbeats) -> set[int]:
 
 
 def gone_ranks() -> list[int]:
-    """Lists the ranks without a new heartbeat for 2.5 beats; none where the store does not answer."""
+    """Lists the ranks without a new heartbeat for 2.5 beats; none where the store does not answer, or without a
+    watchdog.
+
+    Ranks that fail because another one is gone call this as well, and have no heartbeat any more: each says so.
+    """
     store = own_store()
+    answer_of(lambda: store.set(f"{KEY}/failed/{rank()}", ""), STORE_LIMIT)
     before = answer_of(lambda: read_heartbeats(store), STORE_LIMIT)
     time.sleep(2.5 * BEAT)
     after = answer_of(lambda: read_heartbeats(store), STORE_LIMIT)
-    return [] if before is None or after is None else silent_ranks(before, after)
+    if before is None or after is None:
+        return []
+    silent = [other for other in silent_ranks(before, after) if after[other]["beats"] >= 0]
+    failed = answer_of(lambda: [other for other in silent if store.check([f"{KEY}/failed/{other}"])], STORE_LIMIT)
+    return [other for other in silent if other not in (failed or [])]
 
 
 def describe_stall(before: Heartbeats, after: Heartbeats) -> str:

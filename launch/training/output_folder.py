@@ -141,6 +141,21 @@ def _refuse(objection: str | None, option: str) -> None:
         raise LigerDistError(f"rank {ranks}: {next(iter(found.values()))}; choose another {option}.")
 
 
+def write_text(file: Path, text: str) -> None:
+    """Writes a file completely or not at all.
+
+    Raises:
+        LigerDistError: it cannot be written.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise LigerDistError(f"{file} cannot be written: {error}; make room, and go on with --resume true.") from error
+
+
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Fills a folder under another name by ``write``, and renames it to ``folder``. Another process may do the same.
 

@@ -27,7 +27,7 @@ SUFFIXES = {
     ".parquet": "parquet",
 }
 COMPRESSED = (".gz", ".zst", ".bz2")
-"""of text, JSONL and CSV; read by pyarrow, from the first byte to the last"""
+"""of text, JSON, JSONL and CSV; read by pyarrow, from the first byte to the last"""
 TEXT_PART = 2**18
 """characters of a text that are tokenised at once: a longer one is read and tokenised in parts"""
 BREAK = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
@@ -148,8 +148,10 @@ def where(file: str, at: int) -> str:
     if kind == "csv":
         return f"{file} line {at}"
     if kind == "lines":
+        line = 1
         with _opened(Path(file)) as stream:
-            line = 1 + (stream.read(at).count(b"\n") if at else 0)
+            while at > 0 and (block := stream.read(min(at, 2**22))):
+                line, at = line + block.count(b"\n"), at - len(block)
         return f"{file} line {line}"
     return f"{file} row {at}"
 
@@ -159,7 +161,7 @@ def _kind_of(file: Path) -> str | None:
         return "saved"
     suffix = file.suffixes[-2] if file.suffix in COMPRESSED and len(file.suffixes) > 1 else file.suffix
     kind = SUFFIXES.get(suffix)
-    return kind if file.suffix not in COMPRESSED or kind in ("text", "lines", "csv") else None
+    return kind if file.suffix not in COMPRESSED or kind in ("text", "lines", "json", "csv") else None
 
 
 def _layout_of(file: Path) -> str:
@@ -167,8 +169,9 @@ def _layout_of(file: Path) -> str:
     kind = _kind_of(file)
     assert kind is not None
     if kind == "json":
-        with file.open("rb") as stream:
-            return "json" if stream.read(1024).lstrip()[:1] == b"[" else "lines"
+        with _opened(file) as stream:
+            start = stream.read(1024).removeprefix(codecs.BOM_UTF8)
+            return "json" if start.lstrip()[:1] == b"[" else "lines"
     return kind
 
 
@@ -257,7 +260,7 @@ def _read_lines(part: Part) -> Iterator[Row]:
 def _json_row(file: str, at: int, line: bytes) -> Row:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Row(file, at, None, f"is no JSON ({error})")
     return _object_row(file, at, values)
 
@@ -270,7 +273,8 @@ def _object_row(file: str, at: int, values: Any) -> Row:
 
 def _read_json(part: Part) -> Iterator[Row]:
     """Reads a list of objects."""
-    found = json.loads(Path(part.file).read_bytes())
+    with _opened(Path(part.file)) as stream:
+        found = json.loads(stream.read())
     yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
 
 
@@ -302,6 +306,8 @@ def _read_parquet(part: Part) -> Iterator[Row]:
                 values = batch.slice(first, last - first).to_pylist()
                 yield from (Row(part.file, at + first + index, row) for index, row in enumerate(values))
             at += len(batch)
+            if at >= part.stop:
+                return
 
 
 def _read_saved(part: Part) -> Iterator[Row]:

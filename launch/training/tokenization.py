@@ -121,9 +121,12 @@ class Encoder:
             return found
         if not _is_unicode(values[format.text_column]):
             return None
-        others = ("input_ids", format.messages_column, "conversations", "completion", "output")
+        others = (("input_ids",), (format.messages_column,), ("conversations",), ("prompt", "completion"))
+        has_others = any(
+            all(values.get(name) is not None for name in names) for names in (*others, ("instruction", "output"))
+        )
         text: str = values[format.text_column]
-        return text if all(values.get(name) is None for name in others) else None
+        return None if has_others else text
 
     def _document(self, row: dict[str, Any], encoded: Ids | None) -> Document:
         """Raises:

@@ -29,7 +29,7 @@ from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import autocast, check_wrap, find_config, shell
 from .optimizer import make_schedule
-from .output_folder import begin, check_shared, goes_on, held
+from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 
 
@@ -224,6 +224,8 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         keep=config.keep_checkpoints,
     )
     saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
+    if config.eval_only and config.resume and saved is None:
+        raise LigerDistError(f"--eval_only and --resume are true, but {folder} has no checkpoint; leave --resume out.")
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     flops = Flops.of(model, model_config, config)
@@ -250,7 +252,7 @@ def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops,
     checkpoints.clear(first_step)
     begin(folder)
     trainer.data_state = trainer.data.state()
-    on_rank_zero(lambda: (folder / "config.yaml").write_text(to_yaml(config)))
+    on_rank_zero(lambda: write_text(folder / "config.yaml", to_yaml(config)))
     write_counts(trainer, trainer.data_states())
     metrics = Metrics(folder, config, trainer.num_steps, first_step)
     with closing(metrics):
@@ -269,7 +271,7 @@ def write_counts(trainer: Trainer, states: list[dict[str, Any]]) -> None:
         sources = held_out.counts([])["sources"]
         found["eval_data"] = [source | {"splits": {"held_out": source["splits"]["train"]}} for source in sources]
     text = json.dumps(found, indent=1) + "\n"
-    on_rank_zero(lambda: (Path(config.output_dir) / "data.json").write_text(text))
+    on_rank_zero(lambda: write_text(Path(config.output_dir) / "data.json", text))
 
 
 def make_engine(config: TrainConfig, dims: ParallelDims, model: torch.nn.Module) -> Engine:
@@ -408,11 +410,12 @@ class Loop:
         step = trainer.progress.step
         self._watchdog.at(step, "writing a checkpoint")
         states = trainer.data_states()
+        streams = states if isinstance(trainer.data, StreamedData) else []
         progress = {
             "progress": asdict(trainer.progress),
             "global_batch_size": trainer.global_batch_size,
             "no_weight_decay": trainer.config.no_weight_decay,
-            "data": {"fingerprint": trainer.data.fingerprint, "streams": states},
+            "data": {"fingerprint": trainer.data.fingerprint, "streams": streams},
         }
         best = trainer.progress.best_step if trainer.config.keep_best else None
         self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)
@@ -432,7 +435,7 @@ def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
     loss = trainer.evaluate(watchdog)
     step = trainer.progress.step
     text = json.dumps({"step": step, "eval_loss": loss}) + "\n"
-    on_rank_zero(lambda: (folder / "eval.json").write_text(text))
+    on_rank_zero(lambda: write_text(folder / "eval.json", text))
     _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
 
 
