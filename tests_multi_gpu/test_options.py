@@ -35,7 +35,7 @@ ALONE: dict[str, Any] = {"strategy": "none"}
 
 
 def test_the_configuration_is_printed_and_reruns(data: Path, cache: Path, tmp_path: Path, capsys: Any) -> None:
-    config = config_for(data, cache, tmp_path / "run", **ALONE, steps=2, learning_rate=3e-3, lora_targets=["q_proj"])
+    config = config_for(data, cache, tmp_path / "run", **ALONE, steps=2, learning_rate=3e-3, no_weight_decay=["q_proj"])
     train(config)
     written = (tmp_path / "run" / "config.yaml").read_text()
     assert written in capsys.readouterr().out

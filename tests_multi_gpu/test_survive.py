@@ -259,7 +259,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("stuck", "words"),
     [
-        ("parallel_dims_of", "rank 1 has not begun; the others wait for it"),
+        ("parallel_dims_of", "rank 1 has not begun; the other ranks wait for it"),
         ("shell", "all ranks are in step 0 (preparing): rank 0 at "),
     ],
 )
@@ -314,10 +314,10 @@ def test_who_is_stuck() -> None:
     before = {other: heartbeat(1, 4, computing) for other in range(3)}
     assert describe_stall(before, {0: here, 1: before[1], 2: here}).startswith("rank 1 does not answer")
     assert describe_stall(before, {0: here, 1: here, 2: heartbeat(2, 3, writing)}).startswith(
-        "rank 2 is stuck in step 3 (writing a checkpoint), at a.py:3 in f; the others wait in step 4 (computing)"
+        "rank 2 is stuck in step 3 (writing a checkpoint), at a.py:3 in f; the other ranks wait in step 4 (computing)"
     )
     absent = {0: here, 1: NO_HEARTBEAT, 2: here}
-    assert describe_stall(absent, absent) == "rank 1 has not begun; the others wait for it"
+    assert describe_stall(absent, absent) == "rank 1 has not begun; the other ranks wait for it"
     assert describe_stall(before, dict.fromkeys(range(3), here)).startswith("all ranks are in step 4 (computing)")
 
 

@@ -371,7 +371,7 @@ def describe_stall(before: Heartbeats, after: Heartbeats) -> str:
     """Names the ranks that are stuck, from two reads of all heartbeats."""
     absent = [other for other, heartbeat in after.items() if heartbeat["beats"] < 0]
     if absent:
-        return f"rank {', '.join(map(str, absent))} has not begun; the others wait for it"
+        return f"rank {', '.join(map(str, absent))} has not begun; the other ranks wait for it"
     frozen = silent_ranks(before, after) if len(after) > 1 else []
     least = min(heartbeat["place"] for heartbeat in after.values())
     behind = [other for other, heartbeat in after.items() if heartbeat["place"] == least]
@@ -382,7 +382,7 @@ def describe_stall(before: Heartbeats, after: Heartbeats) -> str:
     first = after[stuck[0]]
     ranks = f"rank {', '.join(map(str, stuck))}"
     furthest = max(heartbeat["place"] for heartbeat in after.values())
-    waiting = "" if len(after) == 1 else f"; the others wait in {_place(furthest)}"
+    waiting = "" if len(after) == 1 else f"; the other ranks wait in {_place(furthest)}"
     return f"{ranks} {why} in {_place(first['place'])}, at {' < '.join(first['stack'][:3])}{waiting}"
 
 

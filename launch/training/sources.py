@@ -94,10 +94,11 @@ def find_source(name: str) -> Source:
     """
     path = Path(name)
     known = ", ".join(SUFFIXES)
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    for found in sorted(path.rglob("dataset_dict.json"))[:1]:
+        splits = json.loads(found.read_text())["splits"]
         raise LigerDistError(
-            f"--data {path} holds the splits {', '.join(splits)}; name one of them, such as --data {path / splits[0]}."
+            f"--data {found.parent} holds the splits {', '.join(splits)}; name one of them, such as --data "
+            f"{found.parent / splits[0]}."
         )
     if (path / "dataset_info.json").is_file():
         return Source(name, (path,))
