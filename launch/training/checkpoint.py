@@ -85,7 +85,7 @@ class Checkpoints:
         Raises:
             LigerDistError: none of several is complete, or there is none of that step.
         """
-        listed, damage = on_rank_zero(lambda: steps_in(self._folder)), None
+        listed, damages = on_rank_zero(lambda: steps_in(self._folder)), list[str]()
         names = [name for name in listed if step is None or _step_of(name) == step]
         if step is not None and not names:
             raise LigerDistError(
@@ -98,11 +98,12 @@ class Checkpoints:
             if damage is None:
                 description = on_rank_zero(lambda path=path: read_description(path))  # type: ignore[misc]
                 return Saved(description["step"], description)
+            damages.append(damage)
             if rank() == 0:
                 print(f"{path} is not complete ({damage}); it is passed over", flush=True)
         if names:
             raise LigerDistError(
-                f"no checkpoint in {self._folder} is complete, the oldest {names[0]} ({damage}). Repair one, choose "
+                f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damages[0]}). Repair one, choose "
                 "another --output_dir, or begin anew with --overwrite true instead of --resume true."
             )
         return None

@@ -130,12 +130,14 @@ def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:
 
 
 def _newest_complete(folder: Path, listed: list[str]) -> Path:
+    damages = []
     for name in reversed(listed):
         damage = damage_of(folder / name)
         if damage is None:
             return folder / name
+        damages.append(damage)
         print(f"{folder / name} is not complete ({damage}); it is passed over", flush=True)
-    raise LigerDistError(f"no checkpoint in {folder} is complete, the oldest {listed[0]} ({damage}). Repair one.")
+    raise LigerDistError(f"no checkpoint in {folder} is complete, the newest {listed[-1]} ({damages[0]}). Repair one.")
 
 
 def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:
