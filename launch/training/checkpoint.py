@@ -103,8 +103,8 @@ class Checkpoints:
                 print(f"{path} is not complete ({damage}); it is passed over", flush=True)
         if names:
             raise LigerDistError(
-                f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damages[0]}). Repair one, choose "
-                "another --output_dir, or begin anew with --overwrite true instead of --resume true."
+                f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damages[0]}). Repair one, "
+                "choose another --output_dir, or begin anew with --overwrite true instead of --resume true."
             )
         return None
 
