@@ -21,10 +21,12 @@ import torch
 from demo.make_tokenizer import train_tokenizer
 from models import make_model
 from training.config import TrainConfig
-from training.data_loader import CachedData, Order, Piece, StreamedData, collate, find_tokenization, load_data
+from training.data_loader import CachedData, Order, collate, find_tokenization, load_data
+from training.dataset import Piece
 from training.packing import Integers, best_fit, pack
 from training.parallel_dims import parallel_dims_of
 from training.sources import find_source
+from training.stream import StreamedData
 from training.tokenization import Tokenization, load_tokenizer
 from training.trainer import train
 from training_runs import CPU, LAUNCH, as_options, config_for, ends_within, torchrun

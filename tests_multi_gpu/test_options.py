@@ -292,7 +292,7 @@ def test_evaluation_alone(trained: Path, data: Path, cache: Path, tmp_path: Path
         assert (tmp_path / "run" / name).read_text() == (trained / name).read_text(), name
     assert published(tmp_path / "run") == before
     assert len(metrics_of(tmp_path / "run")) == 12
-    # With held-out data of its own, what is trained on is neither tokenised nor streamed.
+    # With --eval_data, the data to train on is neither tokenised nor streamed.
     alone = config_for(data, cache, tmp_path / "run", **ALONE, eval_only=True, resume=True, streaming=True)
     train(replace(alone, data=[], eval_data=[str(data / "ast0.txt")]))
     with pytest.raises(liger_dist.LigerDistError, match="nowhere has no checkpoint; leave --resume out"):

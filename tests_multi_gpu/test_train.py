@@ -20,7 +20,8 @@ from harness import Workers
 from models import make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from training.config import parse
-from training.data_loader import Order, Piece, collate
+from training.data_loader import Order, collate
+from training.dataset import Piece
 from training.fault_tolerance import run
 from training.tokenization import load_tokenizer
 from training.trainer import train

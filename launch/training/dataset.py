@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -318,6 +318,13 @@ def describe_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) ->
         f"{where(file, at)} {reason}{more}. Correct the data, or let such rows be skipped and counted with "
         f"--max_bad_rows N; it is {max_bad_rows}."
     )
+
+
+class Piece(NamedTuple):
+    """Tokens of one document in a sequence; the first is predicted from nothing."""
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
 
 
 class TokenTable:

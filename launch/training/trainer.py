@@ -19,8 +19,8 @@ from liger_dist import LigerDistError
 
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
 from .config import TrainConfig, to_yaml
-from .data_loader import CachedData, Data, Piece, StreamedData, check_sources, collate, find_tokenization, load_data
-from .dataset import describe_bad_rows
+from .data_loader import CachedData, Data, check_sources, collate, find_tokenization, load_data
+from .dataset import Piece, describe_bad_rows
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device, world_size
 from .engine import Engine, TorchEngine
@@ -31,6 +31,7 @@ from .model import autocast, check_wrap, find_config, shell
 from .optimizer import make_schedule
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
+from .stream import StreamedData
 
 
 @dataclass

@@ -1,0 +1,250 @@
+"""Sequences of one rank from a stream of documents, tokenised while the training runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_dist import LigerDistError
+
+from .dataset import Piece, count_labels, token_stream, use_cache
+from .packing import pack, too_long_reason
+from .sources import Part, Source
+from .tokenization import Tokenization
+
+STREAM_PART = 2**23
+"""bytes of a file that are read one after another in a stream; parts are shuffled"""
+
+
+class StreamedData:
+    """Sequences of one data rank, tokenised while the training runs: nothing is written and little is held.
+
+    The parts of the files are shuffled; documents of ``window`` sequences are packed and shuffled together. Where the
+    files end they are read again, in another order.
+
+    Args:
+        window: sequences.
+    """
+
+    num_sequences = None
+
+    def __init__(
+        self,
+        sources: list[Source],
+        weights: list[float] | None,
+        tokenization: Tokenization,
+        cache: Path,
+        *,
+        sequence_length: int,
+        window: int,
+        seed: int,
+        rank: int,
+        size: int,
+    ) -> None:
+        use_cache(cache)
+        self._encoder = tokenization.encoder()
+        self._length, self._window, self._seed = sequence_length, window, seed
+        self._weights = weights
+        groups = [[source] for source in sources] if weights is not None else [sources]
+        self._groups = [_parts(group, size) for group in groups]
+        self._rank, self._size = rank, size
+        settings = [tokenization.fingerprint(), sequence_length, window, seed, weights, size]
+        key = [[source.fingerprint() for source in sources], settings]
+        self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        self._names = [source.name for source in sources]
+        self._source_of = {
+            name: i for i, s in enumerate(sources) for f in s.files for name in (str(f), str(f.resolve()))
+        }
+        self._place: dict[str, Any] = {"epoch": 0, "window": 0, "stream": None, "emitted": 0}
+        self._bad: list[tuple[str, int, str]] = []
+        self._counts = [Counter[str]() for _ in sources]
+        self._num_packed = 0
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._pending: list[list[Piece]] = []
+        self._is_started = False
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues where :meth:`state` was asked; before the first :meth:`take`."""
+        assert not self._is_started
+        self._place = dict(state["place"])
+        self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
+        self._counts = [Counter(counts) for counts in state["counts"]]
+        self._num_packed = state["num_packed"]
+
+    def state(self) -> dict[str, Any]:
+        counts = [dict(counts) for counts in self._counts]
+        return {"place": dict(self._place), "bad": self._bad, "counts": counts, "num_packed": self._num_packed}
+
+    def counts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        totals = [Counter[str]() for _ in self._counts]
+        for state in states:
+            for total, counts in zip(totals, state["counts"], strict=True):
+                total.update(counts)
+        skipped = Counter(self._index(file) for state in states for file, _, _ in state["bad"])
+        sequences = sum(state["num_packed"] for state in states)
+        tokens = sum(total["tokens"] for total in totals)
+        columns = ("documents", "tokens", "labels", "documents_cut")
+        return {
+            "sequences": sequences,
+            "packed_efficiency": round(tokens / max(1, sequences * self._length), 6),
+            "sources": [
+                {"source": self._names[i], **{column: total[column] for column in columns}, "skipped": skipped[i]}
+                for i, total in enumerate(totals)
+            ],
+        }
+
+    def bad_rows(self) -> list[tuple[str, int, str]]:
+        return self._bad
+
+    def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
+        if not self._is_started:
+            self._start()
+        wanted = len(range(rank, count, size))
+        taken: list[list[Piece]] = []
+        while len(taken) < wanted:
+            if not self._pending:
+                self._next_window(is_new=True)
+            part = self._pending[: wanted - len(taken)]
+            self._pending = self._pending[len(part) :]
+            self._place["emitted"] += len(part)
+            taken += part
+        return taken
+
+    def _start(self) -> None:
+        self._is_started = True
+        emitted = self._place["emitted"]
+        threading.Thread(target=self._produce, args=(dict(self._place),), daemon=True).start()
+        self._next_window(is_new=emitted == 0)
+        self._pending, self._place["emitted"] = self._pending[emitted:], emitted
+
+    def _next_window(self, *, is_new: bool) -> None:
+        """Takes the next window from the thread. ``is_new`` is False for one that was counted before the run was
+        resumed."""
+        made = self._queue.get()
+        if isinstance(made, BaseException):
+            raise made
+        self._place, self._pending, bad, counts = made
+        if is_new:
+            # A stream that begins again meets the same rows.
+            self._bad = list({row[:2]: row for row in [*self._bad, *bad]}.values())
+            for total, seen in zip(self._counts, counts, strict=True):
+                total.update(seen)
+            self._num_packed += len(self._pending)
+
+    def _produce(self, place: dict[str, Any]) -> None:
+        try:
+            while True:
+                stream = self._stream(place["epoch"])
+                if place["stream"] is not None:
+                    stream.load_state_dict(place["stream"])
+                rows = iter(stream)
+                # Not asked before a row was read: datasets applies a loaded state with the first row only.
+                state = place["stream"]
+                has_documents = state is not None
+                while True:
+                    here = {"epoch": place["epoch"], "window": place["window"], "stream": state, "emitted": 0}
+                    documents, bad = self._read_window(rows)
+                    if not documents and not bad:
+                        break
+                    has_documents = has_documents or bool(documents)
+                    sequences = self._packed(documents, place["epoch"], place["window"])
+                    self._queue.put((here, sequences, bad, self._counted(documents)))
+                    place["window"] += 1
+                    state = stream.state_dict()
+                if not has_documents:
+                    raise StopIteration
+                place |= {"epoch": place["epoch"] + 1, "stream": None}
+        except StopIteration:
+            # Of interleave_datasets, too, where one of the sources has no row for this rank.
+            self._queue.put(
+                LigerDistError(
+                    f"--data holds no row to train on for rank {self._rank} of {self._size} of the stream; give more "
+                    "files, or leave --streaming out."
+                )
+            )
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _stream(self, epoch: int) -> Any:
+        from datasets import interleave_datasets
+
+        streams = []
+        for group in self._groups:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(group))
+            mine: list[Part] = [group[index] for index in order[self._rank :: self._size]]
+            streams.append(token_stream(mine, self._encoder))
+        if self._weights is None:
+            return streams[0]
+        shares = np.array(self._weights) / np.sum(self._weights)
+        seed = int(np.random.default_rng([self._seed, epoch, self._rank]).integers(2**31))
+        return interleave_datasets(streams, probabilities=shares.tolist(), seed=seed, stopping_strategy="all_exhausted")
+
+    def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
+        documents, bad, held = [], [], 0
+        for found in rows:
+            # Interleaved streams give lists.
+            lists = {name: found[name] for name in ("ids", "labels") if found[name] is not None}
+            row = found | {name: np.asarray(values, np.int32) for name, values in lists.items()}
+            reason = found["reason"]
+            if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
+                reason = too_long_reason(len(row["ids"]), self._length)
+            if reason is not None:
+                bad.append((row["file"], row["at"], reason))
+                continue
+            documents.append(row)
+            held += len(row["ids"])
+            if held >= self._window * self._length:
+                break
+        return documents, bad
+
+    def _packed(self, documents: list[dict[str, Any]], epoch: int, window: int) -> list[list[Piece]]:
+        lengths = np.array([len(document["ids"]) for document in documents], dtype=np.int64)
+        packing = pack(np.arange(len(documents)), lengths, self._length)
+        order = np.random.default_rng([self._seed, epoch, window, self._rank]).permutation(len(packing))
+        sequences = []
+        for index in order.tolist():
+            pieces = []
+            for row, start, length in packing.pieces(index):
+                ids, labels = documents[row]["ids"], documents[row]["labels"]
+                here = slice(start, start + length)
+                pieces.append(Piece(ids[here], ids[here] if labels is None else labels[here]))
+            sequences.append(pieces)
+        return sequences
+
+    def _counted(self, documents: list[dict[str, Any]]) -> list[Counter[str]]:
+        counts = [Counter[str]() for _ in self._names]
+        for row in documents:
+            tokens = len(row["ids"])
+            is_cut = row["begins"] and (tokens > self._length or not row["ends"])
+            of_row = {"documents": int(row["begins"]), "tokens": tokens, "labels": count_labels(row)}
+            counts[self._index(row["file"])].update(of_row | {"documents_cut": int(is_cut)})
+        return counts
+
+    def _index(self, file: str) -> int:
+        """Returns the source of a file, whose path a checkpoint may spell in another way."""
+        found = self._source_of.get(file)
+        return self._source_of[str(Path(file).resolve())] if found is None else found
+
+
+def _parts(sources: list[Source], ranks: int) -> list[Part]:
+    """Divides several sources into parts, at least one for each rank.
+
+    Raises:
+        LigerDistError: there are fewer, because the files cannot be divided.
+    """
+    size = min(STREAM_PART, max(1, sum(source.num_bytes for source in sources) // (4 * ranks)))
+    found = [part for source in sources for part in source.parts(size)]
+    if len(found) < ranks:
+        raise LigerDistError(
+            f"--streaming: {', '.join(source.name for source in sources)} can be read in {len(found)} parts and "
+            f"{ranks} ranks read different ones; give more files, or leave --streaming out."
+        )
+    return found
