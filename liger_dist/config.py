@@ -30,6 +30,9 @@ class WrapConfig:
     layer_kernels: bool = True
     """Compute norms, gated MLPs and rotary embeddings by kernels, where a probe of the model's own code agrees.
     Layers that are compiled, or that compute in fp64, run their own code."""
+    varlen_attention: bool = True
+    """Select ``attn_implementation="liger_dist"`` where the model's own is "sdpa" or "eager" and causal: packed, padded
+    and windowed sequences are computed without a dense mask. See docs/attention.md."""
     backend: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None

@@ -33,12 +33,14 @@ class Explanation:
     """bytes that a gathered and a vocab-parallel lm_head send and hold under FSDP2, per rank and micro-batch"""
     layers: LayerReport
     """which layers are computed by kernels, and why others are not"""
+    attention: str
+    """the implementation of attention, and why it is the model's own"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
         rows += [(f"lm_head={name!r}", cost) for name, cost in self.costs]
-        rows += self.layers.lines()
+        rows += [*self.layers.lines(), ("attention", self.attention)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -69,7 +71,15 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
     )
     if record.recipe is None:
         words = f"not fused: {record.unfused_reason}"
-        return Explanation(facts=facts, fused=words, adapter=None, declined=(), costs=(), layers=record.layers)
+        return Explanation(
+            facts=facts,
+            fused=words,
+            adapter=None,
+            declined=(),
+            costs=(),
+            layers=record.layers,
+            attention=str(record.attention),
+        )
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
     return Explanation(
@@ -79,6 +89,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
         declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
         costs=_costs(facts, record, tokens),
         layers=record.layers,
+        attention=str(record.attention),
     )
 
 

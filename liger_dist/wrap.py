@@ -23,6 +23,7 @@ from .fused_head.seam import Seam
 from .fused_head.signature import check_outputs
 from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
+from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, call_with_hooks, restore_calls
 from .sharding import as_strategy, optional_encoders
@@ -42,6 +43,7 @@ from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
 
 _RECORD = "_liger_dist"
+NOT_WANTED = "WrapConfig(varlen_attention=False)"
 _COMPARED = (bool, int, float, str, torch.dtype, NoneType)
 
 
@@ -59,6 +61,7 @@ class Wrapped:
     unfused: UnfusedCalls | None
     """refuses options of a loss that is not fused"""
     layers: LayerReport
+    attention: AttentionSelection
     owner: str
     """id of this ``wrap`` call; ``unwrap`` restores only the layers swapped under it"""
 
@@ -254,6 +257,10 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     undo.callback(restore_layers, model, owner=owner)
     if config.layer_kernels:
         layers = swap_layers(model, backend=config.backend, owner=owner)
+    attention = AttentionSelection(NOT_WANTED, [])
+    if config.varlen_attention:
+        attention = select_attention(model, found.structure.decoder)
+    undo.callback(attention.restore, model)
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,
@@ -263,6 +270,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused_reason=found.unfused_reason,
         unfused=None if found.unfused_reason is None else UnfusedCalls(model, found.unfused_reason),
         layers=layers,
+        attention=attention,
         owner=owner,
     )
     setattr(model, _RECORD, record)
@@ -293,6 +301,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     unmark_sharded(model)
     _remove_hooks(inner, record)
     restore_layers(inner, owner=record.owner)
+    record.attention.restore(inner)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
     restore_calls(model, inner)

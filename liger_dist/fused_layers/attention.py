@@ -1,0 +1,377 @@
+"""Attention without a dense mask for packed and padded sequences: ``attn_implementation="liger_dist"``.
+
+Registers an attention function and a mask function with transformers. The mask function returns a :class:`DocumentMask`
+instead of a mask ``[B, 1, S, S]``: the lengths of the documents, read once per micro-batch. The attention function
+gives them to ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+
+[Note: which implementation computes a call]
+
+- Neither packed nor padded: the function that ``ALL_ATTENTION_FUNCTIONS["sdpa"]`` holds at that time. DeepSpeed's
+  Ulysses replaces that entry; as long as another function stands there, it computes every call.
+- Packed, padded, or with a window shorter than the sequence: ``varlen_attn`` in bf16 and fp16 on GPUs; elsewhere, and
+  with dropout or a second head size, one ``scaled_dot_product_attention`` for each document.
+- With a position bias: "sdpa" with a dense mask. With soft-capped scores or sinks, and where attention weights are
+  asked for: the eager function of the model's own file with a dense mask.
+- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' own mask.
+
+Tokens that a 2-D mask excludes get zeros, as with FlashAttention in transformers.
+
+Legend: B rows, S tokens of a row, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from liger_dist.errors import LigerDistError
+
+NAME = "liger_dist"
+PADDING_SEGMENT = 128
+"""tokens; padding is cut into documents of this length, which cost next to nothing"""
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
+"""of attention functions: what neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
+_DOCUMENTS = "_liger_dist_documents"
+
+
+@dataclass(eq=False)
+class DocumentMask:
+    """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``."""
+
+    lengths: tuple[int, ...]
+    """tokens of each document, row after row; padding counts as documents"""
+    cu_seq_lens: Tensor
+    """int32 ``[documents + 1]``, on the device of the attention"""
+    rows: int
+    window: int | None = None
+    """tokens that a token attends to, itself included; None for all of its document"""
+    is_causal: bool = True
+    valid: Tensor | None = None
+    """bool ``[B, S]``: the 2-D mask that it was made from"""
+    has_checked_positions: bool = False
+
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the dense mask, which transformers reads where a model makes masks twice."""
+        length = sum(self.lengths) // self.rows
+        return self.rows, 1, length, length
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every row is one document, which it attends to without a window."""
+        has_window = self.window is not None and self.window < self.max_length
+        return len(self.lengths) == self.rows and len(set(self.lengths)) == 1 and not has_window and self.is_causal
+
+    def dense(self) -> Tensor:
+        """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
+        device = self.cu_seq_lens.device
+        lengths = torch.tensor(self.lengths, device=device)
+        document = torch.arange(len(self.lengths), device=device).repeat_interleave(lengths).view(self.rows, 1, -1)
+        allowed = document.transpose(1, 2) == document
+        position = torch.arange(allowed.shape[-1], device=device)
+        if self.is_causal:
+            allowed = allowed & _causal(position[:, None], position, self.window)
+        return (allowed if self.valid is None else allowed & self.valid[:, None])[:, None]
+
+
+def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    allowed = key <= query
+    return allowed if window is None else allowed & (key > query - window)
+
+
+def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
+    """The mask function: the documents of a micro-batch, or the mask that transformers makes for "sdpa".
+
+    Args:
+        arguments: those that transformers gives to mask functions.
+
+    Returns:
+        None for causal attention over whole rows.
+    """
+    given = arguments.get("attention_mask")
+    if isinstance(given, DocumentMask):
+        return given
+    own: Callable[..., Tensor | None] = AttentionMaskInterface()["sdpa"]
+    if not _has_documents(arguments):
+        return own(**arguments)
+    length, window = arguments["q_length"], arguments.get("local_size")
+    is_simple = arguments.get("allow_is_causal_skip", True)
+    has_window = window is not None and window < length
+    if is_simple and not has_window and given is None:
+        return None
+    mask = _read(arguments)
+    # A model that forbids None needs a tensor, to change it.
+    return own(**arguments) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+def _has_documents(arguments: dict[str, Any]) -> bool:
+    """True if the queries are the keys of this call, and the mask is computed from indices."""
+    length, padding = arguments.get("q_length"), arguments.get("attention_mask")
+    sizes = (arguments.get("kv_length"), arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+    has_no_cache = isinstance(length, int) and length > 1 and all(isinstance(size, int) for size in sizes)
+    if not has_no_cache or sizes != (length, 0, 0) or (padding is not None and padding.shape[-1] != length):
+        return False
+    if arguments.get("local_size") is not None and arguments["local_size"] < 1:
+        return False
+    is_indexed = not arguments.get("use_vmap", False) and "allow_is_bidirectional_skip" not in arguments
+    return is_indexed and not torch.compiler.is_compiling() and not is_replaced()
+
+
+def is_replaced() -> bool:
+    """True if another package computes the attention of "sdpa", such as DeepSpeed's sequence parallelism."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+
+
+def _read(arguments: dict[str, Any]) -> DocumentMask | None:
+    """Reads where documents begin, from the neighbours that a token may attend to: ``O(B * S)`` and one copy to the
+    host. None if the mask is another one."""
+    mask_function: Callable[..., Tensor] = arguments.get("mask_function", causal_mask_function)
+    rows, length, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
+    window, padding = arguments.get("local_size"), arguments.get("attention_mask")
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros(1, 1, dtype=row.dtype, device=device)
+    position = torch.arange(length, device=device)[None]
+
+    def attends(query: Tensor, key: Tensor) -> Tensor:
+        return mask_function(row, head, query, key).expand(rows, length)
+
+    begins = ~attends(position, (position - 1).clamp(min=0)) | (position == 0)
+    first = torch.where(begins, position, 0).cummax(1).values
+    if window is not None:
+        first = torch.maximum(first, position - window + 1)
+    is_last = position == length - 1
+    ahead = attends(position, (position + 1).clamp(max=length - 1)) & ~is_last
+    before = attends(position, (first - 1).clamp(min=0)) & (first > 0)
+    is_known = attends(position, first) & ~ahead & ~before
+    valid = torch.ones_like(begins) if padding is None else padding.bool()
+    begins, valid_on_host, is_known = torch.stack([begins, valid, is_known]).cpu()
+    if not is_known.all():
+        return None
+    lengths = _lengths(begins, valid_on_host)
+    if lengths is None:
+        return None
+    window = window if window is not None and window < length else None
+    return _mask_of(lengths, device, rows=rows, window=window, valid=None if padding is None else valid)
+
+
+def _lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
+    """The documents of every row, and its padding in short ones; bool ``[B, S]`` on the host. None if padding lies
+    inside a document."""
+    changes = begins.clone()
+    changes[:, 1:] |= valid[:, 1:] != valid[:, :-1]
+    lengths: list[int] = []
+    for row in range(len(begins)):
+        starts = changes[row].nonzero()[:, 0].tolist()
+        has_text = False
+        for start, end in pairwise([*starts, begins.shape[1]]):
+            has_text = has_text and not begins[row, start]
+            if valid[row, start]:
+                if has_text:
+                    return None
+                has_text = True
+                lengths.append(end - start)
+            else:
+                full, rest = divmod(end - start, PADDING_SEGMENT)
+                lengths += [PADDING_SEGMENT] * full + [rest] * (rest > 0)
+    return tuple(lengths)
+
+
+def _mask_of(lengths: tuple[int, ...], device: torch.device, *, rows: int, **facts: Any) -> DocumentMask:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    on_device = ends.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else ends
+    return DocumentMask(lengths, on_device, rows, **facts)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: DocumentMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function; see the note above for what computes which call.
+
+    Args:
+        query: ``[B, H, S, D]``; ``key`` and ``value`` may have fewer heads.
+        kwargs: those of transformers' attention functions: ``sliding_window``, ``is_causal``, ``position_ids``,
+            ``cu_seq_lens_q`` ``[documents + 1]``.
+
+    Returns:
+        ``[B, S, H, D]``, and attention weights where the eager function computes them.
+
+    Raises:
+        LigerDistError: ``cu_seq_lens_q`` does not fit; soft-capped scores in a model without an eager function.
+    """
+    documents = attention_mask if isinstance(attention_mask, DocumentMask) else None
+    if documents is None and attention_mask is None and query.shape[2] == key.shape[2] and not is_replaced():
+        documents = _given(module, query, kwargs)
+    if documents is not None and documents.valid is not None:
+        _check_positions(documents, documents.valid, kwargs.get("position_ids"))
+    if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
+        mask = _dense(module, attention_mask if documents is None else documents.dense(), query, key)
+        return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    if documents is None or documents.is_plain or kwargs.get("position_bias") is not None:
+        if documents is not None:
+            attention_mask = None if documents.is_plain else documents.dense()
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if documents.valid is not None:
+        value = value.masked_fill(~documents.valid[:, None, :, None], 0.0)
+    if _has_varlen(query, value, dropout):
+        return _varlen(query, key, value, documents, scaling), None
+    return _one_by_one(query, key, value, documents, scaling, dropout), None
+
+
+def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> DocumentMask | None:
+    """The documents of ``cu_seq_lens_q``, read once for all layers."""
+    given = kwargs.get("cu_seq_lens_q")
+    if given is None:
+        return None
+    read: tuple[int, ...] | None = getattr(given, _DOCUMENTS, None)
+    if read is None:
+        read = tuple(int(length) for length in given.diff().tolist())
+        setattr(given, _DOCUMENTS, read)
+    rows, total = query.shape[0], query.shape[0] * query.shape[2]
+    if sum(read) != total or min(read, default=0) < 0:
+        raise LigerDistError(
+            f"cu_seq_lens_q ends at {sum(read)} but the micro-batch has {total} tokens; expected the sums of the "
+            "lengths of all documents, from 0 to the number of tokens, padding included."
+        )
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    lengths = tuple(length for length in read if length > 0)
+    window = kwargs.get("sliding_window") if is_causal else None
+    if given.device == query.device and len(lengths) == len(read):
+        return DocumentMask(lengths, given.to(torch.int32), rows, window, is_causal)
+    return _mask_of(lengths, query.device, rows=rows, window=window, is_causal=is_causal)
+
+
+def _check_positions(documents: DocumentMask, valid: Tensor, position_ids: Tensor | None) -> None:
+    """Warns of positions that restart inside the text of a row with a 2-D mask."""
+    is_readable = position_ids is not None and position_ids.ndim == 2 and not torch.compiler.is_compiling()
+    if documents.has_checked_positions or not is_readable:
+        return
+    documents.has_checked_positions = True
+    assert position_ids is not None
+    restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]
+    if restarts.any():
+        warnings.warn(
+            "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, "
+            "so that its documents attend to each other. Leave attention_mask out where documents are packed.",
+            stacklevel=2,
+        )
+
+
+def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    size = query.shape[-1]
+    fits = query.dtype in VARLEN_DTYPES and size == value.shape[-1] and size % 8 == 0 and size <= MAX_HEAD_SIZE
+    return query.is_cuda and fits and dropout == 0.0
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None) -> Tensor:
+    """``varlen_attn`` over the tokens of all rows."""
+    rows, heads, length, _ = query.shape
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    ends, longest = documents.cu_seq_lens, documents.max_length
+    left = -1 if documents.window is None else documents.window - 1
+    result = varlen_attn(
+        *flat,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0) if documents.is_causal else (-1, -1),
+        enable_gqa=key.shape[1] != heads,
+    )
+    assert isinstance(result, Tensor)
+    return result.view(rows, length, heads, -1)
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
+) -> Tensor:
+    """One ``scaled_dot_product_attention`` for each document."""
+    rows, heads, length, _ = query.shape
+    parts = (t.transpose(0, 1).flatten(1, 2).split(documents.lengths, 1) for t in (query, key, value))
+    results = []
+    for q, k, v in zip(*parts, strict=True):
+        position = torch.arange(q.shape[1], device=q.device)
+        has_window = documents.window is not None and documents.window < q.shape[1]
+        results.append(
+            F.scaled_dot_product_attention(
+                q[None],
+                k[None],
+                v[None],
+                attn_mask=_causal(position[:, None], position, documents.window) if has_window else None,
+                dropout_p=dropout,
+                is_causal=documents.is_causal and not has_window,
+                scale=scaling,
+                enable_gqa=key.shape[1] != heads,
+            )
+        )
+    return torch.cat(results, 2)[0].unflatten(1, (rows, length)).permute(1, 2, 0, 3).contiguous()
+
+
+def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask of the eager function: zero, or the smallest number of the dtype."""
+    if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
+        position = torch.arange(key.shape[2], device=query.device)
+        mask = _causal(position[: query.shape[2], None], position, None)[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    dense = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+    return dense.masked_fill(~mask, torch.finfo(query.dtype).min)
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager attention of the file that the module's class is defined in.
+
+    Raises:
+        LigerDistError: there is none.
+    """
+    for cls in type(module).__mro__:
+        found: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(
+            sys.modules.get(cls.__module__), "eager_attention_forward", None
+        )
+        if found is not None:
+            return found
+    raise LigerDistError(
+        f"{type(module).__name__} asks for soft-capped scores, sinks or attention weights, and its "
+        'file has no eager_attention_forward; build the model with attn_implementation="eager".'
+    )
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, document_mask)
