@@ -30,6 +30,10 @@ class WrapConfig:
     layer_kernels: bool = True
     """Compute norms, gated MLPs and rotary embeddings by kernels, where a probe of the model's own code agrees.
     Layers that are compiled, or that compute in fp64, run their own code."""
+    mlp_tile_tokens: int | None = None
+    """Tokens that a gated MLP computes at a time: its activations exist for one tile, which the backward computes
+    again. For long sequences, with activation checkpointing; 4096 to 16384 keep the products' speed. None for all at
+    once."""
     varlen_attention: bool = True
     """Select ``attn_implementation="liger_dist"`` where the model's own is "sdpa" or "eager" and causal: packed, padded
     and windowed sequences are computed without a dense mask. See docs/attention.md."""
@@ -55,6 +59,12 @@ class WrapConfig:
         check_choice("backend", self.backend, BACKENDS)
         check_choice("token_mean", self.token_mean, get_args(TokenMean))
         check_count("memory_budget", self.memory_budget, "bytes")
+        check_count("mlp_tile_tokens", self.mlp_tile_tokens, "tokens")
+        if self.mlp_tile_tokens is not None and not self.layer_kernels:
+            raise LigerDistError(
+                f"mlp_tile_tokens is {self.mlp_tile_tokens} but layer_kernels is False, and only gated MLPs that are "
+                "computed by kernels have tiles; leave one of them out."
+            )
         check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
         if self.fused_loss:
             return

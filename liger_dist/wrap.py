@@ -256,7 +256,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     layers = LayerReport()
     undo.callback(restore_layers, model, owner=owner)
     if config.layer_kernels:
-        layers = swap_layers(model, backend=config.backend, owner=owner)
+        layers = swap_layers(model, backend=config.backend, owner=owner, mlp_tile_tokens=config.mlp_tile_tokens)
     attention = AttentionSelection(NOT_WANTED, [])
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)

@@ -52,7 +52,8 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
         tie_word_embeddings=tied,
         # Larger than usual, so that gradients are not all alike.
         initializer_range=0.3,
-        attn_implementation="eager",
+        # Eager attention computes its softmax in fp32, in fp64 models too; only it has soft-capped scores.
+        attn_implementation="eager" if family == "gemma2" else "sdpa",
         pad_token_id=0 if padded else None,
         **extra,
     )

@@ -78,7 +78,8 @@ def _bwd_kernel(
     stride_yt,
     stride_gt,
     stride_ut,
-    stride_dt,
+    stride_dgt,
+    stride_dut,
     F,
     FP64: tl.constexpr,
     KIND: tl.constexpr,
@@ -92,8 +93,8 @@ def _bwd_kernel(
     g = tl.load(gate_ptr + row * stride_gt + offs_f, mask=mask_f, other=0.0).to(dtype)
     u = tl.load(up_ptr + row * stride_ut + offs_f, mask=mask_f, other=0.0).to(dtype)
     activated, slope = _activated(g, KIND)
-    tl.store(d_gate_ptr + row * stride_dt + offs_f, (d_y * u * slope).to(d_gate_ptr.dtype.element_ty), mask=mask_f)
-    tl.store(d_up_ptr + row * stride_dt + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
+    tl.store(d_gate_ptr + row * stride_dgt + offs_f, (d_y * u * slope).to(d_gate_ptr.dtype.element_ty), mask=mask_f)
+    tl.store(d_up_ptr + row * stride_dut + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
 
 
 def gated_activation_fwd(
@@ -122,34 +123,47 @@ def gated_activation_fwd(
 
 
 def gated_activation_bwd(
-    d_y_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
-) -> Tensor:
-    """``[T, 2, F]``: the gradients of gate and up beside each other."""
+    d_y_TF: Tensor,
+    gate_TF: Tensor,
+    up_TF: Tensor,
+    *,
+    activation: Activation,
+    backend: Backend = "auto",
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, each ``[T, F]``.
+
+    Args:
+        overwrite: writes them over ``gate_TF`` and ``up_TF``, and returns these.
+    """
     T, num_features = gate_TF.shape
-    d_both = gate_TF.new_empty((T, 2, num_features))
+    d_gate_TF, d_up_TF = (gate_TF, up_TF) if overwrite else (gate_TF.new_empty(T, num_features) for _ in range(2))
     if not runs_triton(gate_TF, backend):
         dtype = statistics_dtype(gate_TF.dtype)
         activated, slope = _activated_with_slope(gate_TF.to(dtype), activation)
         d_y = d_y_TF.to(dtype)
-        d_both[:, 0], d_both[:, 1] = d_y * up_TF.to(dtype) * slope, d_y * activated
-    elif d_both.numel() > 0:
+        slope = d_y * up_TF.to(dtype) * slope
+        d_up_TF.copy_(d_y * activated)
+        d_gate_TF.copy_(slope)
+    elif d_gate_TF.numel() > 0:
         _bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
             d_y_TF,
             gate_TF,
             up_TF,
-            d_both[:, 0],
-            d_both[:, 1],
+            d_gate_TF,
+            d_up_TF,
             d_y_TF.stride(0),
             gate_TF.stride(0),
             up_TF.stride(0),
-            d_both.stride(0),
+            d_gate_TF.stride(0),
+            d_up_TF.stride(0),
             num_features,
             FP64=gate_TF.dtype == torch.float64,
             KIND=activation,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return d_both
+    return d_gate_TF, d_up_TF
 
 
 def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from liger_dist.errors import LigerDistError
 from liger_dist.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
-from .gated_mlp import GATED_MLP
+from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
 from .norm import NORM
 from .rotary import ROTARY
-from .swap import Kind, LeftAloneError, Swapped, restore_forward, swap_forward
+from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (NORM, GATED_MLP, ROTARY)
 """A module is matched against the first kind whose candidate it is."""
@@ -35,11 +36,15 @@ class LayerReport:
         return rows + [("left alone", f"{what}: {why}") for what, why in self.left]
 
 
-def swap_layers(model: nn.Module, *, backend: Backend, owner: str) -> LayerReport:
+def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_tokens: int | None = None) -> LayerReport:
     """Swaps the forward of every module of ``model`` that one of :data:`KINDS` matches.
 
     Args:
         owner: id of the ``wrap`` call, for :func:`restore_layers`.
+        mlp_tile_tokens: tokens of a tile of gated MLPs; None for all at once.
+
+    Raises:
+        LigerDistError: no gated MLP has been swapped that could have tiles; the swapped layers are not restored.
     """
     swapped: Counter[str] = Counter()
     left: dict[str, str] = {}
@@ -53,10 +58,17 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str) -> LayerRepor
         try:
             with torch_defaults():
                 match = kind.match(module, backend)
+            if kind is GATED_MLP and mlp_tile_tokens is not None:
+                match = with_tiles(module, match, mlp_tile_tokens)
             swap_forward(module, kind, match, owner=owner)
             swapped[f"{name}: {match}"] += 1
         except LeftAloneError as reason:
             left[f"{name} ({kind.name})"] = str(reason)
+    if mlp_tile_tokens is not None and not any(isinstance(match_of(m), GatedMatch) for m in model.modules()):
+        raise LigerDistError(
+            f"mlp_tile_tokens is {mlp_tile_tokens} but {type(model).__name__} has no gated MLP that is computed by "
+            "kernels (liger_dist.explain(model) names the reasons); leave it out."
+        )
     return LayerReport(swapped=tuple(swapped.items()), left=tuple(left.items()))
 
 
@@ -64,4 +76,5 @@ def restore_layers(model: nn.Module, *, owner: str) -> None:
     """Undoes :func:`swap_layers`, also in copies of modules."""
     for module in model.modules():
         if isinstance(module, Swapped):
+            without_tiles(module)
             restore_forward(module, owner=owner)

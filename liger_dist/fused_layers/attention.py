@@ -47,6 +47,7 @@ VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
 """of attention functions: what neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 _DOCUMENTS = "_liger_dist_documents"
 
 
@@ -230,19 +231,23 @@ def attention(
     Raises:
         LigerDistError: ``cu_seq_lens_q`` does not fit; soft-capped scores in a model without an eager function.
     """
-    documents = attention_mask if isinstance(attention_mask, DocumentMask) else None
-    if documents is None and attention_mask is None and query.shape[2] == key.shape[2] and not is_replaced():
+    documents, mask = None, None
+    if isinstance(attention_mask, DocumentMask):
+        documents = attention_mask
+    else:
+        mask = attention_mask
+    if attention_mask is None and query.shape[2] == key.shape[2] and not is_replaced():
         documents = _given(module, query, kwargs)
     if documents is not None and documents.valid is not None:
         _check_positions(documents, documents.valid, kwargs.get("position_ids"))
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
-        mask = _dense(module, attention_mask if documents is None else documents.dense(), query, key)
+        mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     if documents is None or documents.is_plain or kwargs.get("position_bias") is not None:
-        if documents is not None:
-            attention_mask = None if documents.is_plain else documents.dense()
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        if documents is not None and not documents.is_plain:
+            mask = documents.dense()
+        attend: AttentionFunction = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return attend(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -302,11 +307,13 @@ def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None) -> Tensor:
     """``varlen_attn`` over the tokens of all rows."""
     rows, heads, length, _ = query.shape
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     ends, longest = documents.cu_seq_lens, documents.max_length
     left = -1 if documents.window is None else documents.window - 1
     result = varlen_attn(
-        *flat,
+        q,
+        k,
+        v,
         ends,
         ends,
         longest,
@@ -341,7 +348,9 @@ def _one_by_one(
                 enable_gqa=key.shape[1] != heads,
             )
         )
-    return torch.cat(results, 2)[0].unflatten(1, (rows, length)).permute(1, 2, 0, 3).contiguous()
+    joined: Tensor = torch.cat(results, 2)[0]
+    by_row: Tensor = joined.unflatten(1, (rows, length)).permute(1, 2, 0, 3)  # type: ignore[no-untyped-call]
+    return by_row.contiguous()
 
 
 def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -355,16 +364,14 @@ def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -
     return dense.masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
-def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _eager_of(module: nn.Module) -> AttentionFunction:
     """The eager attention of the file that the module's class is defined in.
 
     Raises:
         LigerDistError: there is none.
     """
     for cls in type(module).__mro__:
-        found: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(
-            sys.modules.get(cls.__module__), "eager_attention_forward", None
-        )
+        found: AttentionFunction | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
     raise LigerDistError(

@@ -7,9 +7,11 @@ the elementwise part between them becomes one kernel. In the probe the projectio
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
 from liger_dist.stand_ins import StandIn, swapped, without_hooks
+from liger_dist.tracing import is_transformed
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .norm import rows_of
@@ -36,34 +39,74 @@ from .swap import (
     runs_own_code,
     settings_of,
 )
+from .tiles import compute_in_tiles
 
 TOLERANCE = 1e-5
+_ZERO_LEAF = "_z3_leaf"
+"""attribute of modules whose parameters DeepSpeed gathers together"""
 
 
 class _GatedActivation(RecomputedFunction):
+    """Gets the projections' outputs themselves, no views, so that :func:`_may_overwrite` can count their references."""
+
     is_end_of_walk = False
 
     @staticmethod
-    def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor, activation: Activation, backend: Backend) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, backend: Backend) -> Tensor:
         ctx.activation, ctx.backend = activation, backend
-        ctx.save_for_backward(gate_TF, up_TF)
-        result = gated_activation_fwd(gate_TF, up_TF, activation=activation, backend=backend)
+        ctx.save_for_backward(gate, up)
+        result = gated_activation_fwd(rows_of(gate), rows_of(up), activation=activation, backend=backend)
+        result = result.view(gate.shape)
         if any(ctx.needs_input_grad) and should_recompute(result):
             note_output(ctx, result)
         return result
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
-        gate_TF, up_TF = ctx.saved_tensors
-        return gated_activation_fwd(gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend)
+        gate, up = ctx.saved_tensors
+        result = gated_activation_fwd(rows_of(gate), rows_of(up), activation=ctx.activation, backend=ctx.backend)
+        return result.view(gate.shape)
 
     @staticmethod
-    def backward(ctx: Any, d_y_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
-        gate_TF, up_TF = ctx.saved_tensors
-        d_both = gated_activation_bwd(rows_of(d_y_TF), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend)
-        return d_both[:, 0], d_both[:, 1], None, None
+        saved = list(ctx.saved_tensors)
+        overwrites = _may_overwrite(saved)
+        gate, up = saved
+        gate_TF, up_TF = rows_of(gate), rows_of(up)
+        d_gate_TF, d_up_TF = gated_activation_bwd(
+            rows_of(d_y), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend, overwrite=overwrites
+        )
+        return d_gate_TF.view(gate.shape), d_up_TF.view(up.shape), None, None
+
+
+def _may_overwrite(saved: list[Tensor]) -> bool:
+    """True in a backward that ends the life of the ``saved`` tensors, if nothing but the caller's list and this graph
+    holds them or their memory, and it is the last backward through it."""
+    if not _COUNTS_REFERENCES or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    # Compared with tensors that only the list holds, and with one that a view keeps as a node keeps what it saved: how
+    # many references that takes depends on the versions of Python and torch.
+    saved += [torch.empty(0), torch.empty(0).requires_grad_()]
+    view = saved[-1].view(0)
+    *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]
+    *holders, _, _ = [tensor._use_count() for tensor in saved]  # type: ignore[attr-defined]
+    *memory, least, _ = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in saved]
+    del saved[-2:], view
+    usual = {1: alone, 2: kept}
+    is_held = any(count > usual.get(holder, 0) for count, holder in zip(names, holders, strict=True))
+    is_alone = not is_held and all(count <= least for count in memory)
+    return is_alone and all(is_local(tensor) and tensor._base is None for tensor in saved)
+
+
+def _has_private_names() -> bool:
+    """True if this torch has the private names that count references; without them nothing is overwritten."""
+    has_graph_task = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    return has_graph_task and hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
+
+
+_COUNTS_REFERENCES = _has_private_names()
 
 
 def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
@@ -71,8 +114,8 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
 
     The result is recomputed in the backward instead of saved, where a :func:`.norm` follows.
     """
-    result: Tensor = _GatedActivation.apply(rows_of(gate), rows_of(up), activation, backend)  # type: ignore[no-untyped-call]
-    return result.reshape(gate.shape)
+    result: Tensor = _GatedActivation.apply(gate, up, activation, backend)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +133,30 @@ class GatedMatch:
     """its other submodules, such as the activation, when it was matched"""
     settings: dict[str, Any]
     """the module's numbers when it was matched"""
+    tile_tokens: int | None = None
+    """tokens of one tile; None for all at once"""
 
     def __str__(self) -> str:
-        return f"{self.activation}({self.gate}) * {self.up or 'its other half'}"
+        tiles = "" if self.tile_tokens is None else f", {self.tile_tokens} tokens at a time"
+        return f"{self.activation}({self.gate}) * {self.up or 'its other half'}{tiles}"
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
         first, second = both.chunk(2, -1)
         return (first, second) if self.gate_first else (second, first)
+
+
+def with_tiles(module: nn.Module, match: GatedMatch, tile_tokens: int) -> GatedMatch:
+    """The match of a module that computes ``tile_tokens`` tokens at a time. ZeRO-3 gathers its weights together: tiles
+    read them outside of the projections' own hooks."""
+    vars(module)[_ZERO_LEAF] = True
+    return replace(match, tile_tokens=tile_tokens)
+
+
+def without_tiles(module: nn.Module) -> None:
+    """Undoes :func:`with_tiles`, before the module is restored."""
+    match = match_of(module)
+    if isinstance(match, GatedMatch) and match.tile_tokens is not None:
+        vars(module).pop(_ZERO_LEAF, None)
 
 
 class Given(nn.Module):
@@ -217,17 +277,32 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
 def _make_forward(own: Forward) -> Forward:
     def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         match: GatedMatch | None = match_of(self)
-        if match is None or args or kwargs or runs_own_code(hidden_states) or not _is_as_probed(self, match, own):
+        if match is None or args or kwargs or not _is_as_probed(self, match, own):
             return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
-        projected: Any = getattr(self, match.gate)(hidden_states)
-        gate, up = (projected, getattr(self, match.up)(hidden_states)) if match.up else match.split(projected)
-        down = getattr(self, match.down)
-        if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
-            # Projections may return DTensors, or with LoRA another dtype.
-            return down(_activate(gate, match.activation) * up)
-        return down(gated_activation(gate, up, activation=match.activation, backend=match.backend))
+        compute = functools.partial(own if runs_own_code(hidden_states) else _fused, self)
+        if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
+            return compute_in_tiles(self, compute, hidden_states, match.tile_tokens)
+        return compute(hidden_states)
 
     return forward
+
+
+def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
+    if torch.compiler.is_compiling() or is_transformed() or not is_local(hidden_states):
+        return False
+    return bool(hidden_states.shape[:-1].numel() > tile_tokens)
+
+
+def _fused(module: nn.Module, hidden_states: Tensor) -> Any:
+    match: GatedMatch = match_of(module)
+    projected: Any = getattr(module, match.gate)(hidden_states)
+    gate, up = (projected, getattr(module, match.up)(hidden_states)) if match.up else match.split(projected)
+    del projected
+    down = getattr(module, match.down)
+    if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
+        # Projections may return DTensors, or with LoRA another dtype.
+        return down(_activate(gate, match.activation) * up)
+    return down(gated_activation(gate, up, activation=match.activation, backend=match.backend))
 
 
 def _is_as_probed(module: nn.Module, match: GatedMatch, own: Forward) -> bool:

@@ -1,0 +1,141 @@
+"""Computes a module that treats every token alike tile by tile: the activations of one tile exist at a time, and the
+backward computes each tile again before its gradient (Bekman et al. 2025, arXiv:2506.13996, "tiled MLP").
+
+[Note: one run more, not two]
+
+Under activation checkpointing a layer runs twice; a tile that the backward computes once more would run a third time.
+torch's recomputation ends at the last tensor that the layer saved. :class:`_SavedInput` saves the only one here before
+the tiles run, so that it ends there where nothing after the module in the layer saves another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import refuse_second_order
+
+Forward = Callable[[Tensor], Tensor]
+_ACCUMULATED = (torch.float16, torch.bfloat16)
+"""dtypes whose gradients are summed over tiles in fp32"""
+
+
+def compute_in_tiles(module: nn.Module, forward: Forward, hidden_states: Tensor, tile_tokens: int) -> Tensor:
+    """``forward(hidden_states)``, called with ``tile_tokens`` tokens at a time.
+
+    Args:
+        module: holds the weights that ``forward`` reads; they get their gradients once, summed over tiles.
+        hidden_states: ``[..., D]``.
+
+    Returns:
+        ``[..., D]``.
+    """
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if not torch.is_grad_enabled():
+        return _cat([forward(tile) for tile in tokens.split(tile_tokens)], tokens).view(hidden_states.shape)
+    saved: Tensor = _SavedInput.apply(tokens)  # type: ignore[no-untyped-call]
+    result: Tensor = _Tiles.apply(saved, saved.grad_fn, module, forward, tile_tokens, *_weights_of(module))  # type: ignore[no-untyped-call]
+    return result.view(hidden_states.shape)
+
+
+def _weights_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that train, in a fixed order. FSDP1 may keep views of its flat parameter as plain attributes."""
+    found: dict[int, Tensor] = {}
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, Tensor) and value.requires_grad:
+                found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def _cat(tiles: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    return torch.cat(list(tiles)) if tiles else tokens
+
+
+class _SavedInput(torch.autograd.Function):
+    """Saves the input of the tiles, before they run."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_TD)
+        return tokens_TD.view_as(tokens_TD)
+
+    @staticmethod
+    def backward(ctx: Any, d_tokens_TD: Tensor) -> Tensor:
+        return d_tokens_TD
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_TD: Tensor, saved: Any, module: nn.Module, forward: Forward, tile_tokens: int, *weights: Tensor
+    ) -> Tensor:
+        ctx.saved, ctx.module, ctx.run, ctx.tile_tokens = saved, module, forward, tile_tokens
+        ctx.context = _Context(module, tokens_TD.device)
+        result = torch.empty_like(tokens_TD)
+        for tile, out in zip(tokens_TD.split(tile_tokens), result.split(tile_tokens), strict=True):
+            out.copy_(forward(tile))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_result_TD: Tensor) -> tuple[Any, ...]:
+        refuse_second_order("tiles of an MLP", "wrap with WrapConfig(mlp_tile_tokens=None)")
+        (tokens_TD,) = ctx.saved.saved_tensors
+        weights = _weights_of(ctx.module)
+        needs_tokens = ctx.needs_input_grad[0]
+        d_tokens_TD = torch.empty_like(tokens_TD) if needs_tokens else None
+        sums: list[Tensor | None] = [None] * len(weights)
+        with ctx.context.restored():
+            tiles = zip(tokens_TD.split(ctx.tile_tokens), d_result_TD.split(ctx.tile_tokens), strict=True)
+            for index, (tile, d_result) in enumerate(tiles):
+                leaf = tile.detach().requires_grad_(needs_tokens)
+                with torch.enable_grad():
+                    result = ctx.run(leaf)
+                wanted = ([leaf] if needs_tokens else []) + weights
+                gradients = list(torch.autograd.grad(result, wanted, d_result, allow_unused=True))
+                del result
+                if d_tokens_TD is not None:
+                    d_tile = gradients.pop(0)
+                    d_tokens_TD[index * ctx.tile_tokens :][: len(tile)] = 0 if d_tile is None else d_tile
+                sums = [_added(total, new) for total, new in zip(sums, gradients, strict=True)]
+        totals = [None if total is None else total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
+        return d_tokens_TD, None, None, None, None, *totals
+
+
+def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if new is None:
+        return total
+    if total is None:
+        return new.float() if new.dtype in _ACCUMULATED else new
+    return total.add_(new)
+
+
+class _Context:
+    """Autocast and random numbers of a forward, for its recomputation."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device.type
+        self.autocast = torch.is_autocast_enabled(self.device)
+        self.dtype = torch.get_autocast_dtype(self.device)
+        has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+        self.states = _random_states(self.device) if has_dropout else None
+
+    def restored(self) -> AbstractContextManager[Any]:
+        """Within, as in the forward; random number generators are as before afterwards."""
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast))
+        if self.states is None:
+            return stack
+        stack.enter_context(torch.random.fork_rng() if self.device == "cuda" else torch.random.fork_rng([]))
+        torch.set_rng_state(self.states[0])
+        if self.device == "cuda":
+            torch.cuda.set_rng_state(self.states[1])
+        return stack
+
+
+def _random_states(device: str) -> tuple[Tensor, ...]:
+    return (torch.get_rng_state(), torch.cuda.get_rng_state()) if device == "cuda" else (torch.get_rng_state(),)
