@@ -12,11 +12,12 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import liger_dist
 
@@ -152,9 +153,8 @@ def liger(model: Any) -> Any:
 def main() -> None:
     given = arguments(__doc__ or "").parse_args()
     columns = ("GiB above the weights", "largest gradient error to dense")
-    problems: dict[str, Callable[[], list[Row]]] = {"documents": lambda: of_documents(given.rounds)}
-    for length in LONG:
-        problems[str(length)] = lambda length=length: of_long_sequences(length, max(given.rounds // 4, 3))
+    problems: dict[str, Callable[[], list[Row]]] = {"documents": partial(of_documents, given.rounds)}
+    problems |= {str(length): partial(of_long_sequences, length, max(given.rounds // 4, 3)) for length in LONG}
     for name, run in problems.items():
         if given.only not in name:
             continue

@@ -349,7 +349,7 @@ def _one_by_one(
             )
         )
     joined: Tensor = torch.cat(results, 2)[0]
-    by_row: Tensor = joined.unflatten(1, (rows, length)).permute(1, 2, 0, 3)  # type: ignore[no-untyped-call]
+    by_row: Tensor = joined.unflatten(1, (rows, length)).permute(1, 2, 0, 3)
     return by_row.contiguous()
 
 
