@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -48,6 +49,8 @@ MAX_HEAD_SIZE = 256
 EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
 """of attention functions: what neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""torch 2.11 takes fewer key heads without being asked"""
 _DOCUMENTS = "_liger_dist_documents"
 
 
@@ -284,11 +287,11 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> Document
 
 def _check_positions(documents: DocumentMask, valid: Tensor, position_ids: Tensor | None) -> None:
     """Warns of positions that restart inside the text of a row with a 2-D mask."""
-    is_readable = position_ids is not None and position_ids.ndim == 2 and not torch.compiler.is_compiling()
-    if documents.has_checked_positions or not is_readable:
+    if documents.has_checked_positions or position_ids is None or torch.compiler.is_compiling():
         return
     documents.has_checked_positions = True
-    assert position_ids is not None
+    if position_ids.shape != valid.shape:
+        return  # Models make positions for one row; positions of images have three numbers.
     restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]
     if restarts.any():
         warnings.warn(
@@ -320,7 +323,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, 
         longest,
         scale=scaling,
         window_size=(left, 0) if documents.is_causal else (-1, -1),
-        enable_gqa=key.shape[1] != heads,
+        **_GROUPED,
     )
     assert isinstance(result, Tensor)
     return result.view(rows, length, heads, -1)
