@@ -9,6 +9,7 @@ from .explain import Explanation as Explanation
 from .explain import explain as explain
 from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
+from .fused_layers.attention import register_attention as register_attention
 from .losses.arguments import LossOutput as LossOutput
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding.base import Strategy as Strategy

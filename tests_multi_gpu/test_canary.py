@@ -53,6 +53,8 @@ NAMES: dict[tuple[str, str], str] = {
         "torch._C._autograd",
         "_top_saved_tensors_default_hooks",
     ): "recompute.py saves outputs of norms and activations instead of recomputing them",
+    ("torch._C", "_storage_Use_Count"): "gated_mlp.py allocates the gradients of gate and up beside them",
+    ("torch", "Tensor._use_count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",
     (
         "torch._C",
@@ -83,6 +85,18 @@ NAMES: dict[tuple[str, str], str] = {
         "PreTrainedModel._no_split_modules",
     ): "decoder layers are guessed",
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"): "signature.py refuses keywords of attention functions",
+    (
+        "transformers.masking_utils",
+        "ALL_MASK_ATTENTION_FUNCTIONS",
+    ): "attention.py cannot make transformers' own mask where it has none",
+    (
+        "transformers.integrations.sdpa_attention",
+        "sdpa_attention_forward",
+    ): "attention.py takes transformers' attention for another package's, and packed documents get a dense mask",
+    (
+        "transformers.modeling_utils",
+        "PreTrainedModel._supports_flex_attn",
+    ): "attention_selection.py selects the attention for no model",
     ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "stand_ins.py cannot probe a model",
     ("transformers.utils", "ModelOutput"): "output.py cannot remove logits from outputs",
     ("accelerate.state", "AcceleratorState._shared_state"): "marks.py does not refuse Accelerate around sharded models",
@@ -132,6 +146,8 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         ("_is_accelerate_prepared",),
         "marks.py does not refuse Accelerate around sharded models",
     ),
+    "deepspeed.utils": (("_z3_leaf",), "tiles of an MLP read weights that ZeRO-3 has not gathered"),
+    "transformers.utils": (("_local_mapping",), "attention_selection.py does not see a file's own functions"),
     "deepspeed.runtime.zero.partition_parameters": (
         ("ds_id", "ds_shape"),
         "deepspeed.py does not recognise ZeRO-3's storage",
@@ -145,6 +161,10 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "transformers.modeling_utils": (
         ("_loss_function",),
         "seam.py cannot install its loss function on an instance",
+    ),
+    "transformers.configuration_utils": (
+        ("_attn_implementation",),
+        "attention_selection.py cannot select an attention for one model instance",
     ),
     "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft_layers.py cannot tell LoRA from other tuners"),
     "peft.utils.other": (

@@ -1,8 +1,9 @@
 """Attention without a dense mask for packed and padded sequences: ``attn_implementation="liger_dist"``.
 
-Registers an attention function and a mask function with transformers. The mask function returns a :class:`DocumentMask`
-instead of a mask ``[B, 1, S, S]``: the lengths of the documents, read once per micro-batch. The attention function
-gives them to ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+:func:`register_attention` registers an attention function and a mask function with transformers. The mask function
+returns a :class:`DocumentMask` instead of a mask ``[B, 1, S, S]``: the lengths of the documents, read once per
+micro-batch. The attention function gives them to ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2, Dao 2023,
+arXiv:2307.08691).
 
 [Note: which implementation computes a call]
 
@@ -34,10 +35,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_dist.errors import LigerDistError
 
@@ -108,6 +105,18 @@ def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return allowed if window is None else allowed & (key > query - window)
 
 
+def register_attention() -> None:
+    """Registers ``attn_implementation="liger_dist"`` with transformers, for models that are loaded with it.
+
+    :func:`liger_dist.wrap` does that itself, and selects it for the models that it wraps.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, document_mask)
+
+
 def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     """The mask function: the documents of a micro-batch, or the mask that transformers makes for "sdpa".
 
@@ -120,7 +129,9 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     given = arguments.get("attention_mask")
     if isinstance(given, DocumentMask):
         return given
-    own: Callable[..., Tensor | None] = AttentionMaskInterface()["sdpa"]
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     if not _has_documents(arguments):
         return own(**arguments)
     length, window = arguments["q_length"], arguments.get("local_size")
@@ -148,13 +159,22 @@ def _has_documents(arguments: dict[str, Any]) -> bool:
 
 def is_replaced() -> bool:
     """True if another package computes the attention of "sdpa", such as DeepSpeed's sequence parallelism."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return _of_sdpa() is not sdpa_attention_forward
+
+
+def _of_sdpa() -> AttentionFunction:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function
 
 
 def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     """Reads where documents begin, from the neighbours that a token may attend to: ``O(B * S)`` and one copy to the
     host. None if the mask is another one."""
-    mask_function: Callable[..., Tensor] = arguments.get("mask_function", causal_mask_function)
+    mask_function: Callable[..., Tensor] = arguments["mask_function"]
     rows, length, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
     window, padding = arguments.get("local_size"), arguments.get("attention_mask")
     row = torch.arange(rows, device=device)[:, None]
@@ -249,8 +269,7 @@ def attention(
     if documents is None or documents.is_plain or kwargs.get("position_bias") is not None:
         if documents is not None and not documents.is_plain:
             mask = documents.dense()
-        attend: AttentionFunction = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return attend(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+        return _of_sdpa()(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -381,7 +400,3 @@ def _eager_of(module: nn.Module) -> AttentionFunction:
         f"{type(module).__name__} asks for soft-capped scores, sinks or attention weights, and its "
         'file has no eager_attention_forward; build the model with attn_implementation="eager".'
     )
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, document_mask)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
 
-from .attention import NAME, is_replaced
+from .attention import NAME, is_replaced, register_attention
 
 OWN = ("sdpa", "eager")
 """implementations that it takes the place of"""
@@ -42,6 +40,7 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
     reason = _reason_against(model, decoder)
     if reason is not None:
         return AttentionSelection(reason, [])
+    register_attention()
     configs: list[tuple[Any, Any]] = []
     _copied(model.config, decoder.config, configs)
     _exchange(model, configs)
@@ -50,7 +49,7 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
 
 def _reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     config, outer = getattr(decoder, "config", None), getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig) or not isinstance(outer, PretrainedConfig):
+    if not _is_config(config) or not _is_config(outer):
         return "it has no config of transformers"
     own = config._attn_implementation
     if own not in OWN:
@@ -78,16 +77,24 @@ def _of_config(config: Any) -> str | None:
 
 def _of_code(decoder: nn.Module) -> str | None:
     """Why its code may not take the implementation."""
-    cls: Any = type(decoder)
-    if not getattr(cls, "_can_set_attn_implementation", bool)():
+    files = [sys.modules.get(cls.__module__) for cls in type(decoder).__mro__[:-1] if cls not in _bases()]
+    functions = [file.ALL_ATTENTION_FUNCTIONS for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")]
+    if not functions:
         return "its code does not use transformers' AttentionInterface"
-    if not getattr(cls, "_supports_flex_attn", False):
+    if not getattr(decoder, "_supports_flex_attn", False):
         return "its code expects masks that are tensors"
-    if getattr(getattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS", None), "_local_mapping", None):
+    if any(getattr(own, "_local_mapping", None) for own in functions):
         return "its file has attention functions that no other has"
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
         return "it has sinks"
     return None
+
+
+def _bases() -> tuple[type, ...]:
+    """The classes that every model inherits from."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    return PreTrainedModel.__mro__
 
 
 def _of_hosts() -> str | None:
@@ -103,23 +110,27 @@ def _of_hosts() -> str | None:
     return None
 
 
+def _is_config(value: Any) -> bool:
+    from transformers.configuration_utils import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
+
+
 def _is_within(config: Any, outer: Any) -> bool:
-    return any(
-        part is config or _is_within(config, part)
-        for part in vars(outer).values()
-        if isinstance(part, PretrainedConfig)
-    )
+    return any(part is config or _is_within(config, part) for part in vars(outer).values() if _is_config(part))
 
 
 def _copied(outer: Any, config: Any, configs: list[tuple[Any, Any]]) -> Any:
     """Copies ``outer`` down to ``config``, whose copy selects the implementation."""
-    twin = copy.copy(outer)
+    kind: Any = type(outer)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(outer))
     configs.append((outer, twin))
     if outer is config:
         twin._attn_implementation = {"": NAME}
         return twin
     for name, part in vars(outer).items():
-        if isinstance(part, PretrainedConfig) and (part is config or _is_within(config, part)):
+        if _is_config(part) and (part is config or _is_within(config, part)):
             vars(twin)[name] = _copied(part, config, configs)
     return twin
 

@@ -56,7 +56,6 @@ class _GatedActivation(RecomputedFunction):
         ctx.activation, ctx.backend = activation, backend
         ctx.save_for_backward(gate, up)
         result = gated_activation_fwd(rows_of(gate), rows_of(up), activation=activation, backend=backend)
-        result = result.view(gate.shape)
         if any(ctx.needs_input_grad) and should_recompute(result):
             note_output(ctx, result)
         return result
@@ -64,11 +63,10 @@ class _GatedActivation(RecomputedFunction):
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
         gate, up = ctx.saved_tensors
-        result = gated_activation_fwd(rows_of(gate), rows_of(up), activation=ctx.activation, backend=ctx.backend)
-        return result.view(gate.shape)
+        return gated_activation_fwd(rows_of(gate), rows_of(up), activation=ctx.activation, backend=ctx.backend)
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_y_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
         saved = list(ctx.saved_tensors)
@@ -76,7 +74,7 @@ class _GatedActivation(RecomputedFunction):
         gate, up = saved
         gate_TF, up_TF = rows_of(gate), rows_of(up)
         d_gate_TF, d_up_TF = gated_activation_bwd(
-            rows_of(d_y), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend, overwrite=overwrites
+            rows_of(d_y_TF), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend, overwrite=overwrites
         )
         return d_gate_TF.view(gate.shape), d_up_TF.view(up.shape), None, None
 
@@ -115,7 +113,7 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
     The result is recomputed in the backward instead of saved, where a :func:`.norm` follows.
     """
     result: Tensor = _GatedActivation.apply(gate, up, activation, backend)  # type: ignore[no-untyped-call]
-    return result
+    return result.view(gate.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
