@@ -25,8 +25,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.tracing import untraced
 
 NAME = "liger_dist"
 PADDING_SEGMENT = 128
@@ -66,11 +66,17 @@ class DocumentMask:
     valid: Tensor | None = None
     """bool ``[B, S]``: the 2-D mask that it was made from"""
     has_checked_positions: bool = False
+    max_length: int = field(init=False)
+    """tokens of the longest document"""
+    is_plain: bool = field(init=False)
+    """True if every row is one document, which it attends to without a window"""
 
-    @cached_property
-    def max_length(self) -> int:
-        """Tokens of the longest document."""
-        return max(self.lengths)
+    def __post_init__(self) -> None:
+        # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
+        self.max_length = max(self.lengths)
+        has_window = self.window is not None and self.window < self.max_length
+        is_whole = len(self.lengths) == self.rows and min(self.lengths) == self.max_length
+        self.is_plain = is_whole and not has_window and self.is_causal
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -82,12 +88,7 @@ class DocumentMask:
     def ndim(self) -> int:
         return 4
 
-    @property
-    def is_plain(self) -> bool:
-        """True if every row is one document, which it attends to without a window."""
-        has_window = self.window is not None and self.window < self.max_length
-        return len(self.lengths) == self.rows and len(set(self.lengths)) == 1 and not has_window and self.is_causal
-
+    @untraced
     def dense(self) -> Tensor:
         """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
         device = self.cu_seq_lens.device
@@ -261,7 +262,7 @@ def attention(
         mask = attention_mask
     if attention_mask is None and query.shape[2] == key.shape[2] and not is_replaced():
         documents = _given(module, query, kwargs)
-    if documents is not None and documents.valid is not None:
+    if documents is not None and documents.valid is not None and not torch.compiler.is_compiling():
         _check_positions(documents, documents.valid, kwargs.get("position_ids"))
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
@@ -280,6 +281,7 @@ def attention(
     return _one_by_one(query, key, value, documents, scaling, dropout), None
 
 
+@untraced
 def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> DocumentMask | None:
     """The documents of ``cu_seq_lens_q``, read once for all layers."""
     given = kwargs.get("cu_seq_lens_q")
@@ -304,9 +306,10 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> Document
     return _mask_of(lengths, query.device, rows=rows, window=window, is_causal=is_causal)
 
 
+@untraced
 def _check_positions(documents: DocumentMask, valid: Tensor, position_ids: Tensor | None) -> None:
     """Warns of positions that restart inside the text of a row with a 2-D mask."""
-    if documents.has_checked_positions or position_ids is None or torch.compiler.is_compiling():
+    if documents.has_checked_positions or position_ids is None:
         return
     documents.has_checked_positions = True
     if position_ids.shape != valid.shape:
@@ -348,6 +351,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, 
     return result.view(rows, length, heads, -1)
 
 
+@untraced
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
 ) -> Tensor:

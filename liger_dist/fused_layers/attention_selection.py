@@ -48,7 +48,8 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
 
 
 def _reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
-    config, outer = getattr(decoder, "config", None), getattr(model, "config", None)
+    config: Any = getattr(decoder, "config", None)
+    outer: Any = getattr(model, "config", None)
     if not _is_config(config) or not _is_config(outer):
         return "it has no config of transformers"
     own = config._attn_implementation
@@ -77,9 +78,9 @@ def _of_config(config: Any) -> str | None:
 
 def _of_code(decoder: nn.Module) -> str | None:
     """Why its code may not take the implementation."""
-    files = [sys.modules.get(cls.__module__) for cls in type(decoder).__mro__[:-1] if cls not in _bases()]
-    functions = [file.ALL_ATTENTION_FUNCTIONS for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")]
-    if not functions:
+    files = (sys.modules.get(cls.__module__) for cls in type(decoder).__mro__ if cls not in _bases())
+    functions: list[Any] = [vars(file).get("ALL_ATTENTION_FUNCTIONS") for file in files if file is not None]
+    if not any(own is not None for own in functions):
         return "its code does not use transformers' AttentionInterface"
     if not getattr(decoder, "_supports_flex_attn", False):
         return "its code expects masks that are tensors"
@@ -90,11 +91,12 @@ def _of_code(decoder: nn.Module) -> str | None:
     return None
 
 
-def _bases() -> tuple[type, ...]:
+def _bases() -> tuple[Any, ...]:
     """The classes that every model inherits from."""
     from transformers.modeling_utils import PreTrainedModel
 
-    return PreTrainedModel.__mro__
+    bases: tuple[Any, ...] = PreTrainedModel.__mro__
+    return bases
 
 
 def _of_hosts() -> str | None:
