@@ -72,6 +72,10 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("weight", torch.zeros(101, 16, dtype=torch.int8))
 
 
+Rows = Literal["texts", "packed", "packed, by lengths", "padded"]
+"""a text; documents whose positions restart; the same with their lengths given; a text and padding, with a mask"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which tokens the ranks see, and what the calls are given with them."""
@@ -84,6 +88,8 @@ class Data:
     """True for calls with ``shift_labels``"""
     global_mean: bool = False
     """True for ``WrapConfig(token_mean="global")``"""
+    rows: Rows = "texts"
+    """what a row of the batch is"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,7 @@ class Use:
     outside: bool = False
     """True for calls of the model inside its wrapper"""
     checkpointing: bool = False
+    mlp_tiles: bool = False
     many_chunks: bool = False
     forwards: int = 1
     """before one backward"""
@@ -127,6 +134,9 @@ DATA: dict[str, Data] = {
     "num_items_in_batch": Data(passes_items=True),
     "shift_labels": Data(passes_shifted=True),
     "global mean": Data(global_mean=True),
+    "packed": Data(rows="packed"),
+    "packed, by lengths": Data(rows="packed, by lengths"),
+    "padded": Data(rows="padded"),
 }
 USE: dict[str, Use] = {
     "training": Use(),
@@ -134,6 +144,8 @@ USE: dict[str, Use] = {
     "generation": Use(then="generate"),
     "outside the root": Use(outside=True),
     "checkpointing": Use(checkpointing=True),
+    "MLP tiles": Use(mlp_tiles=True),
+    "MLP tiles, checkpointing": Use(mlp_tiles=True, checkpointing=True),
     "many chunks": Use(many_chunks=True),
     "two forwards": Use(forwards=2),
     "unused parameters": Use(unused_parameters=True),
@@ -194,6 +206,8 @@ class Cell:
             options["token_mean"] = "global"
         if self.used.many_chunks:
             options["memory_budget"] = 3 * 101 * 8
+        if self.used.mlp_tiles:
+            options["mlp_tile_tokens"] = 7
         return options
 
     @property
@@ -344,8 +358,25 @@ MODELS = (
     *LORA,
 )
 REFUSED_MODELS = ("quantised head",)
-DATAS = ("empty rank", "num_items_in_batch", "shift_labels", "global mean")
-USES = ("evaluation", "generation", "outside the root", "checkpointing", "many chunks", "two forwards")
+DATAS = (
+    "empty rank",
+    "num_items_in_batch",
+    "shift_labels",
+    "global mean",
+    "packed",
+    "packed, by lengths",
+    "padded",
+)
+USES = (
+    "evaluation",
+    "generation",
+    "outside the root",
+    "checkpointing",
+    "MLP tiles",
+    "MLP tiles, checkpointing",
+    "many chunks",
+    "two forwards",
+)
 
 
 def _cells() -> list[Cell]:
@@ -368,6 +399,9 @@ def _cells() -> list[Cell]:
         if cell.engine != "zero":
             cells.append(replace(cell, accumulation=2))
     cells += [replace(DDP, use="unused parameters")]
+    for cell in (ONE, DDP, _fsdp2(), _zero(3)):
+        cells += [replace(cell, data="packed", use=use) for use in ("checkpointing", "MLP tiles")]
+        cells += [replace(cell, model="LoRA on the head", data="packed", use="MLP tiles")]
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")

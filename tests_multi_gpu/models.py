@@ -81,14 +81,58 @@ def make_model(
     return model.to(compute_device())
 
 
-def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0) -> dict[str, Tensor]:
-    """Tokens of one rank. Ranks have different numbers of valid labels; ``num_ignored`` sets it for one sequence."""
+def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0, rows: str = "texts") -> dict[str, Tensor]:
+    """Tokens of one rank. Ranks have different numbers of valid labels; ``num_ignored`` sets it for one sequence.
+
+    Args:
+        rows: a key of ``cells.Rows``.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(1, VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, : (2 + 3 * rank) if num_ignored is None else num_ignored] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if rows.startswith("packed"):
+        _pack(batch, generator, by_lengths=rows == "packed, by lengths")
+    elif rows == "padded":
+        _pad(batch)
     device = compute_device()
-    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _pack(batch: dict[str, Any], generator: torch.Generator, *, by_lengths: bool) -> None:
+    """Rows of several documents, cut at random; the first token of a document is predicted from nothing."""
+    lengths: list[int] = []
+    positions = []
+    for _ in range(BATCH_SIZE):
+        cuts = (1 + torch.randperm(SEQUENCE_LENGTH - 1, generator=generator)[:2]).sort().values.tolist()
+        row = [end - start for start, end in zip([0, *cuts], [*cuts, SEQUENCE_LENGTH], strict=True)]
+        positions.append(torch.cat([torch.arange(length) for length in row]))
+        lengths += row
+    batch["position_ids"] = torch.stack(positions)
+    batch["labels"][batch["position_ids"] == 0] = -100
+    if by_lengths:
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        longest = max(lengths)
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _pad(batch: dict[str, Any]) -> None:
+    """One row padded on the left, one on the right, one not at all."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :3] = 0
+    mask[1, -5:] = 0
+    batch["attention_mask"] = mask
+    batch["labels"][mask == 0] = -100
+    batch["labels"][0, 3] = -100
+
+
+def documents_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The documents of a packed batch, each by itself."""
+    tokens = {name: batch[name].flatten() for name in ("input_ids", "labels")}
+    starts = (batch["position_ids"].flatten() == 0).nonzero()[:, 0].tolist()
+    spans = zip(starts, [*starts[1:], batch["input_ids"].numel()], strict=True)
+    return [{name: value[None, start:end] for name, value in tokens.items()} for start, end in spans]
 
 
 def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -96,12 +140,16 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
     From its logits: the model's own loss goes through fp32 and would not be the truth.
     """
+    if "position_ids" in batch:
+        sums, counts = zip(*(true_loss_sum(model, document) for document in documents_of(batch)), strict=True)
+        return torch.stack(sums).sum(), sum(counts)
     labels = batch["labels"]
     if model.config.is_encoder_decoder:  # type: ignore[union-attr]
         started = model._shift_right(labels)  # type: ignore[operator]
         logits = model(input_ids=batch["input_ids"], decoder_input_ids=started, use_cache=False).logits
     else:
-        logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1], labels[:, 1:]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        logits, labels = model(**inputs, use_cache=False).logits[:, :-1], labels[:, 1:]
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
     return total, int((labels != -100).sum())
 

@@ -138,7 +138,10 @@ def batches_of(cell: Cell, session: Session, step: int) -> list[list[dict[str, T
     micro = cell.accumulation * cell.layout.get("accumulation", 1) * cell.used.forwards
     empty = session.data_world - 1 if cell.given.empty_rank else None
     return [
-        [make_batch(r, seed=10 * step + m, num_ignored=12 if r == empty else None) for m in range(micro)]
+        [
+            make_batch(r, seed=10 * step + m, num_ignored=12 if r == empty else None, rows=cell.given.rows)
+            for m in range(micro)
+        ]
         for r in range(session.data_world)
     ]
 

@@ -66,9 +66,11 @@ class TrainConfig:
     memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; weights and optimizer states are fp32")
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
+    offload_checkpoints: bool = option(False, "activation_checkpointing: keep the layers' inputs in host memory")
+    mlp_tile_tokens: Optional[int] = option(None, "tokens that gated MLPs compute at a time, for long sequences: 8192")
     compile: bool = option(False, "compile every decoder layer; layers then keep their own code instead of our kernels")
     layer_kernels: bool = option(True, "compute norms, gated MLPs and rotary embedding by kernels")
-    attention: Optional[str] = option(None, "implementation that transformers knows, such as flash_attention_2")
+    attention: Optional[str] = option(None, "of transformers: sdpa, flash_attention_2 ...; default: liger_dist's")
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
     cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
 
@@ -81,7 +83,7 @@ class TrainConfig:
     steps: Optional[int] = option(None, "optimizer steps; default: those of --epochs")
     epochs: Optional[float] = option(None, "passes over the data; default: 1 where --steps is left out")
     sequence_length: int = option(512, "tokens of one packed sequence")
-    attend_across_documents: bool = option(False, "let a sequence be one text: positions run on, attention is causal")
+    attend_across_documents: bool = option(False, "let a sequence be one text: positions and attention run on")
     batch_size: int = option(8, "sequences of one micro-batch on each rank")
     global_batch_size: Optional[int] = option(
         None, "sequences of one optimizer step on all ranks, by gradient accumulation; default: one micro-batch each"
@@ -172,6 +174,15 @@ class TrainConfig:
             raise LigerDistError(
                 "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
             )
+        if self.offload_checkpoints and not self.activation_checkpointing:
+            raise LigerDistError(
+                "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
+            )
+        if self.mlp_tile_tokens and (self.compile or not self.layer_kernels):
+            raise LigerDistError(
+                f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile or "
+                "--layer_kernels false); leave one of them out."
+            )
         if self.resume_step is not None and not self.resume:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
@@ -224,7 +235,9 @@ class TrainConfig:
 ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
-    **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget"), 1),
+    **dict.fromkeys(
+        ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
+    ),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
     **dict.fromkeys(("epochs", "lora_alpha"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
@@ -257,7 +270,7 @@ ELSEWHERE = {
     "auto_find_batch_size": "--dry_run true plans the memory before a run",
     "neftune_noise_alpha": "it belongs into a training loop with liger_dist.wrap",
     "loss_type": "the loss is cross entropy; others belong into a training loop with liger_dist.wrap",
-    "activation_offloading": "--activation_checkpointing true recomputes instead",
+    "activation_offloading": "--activation_checkpointing true with --offload_checkpoints true",
     "use_muon": "it needs full matrices, which shards are not; take --optimizer adamw",
     "report_to": "it is --trackers here",
 }

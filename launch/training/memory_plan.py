@@ -100,7 +100,7 @@ def _plan(
     stored = _stored(a, dims, numbers, layer, embedding, size)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)
-    kept = T * D * size if a.activation_checkpointing else layer_needs.kept
+    kept = (0 if a.offload_checkpoints else T * D * size) if a.activation_checkpointing else layer_needs.kept
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
@@ -197,7 +197,7 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     F: int = text.intermediate_size
     heads: int = text.num_attention_heads
     queries = heads * (getattr(text, "head_dim", None) or D // heads)
-    is_masked = not a.attend_across_documents and a.attention in (None, "sdpa")
+    is_masked = not a.attend_across_documents and a.attention == "sdpa"
     # With a mask, SDPA is given keys and values as often as there are queries.
     groups = 1 if is_masked else heads // (text.num_key_value_heads or heads)
     numbers = 2 * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
@@ -209,11 +209,17 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     masks = 3 * square if is_masked else 0
     has_scores = a.attention == "eager" or (size == 4 and a.attention in (None, "sdpa"))
     scores = heads * square * size if has_scores else 0
-    return LayerNeeds(kept=T * size * numbers + masks + scores, passing=2 * T * F * size + 3 * scores)
+    passing = 2 * T * F * size
+    if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < T:
+        # Of a tile: gate, up, their product, its gradient. Of the weights: gradients of a tile, and their sum in fp32.
+        passing = 4 * a.mlp_tile_tokens * F * size + 3 * D * F * (size + FP32)
+    return LayerNeeds(kept=T * size * numbers + masks + scores, passing=passing + 3 * scores)
 
 
 def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
     """Counts the numbers that norms and MLP keep of each token, with the residual stream's two."""
+    if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < a.batch_size * a.sequence_length:
+        return 2 * D
     if a.compile:
         # What is no product is fused and computed again; inputs of products are kept.
         return 4 * D + 3 * F

@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from liger_dist import STRATEGIES, LigerDistError, Strategy, WrapConfig, explain, find_structure, wrap
+from liger_dist import (
+    STRATEGIES,
+    LigerDistError,
+    Strategy,
+    WrapConfig,
+    explain,
+    find_structure,
+    register_attention,
+    wrap,
+)
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
@@ -89,6 +99,8 @@ def shell(config: TrainConfig, model_config: Any) -> nn.Module:
     Raises:
         LigerDistError: an implementation of attention that transformers does not have here.
     """
+    if config.attention == "liger_dist":
+        register_attention()
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
@@ -123,7 +135,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         for layer in find_structure(model).layers:
             layer.compile()
     if config.activation_checkpointing:
-        _checkpoint_activations(model)
+        _checkpoint_activations(model, offload=config.offload_checkpoints)
     strategy = strategy_of(config, dims, dims.mesh(device().type))
     wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
     if has_weights and not is_full_first:
@@ -176,12 +188,19 @@ def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
     strategy.check(wrap_config(config, WrapConfig()), world_size=dims.world_size)
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
+def _checkpoint_activations(model: Any, *, offload: bool) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise LigerDistError(
             f"--activation_checkpointing is true but {type(model).__name__} does not support it; leave it out."
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
+    elif offload:
+        raise LigerDistError(
+            f"--offload_checkpoints is true but transformers {transformers.__version__} cannot; update it to 5.23."
+        )
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _has_weights(folder: Path) -> bool:
@@ -223,6 +242,9 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
         wrapping,
         fused_loss=wrapping.fused_loss and config.fused_loss,
         layer_kernels=wrapping.layer_kernels and config.layer_kernels and not config.compile,
+        mlp_tile_tokens=config.mlp_tile_tokens,
+        # An implementation that was named stays.
+        varlen_attention=wrapping.varlen_attention and config.attention in (None, "liger_dist"),
         memory_budget=config.memory_budget or wrapping.memory_budget,
     )
 

@@ -88,6 +88,10 @@ class DocumentMask:
     def ndim(self) -> int:
         return 4
 
+    def contiguous(self) -> DocumentMask:
+        """Itself: ``generate`` asks every mask that it has made."""
+        return self
+
     @untraced
     def dense(self) -> Tensor:
         """Bool ``[B, 1, S, S]``: True where a query attends to a key."""

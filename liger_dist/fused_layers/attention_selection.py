@@ -60,7 +60,7 @@ def _reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     if config is not outer and own == "eager":
         # Some of these models make the dense mask of their decoder themselves, another one than for "sdpa".
         return "it is 'eager' in a model of several parts"
-    return _of_config(config) or _of_code(decoder) or _of_hosts()
+    return _of_hosts() or _of_config(config) or _of_code(decoder)
 
 
 def _of_config(config: Any) -> str | None:
