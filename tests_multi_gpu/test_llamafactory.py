@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from test_trl import make_tokenizer
 import liger_dist
 
 tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory is not installed")
+collator = pytest.importorskip("llamafactory.data.collator", reason="LLaMA-Factory is not installed")
 ROWS = 8
 
 
@@ -35,18 +37,20 @@ def test_three_steps_as_without_it(stage: str, tuning: str, tmp_path: Path) -> N
         assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def trained(folder: Path, stage: str, tuning: str, *, fused: bool) -> dict[str, Any]:
+def trained(folder: Path, stage: str, tuning: str, *, fused: bool, **options: Any) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from liger_dist.integrations.llamafactory import run_exp
 
     output = folder / f"{stage} {tuning} {fused}"
+    options |= {"finetuning_type": tuning}
     torch.manual_seed(0)
-    with watched() as seen:
+    dense = mock.patch.object(collator, "prepare_4d_attention_mask", wraps=collator.prepare_4d_attention_mask)
+    with watched() as seen, dense as dense_masks:
         if fused:
-            run_exp(arguments(folder, output, stage, finetuning_type=tuning), memory_budget=ROWS * VOCAB_SIZE * 4)
+            run_exp(arguments(folder, output, stage, **options), memory_budget=ROWS * VOCAB_SIZE * 4)
         else:
-            tuner.run_exp(arguments(folder, output, stage, finetuning_type=tuning))
+            tuner.run_exp(arguments(folder, output, stage, **options))
     state = json.loads((output / "trainer_state.json").read_text())
     name = "model.safetensors" if tuning == "full" else "adapter_model.safetensors"
     return {
@@ -54,7 +58,18 @@ def trained(folder: Path, stage: str, tuning: str, *, fused: bool) -> dict[str, 
         "weights": load_file(output / name),
         "calls": seen.fused_calls,
         "rows": seen.most_logits,
+        "dense masks": dense_masks.call_count,
     }
+
+
+def test_packed_documents_stay_apart(tmp_path: Path) -> None:
+    """As with LLaMA-Factory's own dense mask, and no mask reaches the model."""
+    options = {"neat_packing": True, "packing": True, "cutoff_len": 48, "per_device_train_batch_size": 1}
+    fused, own = (trained(tmp_path, "sft", "full", fused=fused, **options) for fused in (True, False))
+    assert fused["losses"] == pytest.approx(own["losses"], rel=1e-5)
+    for name, weight in own["weights"].items():
+        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert fused["dense masks"] == 0 < own["dense masks"]
 
 
 def test_its_command_with_two_processes(tmp_path: Path) -> None:

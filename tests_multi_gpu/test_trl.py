@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import tempfile
 from contextlib import nullcontext
@@ -30,7 +31,8 @@ HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="TRL 1.16 is not installed")
 ROWS = 8
 CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
-KINDS = ("SFT", "SFT by dft", "DPO", "KTO", "GRPO", "RLOO")
+KINDS = ("SFT", "SFT by dft", "SFT packed", "SFT padding-free", "DPO", "KTO", "GRPO", "RLOO")
+PADDING_FREE = {"padding_free": True, "max_length": None}
 UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
 """in the names of what is no result; the kl of equal models is noise"""
 
@@ -46,6 +48,8 @@ def test_one_process(kind: str) -> None:
     ("kind", "engine"),
     [
         *(("SFT", engine) for engine in ("ddp", "fsdp1", "fsdp2", "zero3")),
+        ("SFT packed", "fsdp2"),
+        ("SFT padding-free", "zero3"),
         *(("DPO", engine) for engine in ("ddp", "fsdp2", "zero3")),
         ("KTO", "fsdp2"),
         ("GRPO", "ddp"),
@@ -54,6 +58,22 @@ def test_one_process(kind: str) -> None:
 )
 def test_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
     check(workers_2.run(trained_twice, kind, engine))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
+def test_documents_without_padding_are_those_with_padding() -> None:
+    """The same documents in the same steps: attention between them would change every loss and weight."""
+    with InThisProcess() as here:
+        padded, padding_free = (
+            here.run(functools.partial(trained, kind, None, fused=True, adapted=False))[0]
+            for kind in ("SFT", "SFT padding-free")
+        )
+    losses = [name for name in padded["log"] if name.endswith("loss")]
+    assert len(losses) >= 4
+    for name in losses:
+        assert padding_free["log"][name] == pytest.approx(padded["log"][name], rel=1e-5), name
+    for name, weight in padded["weights"].items():
+        assert relative_error(padding_free["weights"][name], weight) < 1e-5, name
 
 
 def test_vocab_parallel(workers_2: Workers) -> None:
@@ -265,6 +285,7 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
             for n in numbers
         ]
         arguments |= {"assistant_only_loss": True, "loss_type": "dft" if kind.endswith("dft") else "nll"}
+        arguments |= {"SFT packed": {"packing": True, "max_length": 24}, "SFT padding-free": PADDING_FREE}.get(kind, {})
     elif kind == "DPO":
         rows = [
             {"prompt": "abc"[: 1 + n % 3], "chosen": "hello"[: 3 + n % 2], "rejected": "world!"[: 2 + n % 4]}

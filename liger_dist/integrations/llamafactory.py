@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from llamafactory.model import loader
 from llamafactory.train import tuner
 from llamafactory.train.pt.trainer import CustomTrainer
@@ -16,6 +17,7 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.wrap import inner_model, record_of
 
 from .trainer import fuse
 
@@ -73,8 +75,31 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
     def make_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         fuse(self, config, lm_head=lm_head)
+        if getattr(self.data_collator, "block_diag_attn", False) and _has_varlen(self.model):
+            self.data_collator = _without_dense_mask(self.data_collator)
 
     return make_and_fuse
+
+
+def _has_varlen(model: Any) -> bool:
+    return record_of(inner_model(model)).attention.reason is None
+
+
+def _without_dense_mask(collator: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """The collator of ``neat_packing`` with positions that restart at each document instead of a 4-D mask."""
+    collator.block_diag_attn = False
+
+    @functools.wraps(collator.__call__)
+    def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = collator(features)
+        # LLaMA-Factory numbers the documents of a row: 1, 1, 1, 2, 2, 3; padding is 0.
+        document = batch.pop("attention_mask")
+        begins = document.diff(dim=1, prepend=document[:, :1] - 1) != 0
+        position = torch.arange(document.shape[1]).expand_as(document)
+        batch["position_ids"] = position - torch.where(begins, position, 0).cummax(1).values
+        return batch
+
+    return collate
 
 
 def _refuse(stage: str, *_: Any) -> None:
