@@ -79,6 +79,23 @@ def test_fused_and_unfused_losses_agree_at_every_step(
     assert np.abs(np.subtract(*losses)).max() < (tolerance if not torch.cuda.is_available() else max(tolerance, 1e-3))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_long_sequences_with_tiles_and_offloaded_checkpoints(
+    data: Path, cache: Path, tmp_path: Path, workers_2: Workers, strategy: str
+) -> None:
+    """The curve of the dense mask and of all activations at once."""
+    runs: dict[str, dict[str, Any]] = {
+        "plain": {"attention": "sdpa"},
+        "lean": {"activation_checkpointing": True, "offload_checkpoints": True, "mlp_tile_tokens": 48},
+    }
+    for name, options in runs.items():
+        config = config_for(data, cache, tmp_path / name, strategy=strategy, steps=4, checkpoint_every=0, **options)
+        workers_2.run(train, config)
+    lean, plain = (losses_of(tmp_path / name) for name in ("lean", "plain"))
+    assert len(lean) == 4
+    assert lean == pytest.approx(plain, rel=1e-5)
+
+
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +335,9 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("lr_scheduler: greedy\n", "--lr_scheduler is 'greedy'"),
         ("learning_rate: .nan\n", "--learning_rate is nan"),
         ("memory_budget: 0\n", "--memory_budget is 0"),
+        ("mlp_tile_tokens: 0\n", "--mlp_tile_tokens is 0"),
+        ("mlp_tile_tokens: 8192\ncompile: true\n", "--mlp_tile_tokens is 8192 but the layers keep their own code"),
+        ("offload_checkpoints: true\n", "--offload_checkpoints is true but --activation_checkpointing false"),
         ("adam_beta2: 1.0\n", "--adam_beta2 is 1.0"),
         ("stop_at_step: -1\n", "--stop_at_step is -1"),
         ("resume: true\noverwrite: true\n", "are both true"),

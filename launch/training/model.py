@@ -194,7 +194,8 @@ def _checkpoint_activations(model: Any, *, offload: bool) -> None:
             f"--activation_checkpointing is true but {type(model).__name__} does not support it; leave it out."
         )
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
+        # Without an accelerator they are in host memory anyway, and there is no pinned memory to copy them to.
+        model.activation_checkpointing_enable({"use_reentrant": False}, offload=offload and device().type != "cpu")
     elif offload:
         raise LigerDistError(
             f"--offload_checkpoints is true but transformers {transformers.__version__} cannot; update it to 5.23."

@@ -23,6 +23,8 @@ class Section(BaseModel):
     enabled: bool = Field(True, description="false leaves everything as it was")
     fused_loss: bool = Field(True, description="compute the loss inside lm_head")
     layer_kernels: bool = Field(True, description="compute norms, gated MLPs and rotary embeddings by kernels")
+    mlp_tile_tokens: int | None = Field(None, gt=0, description="tokens that a gated MLP computes at a time; null: all")
+    varlen_attention: bool = Field(True, description="packed, padded and windowed attention without a dense mask")
     backend: Literal["auto", "triton", "reference"] = Field(
         "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
     )
