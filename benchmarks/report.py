@@ -52,6 +52,15 @@ rank. Hugging Face and Liger are sharded as FSDP2's documentation has it, each l
 
 ![Tokens per second and memory](plots/training_step.png)
 """
+SEQUENCES = """## Packed, padded and long sequences
+
+Forward and backward of four layers of the shape of Llama 8B with its lm_head, bf16, on one GPU (`benchmarks/sequences.py`).
+`packed`: documents of about 700 tokens whose positions restart. `dense mask`: the same model with
+`WrapConfig(varlen_attention=False)`. `one text`: the same tokens without boundaries. The long sequences are one text
+under activation checkpointing. Memory is the peak of a step above the weights, their gradients included.
+
+![Time and memory](plots/sequences.png)
+"""
 LARGE = """## Eight billion parameters
 
 `launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
@@ -165,6 +174,40 @@ def step_section(problems: Problems) -> str:
             footnote(problem["environment"]),
         ]
     return "\n".join(parts)
+
+
+def sequences_section(problems: Problems) -> str:
+    """One table for each problem."""
+    parts = [SEQUENCES]
+    for problem, seen in problems.items():
+        rows = []
+        for row in seen["rows"]:
+            time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
+            rows.append([row["name"], time, number(row["figures"]["GiB above the weights"], ".2f")])
+        parts += [f"### {problem}\n", table(("way", "ms", "GiB"), rows), footnote(seen["environment"])]
+    return "\n".join(parts)
+
+
+def plot_sequences(problems: Problems, path: Path) -> None:
+    """Time and memory of every way."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(problems), 2, figsize=(11, 2.2 * len(problems)), squeeze=False, sharey="row")
+    for line, (name, problem) in zip(axes, problems.items(), strict=True):
+        rows = problem["rows"]
+        names = [row["name"] for row in rows]
+        values = [[row["median_ms"] for row in rows], [row["figures"]["GiB above the weights"] for row in rows]]
+        for axis, what, bars in zip(line, ("ms", "GiB above the weights"), values, strict=True):
+            axis.bar_label(
+                axis.barh(names, bars, color=["C7" if "dense" in n or n == "Liger" else "C0" for n in names])
+            )
+            axis.set_title(f"{name}: {what}", fontsize=9)
+            axis.tick_params(labelsize=7)
+            axis.margins(x=0.15)
+        line[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def large_section(problems: Problems) -> str:
@@ -342,6 +385,10 @@ def main() -> None:
         plot_steps(steps, plots / "training_step.png")
         plot_overview(steps, plots / "overview.png")
         sections.append(step_section(steps))
+    sequences = read("sequences", given.results)
+    if sequences:
+        plot_sequences(sequences, plots / "sequences.png")
+        sections.append(sequences_section(sequences))
     large = read("large_model", given.results)
     if large:
         plot_steps(large, plots / "large_model.png")

@@ -452,6 +452,11 @@ PRECISION = [
     _fsdp2(rows=True, bf16=True),
     _fsdp2(axes=GRID, bf16=True),
     *(_zero(stage, bf16=True) for stage in range(4)),
+    *(
+        replace(cell, data=data)
+        for cell in (_fsdp1(by_others=False, bf16=True), _fsdp2(bf16=True), _zero(3, bf16=True))
+        for data in ("packed", "padded")
+    ),
 ]
 """bf16 compute: held to 1.5 times the error of the same layout unfused."""
 

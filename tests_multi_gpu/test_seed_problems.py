@@ -28,21 +28,20 @@ def naive_forward(model: Any, input_ids: Tensor, labels: Any = None, **kwargs: A
 
 def test_1_arguments_of_flash_attention_reach_the_attention_and_not_the_loss() -> None:
     model: Any = make_model("llama")
-    batch = make_batch(0)
-    lengths = torch.tensor([0, 5, 12], dtype=torch.int32, device=compute_device())
-    packed = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 7, "max_length_k": 7}
-    with pytest.raises(TypeError, match="cu_seq_lens_q"):
-        naive_forward(model, **batch, **packed)
-    expected = model(**batch, **packed).loss
+    batch = make_batch(0, rows="packed, by lengths")
+    with pytest.raises(TypeError, match=r"position_ids|cu_seq_lens_q"):
+        naive_forward(model, **batch)
+    total, count = true_loss_sum(model, batch)
     liger_dist.wrap(model)
     seen: list[dict[str, Any]] = []
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
     )
-    output = model(**batch, **packed)
+    output = model(**batch)
     assert not hasattr(output, "logits")
-    assert relative_error(output.loss, expected) < 1e-6
-    assert all(seen[0][name] is value for name, value in packed.items())
+    assert relative_error(output.loss, total / count) < 1e-6
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        assert seen[0][name] is batch[name]
 
 
 def test_2_without_labels_there_are_ordinary_logits() -> None:

@@ -135,7 +135,7 @@ def load(layout: Layout, folder: str, *, dtype: torch.dtype, sharded: bool = Tru
     options: dict[str, Any] = {"experts_implementation": "eager"} if layout.family == "moe" else {}
     if sharded:
         options["distributed_config"] = DistributedConfig(**dict(layout.sizes))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
     return model if sharded else model.to(compute_device())
 
 

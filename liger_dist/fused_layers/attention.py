@@ -25,7 +25,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -51,32 +50,38 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(var
 _DOCUMENTS = "_liger_dist_documents"
 
 
-@dataclass(eq=False)
 class DocumentMask:
-    """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``."""
+    """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``.
 
-    lengths: tuple[int, ...]
-    """tokens of each document, row after row; padding counts as documents"""
-    cu_seq_lens: Tensor
-    """int32 ``[documents + 1]``, on the device of the attention"""
-    rows: int
-    window: int | None = None
-    """tokens that a token attends to, itself included; None for all of its document"""
-    is_causal: bool = True
-    valid: Tensor | None = None
-    """bool ``[B, S]``: the 2-D mask that it was made from"""
-    has_checked_positions: bool = False
-    max_length: int = field(init=False)
-    """tokens of the longest document"""
-    is_plain: bool = field(init=False)
-    """True if every row is one document, which it attends to without a window"""
+    No dataclass: FSDP takes those apart, and gives each layer a copy.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        cu_seq_lens: Tensor,
+        *,
+        rows: int,
+        window: int | None = None,
+        is_causal: bool = True,
+        valid: Tensor | None = None,
+    ) -> None:
+        self.lengths = lengths
+        """tokens of each document, row after row; padding counts as documents"""
+        self.cu_seq_lens = cu_seq_lens
+        """int32 ``[documents + 1]``, on the device of the attention"""
+        self.rows = rows
+        self.window = window
+        """tokens that a token attends to, itself included; None for all of its document"""
+        self.is_causal = is_causal
+        self.valid = valid
+        """bool ``[B, S]``: the 2-D mask that it was made from"""
+        self.has_checked_positions = False
         # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
-        self.max_length = max(self.lengths)
-        has_window = self.window is not None and self.window < self.max_length
-        is_whole = len(self.lengths) == self.rows and min(self.lengths) == self.max_length
-        self.is_plain = is_whole and not has_window and self.is_causal
+        self.max_length = max(lengths)
+        has_window = window is not None and window < self.max_length
+        self.is_plain = len(lengths) == rows and min(lengths) == self.max_length and not has_window and is_causal
+        """True if every row is one document, which it attends to without a window"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -233,7 +238,7 @@ def _lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
 def _mask_of(lengths: tuple[int, ...], device: torch.device, *, rows: int, **facts: Any) -> DocumentMask:
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     on_device = ends.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else ends
-    return DocumentMask(lengths, on_device, rows, **facts)
+    return DocumentMask(lengths, on_device, rows=rows, **facts)
 
 
 def attention(
@@ -306,7 +311,7 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> Document
     lengths = tuple(length for length in read if length > 0)
     window = kwargs.get("sliding_window") if is_causal else None
     if given.device == query.device and len(lengths) == len(read):
-        return DocumentMask(lengths, given.to(torch.int32), rows, window, is_causal)
+        return DocumentMask(lengths, given.to(torch.int32), rows=rows, window=window, is_causal=is_causal)
     return _mask_of(lengths, query.device, rows=rows, window=window, is_causal=is_causal)
 
 

@@ -82,7 +82,9 @@ class _GatedActivation(RecomputedFunction):
 def _may_overwrite(saved: list[Tensor]) -> bool:
     """True in a backward that ends the life of the ``saved`` tensors, if nothing but the caller's list and this graph
     holds them or their memory, and it is the last backward through it."""
-    if not _COUNTS_REFERENCES or torch._C._autograd._get_current_graph_task_keep_graph():
+    if not _COUNTS_REFERENCES or torch.compiler.is_compiling():
+        return False
+    if torch._C._autograd._get_current_graph_task_keep_graph():
         return False
     # Compared with tensors that only the list holds, and with one that a view keeps as a node keeps what it saved: how
     # many references that takes depends on the versions of Python and torch.
