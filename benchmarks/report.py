@@ -54,7 +54,7 @@ rank. Hugging Face and Liger are sharded as FSDP2's documentation has it, each l
 """
 SEQUENCES = """## Packed, padded and long sequences
 
-Forward and backward of four layers of the shape of Llama 8B with its lm_head, bf16, on one GPU (`benchmarks/sequences.py`).
+Forward and backward of four layers of the shape of Llama 8B with its lm_head, bf16, on one GPU.
 `packed`: documents of about 700 tokens whose positions restart. `dense mask`: the same model with
 `WrapConfig(varlen_attention=False)`. `one text`: the same tokens without boundaries. The long sequences are one text
 under activation checkpointing. Memory is the peak of a step above the weights, their gradients included.
