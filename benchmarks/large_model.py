@@ -26,8 +26,13 @@ ROOT = Path(__file__).parent.parent
 LIGER = ("--fused_loss", "false", "--layer_kernels", "false")
 ZERO3 = ("--strategy", "deepspeed", "--deepspeed", "launch/deepspeed/zero3.json", "--async_checkpoints", "false")
 VOCAB_PARALLEL = ("--strategy", "fsdp2", "--lm_head", "vocab_parallel")
+ONE_TEXT = ("--attend_across_documents", "true")
+PACKED = ("--strategy", "fsdp2", "--attend_across_documents", "false")
 WAYS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--strategy", "fsdp2"),
+    "fsdp2, packed documents": PACKED,
+    "fsdp2, packed documents, dense mask": (*PACKED, "--attention", "sdpa"),
+    "fsdp2, packed documents, flex_attention": (*PACKED, "--attention", "flex_attention"),
     "fsdp2, vocab-parallel": VOCAB_PARALLEL,
     "fsdp2, vocab-parallel, layers compiled": (*VOCAB_PARALLEL, "--compile", "true"),
     "fsdp2, vocab-parallel, activation checkpointing": (*VOCAB_PARALLEL, "--activation_checkpointing", "true"),
@@ -44,7 +49,7 @@ def run(way: str, options: tuple[str, ...], folder: Path, steps: int) -> Row:
     gpus = torch.cuda.device_count()
     row = Row(f"Llama 8B, on {gpus}", way, "")
     program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else [str(ROOT / "launch" / "train.py")]
-    common = ["launch/llama_8b.yaml", *options, "--data", "liger_dist", "tests_multi_gpu", "kernels"]
+    common = ["launch/llama_8b.yaml", *ONE_TEXT, *options, "--data", "liger_dist", "tests_multi_gpu", "kernels"]
     common += ["--steps", str(steps), "--eval_every", str(steps), "--eval_batches", "1", "--checkpoint_every", "0"]
     common += ["--warmup_steps", "2", "--cache_dir", str(folder / "cache"), "--output_dir", str(folder / way)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
