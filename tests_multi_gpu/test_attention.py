@@ -128,6 +128,14 @@ def test_no_tensor_grows_with_the_square_of_a_row() -> None:
         assert largest.bytes < length * length
 
 
+def test_padding_on_the_left_predicts_as_with_a_dense_mask() -> None:
+    """The first token of a text may have a label: its prediction comes from padding, whose attention is zero."""
+    model, reference = pair("mistral")
+    batch = make_batch(0, rows="padded")
+    batch["labels"][0, 3] = batch["input_ids"][0, 3]
+    assert_equal_gradients(model, reference, batch)
+
+
 def test_padding_inside_a_text_keeps_the_dense_mask() -> None:
     model, reference = pair("mistral")
     batch = make_batch(0, rows="padded")

@@ -76,9 +76,7 @@ def test_a_second_backward(checkpointing: bool, tile: int | None) -> None:
     [lambda out: out, lambda out: out.detach(), lambda out: out[:, 1:], lambda out: out.detach().view(-1).numpy()],
     ids=["itself", "detached", "a part", "numpy"],
 )
-def test_what_someone_holds_is_not_overwritten(
-    kept_as: Callable[[Tensor], Any], name: str, checkpointing: bool
-) -> None:
+def test_what_code_holds_is_not_overwritten(kept_as: Callable[[Tensor], Any], name: str, checkpointing: bool) -> None:
     if compute_device().type == "cuda":
         kept_as = lambda out: out.detach()  # noqa: E731 - numpy reads no GPU memory
     model, reference = pair(checkpointing=checkpointing)
