@@ -277,6 +277,18 @@ def test_other_attention_is_kept(family: str, options: dict[str, Any], reason: s
     assert re.search(reason, liger_dist.explain(model).attention)
 
 
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_sequences_over_ranks_of_accelerate_keep_their_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import ParallelismConfig
+
+    sizes = ParallelismConfig(**{name: 2})
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", sizes)
+    model = model_of("llama")
+    liger_dist.wrap(model, "none")
+    assert liger_dist.explain(model).attention == f"its own: Accelerate's {name} is 2"
+
+
 def test_switched_off() -> None:
     model = model_of("llama")
     liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(varlen_attention=False))

@@ -15,6 +15,7 @@ from families import Family, batch_for, build, families
 from torch import Tensor, nn
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist.wrap import record_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -57,6 +58,50 @@ def test_equals_its_own_loss_or_says_why_not(family: Family, outcomes: dict[Fami
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcomes[family] = outcome_of(family)
+
+
+ROWS = {
+    "packed": {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 0]])
+    },
+    "padded on the right": {"attention_mask": torch.tensor([[1] * 9 + [0] * 3, [1] * 5 + [0] * 7])},
+    "padded on the left": {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [0] * 7 + [1] * 5])},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families(), ids=str)
+def test_packed_and_padded_rows_equal_its_own_dense_mask(family: Family) -> None:
+    """Of every family for which ``wrap`` selects the attention without one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model: Any = build(family).float()
+            model.set_attn_implementation("sdpa")
+            batch = batch_for(family, model)
+            batches = {name: padded(batch | with_rows(rows)) for name, rows in ROWS.items()}
+            own = {name: trained(model, rows)[1:] for name, rows in batches.items()}
+            liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
+        except Exception as error:
+            pytest.skip(f"not built, packed or fused: {type(error).__name__}: {error}"[:200])
+        if record_of(model).attention.reason is not None:
+            pytest.skip(f"keeps its own: {record_of(model).attention.reason}")
+        for name, rows in batches.items():
+            _, loss, gradients = trained(model, rows)
+            own_loss, own_gradients = own[name]
+            assert loss == pytest.approx(own_loss, rel=1e-5), name
+            errors = relative_errors(gradients, own_gradients)
+            assert max(errors.values()) < 1e-4, (name, errors)
+
+
+def with_rows(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(compute_device()) for name, value in rows.items()}
+
+
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """Without labels of padding."""
+    mask = batch.get("attention_mask")
+    return batch if mask is None else batch | {"labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
 def outcome_of(family: Family) -> Outcome:

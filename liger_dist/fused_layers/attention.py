@@ -292,27 +292,36 @@ def attention(
 
 @untraced
 def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> DocumentMask | None:
-    """The documents of ``cu_seq_lens_q``, read once for all layers."""
+    """The documents of ``cu_seq_lens_q``, read once for all layers: they are kept on that tensor."""
     given = kwargs.get("cu_seq_lens_q")
     if given is None:
         return None
-    read: tuple[int, ...] | None = getattr(given, _DOCUMENTS, None)
-    if read is None:
-        read = tuple(int(length) for length in given.diff().tolist())
-        setattr(given, _DOCUMENTS, read)
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = kwargs.get("sliding_window") if is_causal else None
+    masks: dict[object, DocumentMask] = vars(given).setdefault(_DOCUMENTS, {})
+    key = (query.device, query.shape[0], query.shape[2], window, is_causal)
+    if key not in masks:
+        masks[key] = _read_lengths(given, query, window=window, is_causal=is_causal)
+    return masks[key]
+
+
+def _read_lengths(given: Tensor, query: Tensor, **facts: Any) -> DocumentMask:
+    """
+    Raises:
+        LigerDistError: they do not end at the number of tokens.
+    """
+    read = [int(length) for length in given.diff().tolist()]
     rows, total = query.shape[0], query.shape[0] * query.shape[2]
     if sum(read) != total or min(read, default=0) < 0:
         raise LigerDistError(
             f"cu_seq_lens_q ends at {sum(read)} but the micro-batch has {total} tokens; expected the sums of the "
             "lengths of all documents, from 0 to the number of tokens, padding included."
         )
-    is_causal = kwargs.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     lengths = tuple(length for length in read if length > 0)
-    window = kwargs.get("sliding_window") if is_causal else None
     if given.device == query.device and len(lengths) == len(read):
-        return DocumentMask(lengths, given.to(torch.int32), rows=rows, window=window, is_causal=is_causal)
-    return _mask_of(lengths, query.device, rows=rows, window=window, is_causal=is_causal)
+        return DocumentMask(lengths, given.to(torch.int32), rows=rows, **facts)
+    return _mask_of(lengths, query.device, rows=rows, **facts)
 
 
 @untraced
