@@ -175,6 +175,16 @@ def test_dropout_of_a_tile_is_drawn_again_alike() -> None:
         torch.testing.assert_close(ours, true)
 
 
+def test_tiles_after_layers_that_do_not_train() -> None:
+    model, reference = pair(mlp_tile_tokens=TILE)
+    for one in (model, reference):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_("layers.0.mlp" in name or "layers.1" in name)
+    model(**make_batch(0)).loss.backward()
+    assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
+    assert_exact(model, reference)
+
+
 def test_gradients_over_many_tiles_are_summed_in_fp32() -> None:
     """The error of bf16 gradients does not grow with the number of tiles."""
     truth = make_model("llama", dtype=torch.float32).bfloat16().double()

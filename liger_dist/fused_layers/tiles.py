@@ -75,6 +75,9 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, tokens_TD: Tensor, saved: Any, module: nn.Module, forward: Forward, tile_tokens: int, *weights: Tensor
     ) -> Tensor:
         ctx.saved, ctx.module, ctx.run, ctx.tile_tokens = saved, module, forward, tile_tokens
+        if saved is None:
+            # Nothing before the module trains.
+            ctx.save_for_backward(tokens_TD)
         ctx.context = _Context(module, tokens_TD.device)
         result = torch.empty_like(tokens_TD)
         for tile, out in zip(tokens_TD.split(tile_tokens), result.split(tile_tokens), strict=True):
@@ -84,7 +87,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_result_TD: Tensor) -> tuple[Any, ...]:
         refuse_second_order("tiles of an MLP", "wrap with WrapConfig(mlp_tile_tokens=None)")
-        (tokens_TD,) = ctx.saved.saved_tensors
+        (tokens_TD,) = (ctx if ctx.saved is None else ctx.saved).saved_tensors
         weights = _weights_of(ctx.module)
         needs_tokens = ctx.needs_input_grad[0]
         d_tokens_TD = torch.empty_like(tokens_TD) if needs_tokens else None
