@@ -175,6 +175,25 @@ def test_dropout_of_a_tile_is_drawn_again_alike() -> None:
         torch.testing.assert_close(ours, true)
 
 
+@pytest.mark.parametrize("backward_within", [False, True])
+def test_tiles_under_autocast(backward_within: bool) -> None:
+    """Autocast keeps casts of weights, and those that a forward without gradients has made have none."""
+    gradients = []
+    for tile in (None, TILE):
+        model: Any = make_model("llama", dtype=torch.float32)
+        liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=tile))
+        with torch.autocast(compute_device().type, dtype=torch.bfloat16):
+            loss = model(**make_batch(0)).loss
+            if backward_within:
+                loss.backward()
+        if not backward_within:
+            loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradients[1][name] is not None, name
+        assert float((gradients[1][name] - gradient).norm() / gradient.norm()) < 2e-2, name
+
+
 def test_tiles_after_layers_that_do_not_train() -> None:
     model, reference = pair(mlp_tile_tokens=TILE)
     for one in (model, reference):

@@ -80,8 +80,9 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(tokens_TD)
         ctx.context = _Context(module, tokens_TD.device)
         result = torch.empty_like(tokens_TD)
-        for tile, out in zip(tokens_TD.split(tile_tokens), result.split(tile_tokens), strict=True):
-            out.copy_(forward(tile))
+        with ctx.context.autocasting(keeps_casts=False):
+            for tile, out in zip(tokens_TD.split(tile_tokens), result.split(tile_tokens), strict=True):
+                out.copy_(forward(tile))
         return result
 
     @staticmethod
@@ -127,10 +128,15 @@ class _Context:
         has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
         self.states = _random_states(self.device) if has_dropout else None
 
+    def autocasting(self, *, keeps_casts: bool) -> AbstractContextManager[Any]:
+        """Within, autocast is as in the forward. Casts of weights that are made without gradients must not be kept:
+        later calls would use them."""
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=keeps_casts)
+
     def restored(self) -> AbstractContextManager[Any]:
         """Within, as in the forward; random number generators are as before afterwards."""
         stack = ExitStack()
-        stack.enter_context(torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast))
+        stack.enter_context(self.autocasting(keeps_casts=True))
         if self.states is None:
             return stack
         stack.enter_context(torch.random.fork_rng() if self.device == "cuda" else torch.random.fork_rng([]))
