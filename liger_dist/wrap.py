@@ -257,10 +257,10 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     undo.callback(restore_layers, model, owner=owner)
     if config.layer_kernels:
         layers = swap_layers(model, backend=config.backend, owner=owner, mlp_tile_tokens=config.mlp_tile_tokens)
-    attention = AttentionSelection(NOT_WANTED, [])
+    attention = AttentionSelection(NOT_WANTED)
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
-    undo.callback(attention.restore, model)
+    undo.callback(attention.restore)
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,
@@ -301,7 +301,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     unmark_sharded(model)
     _remove_hooks(inner, record)
     restore_layers(inner, owner=record.owner)
-    record.attention.restore(inner)
+    record.attention.restore()
     release_communicators(inner)
     optional_encoders.uninstall(inner)
     restore_calls(model, inner)

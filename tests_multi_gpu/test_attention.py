@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 import warnings
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import gradient_errors, make_batch, make_config, make_model, true_loss_sum
+from models import gradient_errors, make_batch, make_model, true_loss_sum
 from test_isolation import LargestTensor
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,6 +171,45 @@ def test_positions_that_restart_under_a_mask_are_warned_of() -> None:
         model(**padded, position_ids=positions)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_lengths_alone_and_beside_a_mask_without_padding(family: str, with_mask: bool) -> None:
+    """Positions run on, as in a model without them: documents are shifted against their own run, and stay apart."""
+    model, reference = pair(family)
+    batch = make_batch(0, rows="packed, by lengths")
+    positions = torch.arange(12, device=compute_device()).expand(3, -1)
+    ends = batch["cu_seq_lens_q"]
+    total = 0.0
+    for start, end in pairwise(ends.tolist()):
+        tokens = {name: batch[name].flatten()[None, start:end] for name in ("input_ids", "labels")}
+        shifted = positions.flatten()[None, start:end]
+        logits = reference(input_ids=tokens["input_ids"], position_ids=shifted, use_cache=False).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, tokens["labels"][0, 1:], reduction="sum")  # type: ignore[assignment]
+    loss = total / (batch["labels"] != -100).sum()
+    loss.backward()  # type: ignore[attr-defined]
+    given: dict[str, Any] = {**batch, "position_ids": positions}
+    if with_mask:
+        given["attention_mask"] = torch.ones_like(batch["input_ids"])
+    model(**given).loss.backward()
+    assert max(gradient_errors(model, reference).values()) < TOLERANCE
+
+
+def test_lengths_in_a_buffer_that_is_used_again() -> None:
+    model, _ = pair("llama")
+    batch = make_batch(0, rows="packed, by lengths")
+    buffer = batch["cu_seq_lens_q"].clone()
+    del batch["position_ids"]
+    batch["labels"][:] = batch["input_ids"]
+    losses = []
+    for ends in (batch["cu_seq_lens_q"], torch.tensor([0, 12, 24, 30, 36]).int().to(buffer.device)):
+        padded = torch.cat([ends, ends.new_full((max(0, len(buffer) - len(ends)),), 36)])
+        buffer.copy_(padded)
+        reused = model(**{**batch, "cu_seq_lens_q": buffer}).loss
+        assert torch.equal(reused, model(**{**batch, "cu_seq_lens_q": padded}).loss)
+        losses.append(float(reused))
+    assert losses[0] != losses[1]
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     model, _ = pair("llama")
     batch = make_batch(0, rows="packed, by lengths")
@@ -296,22 +339,49 @@ def test_switched_off() -> None:
     assert "varlen_attention=False" in liger_dist.explain(model).attention
 
 
-def test_one_instance_changes_and_unwrap_restores_it() -> None:
-    config = make_config("llama")
-    model, other = (AutoModelForCausalLM.from_config(copy.deepcopy(config)) for _ in range(2))
-    other = type(model)(model.config)
-    before = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
-    liger_dist.wrap(model, "none")
-    assert other.config._attn_implementation == "sdpa"
-    assert {module.config._attn_implementation for _, module in model.named_modules() if hasattr(module, "config")} == {
-        "liger_dist"
-    }
+def test_unwrap_restores_the_implementation_and_keeps_the_config() -> None:
+    model, reference = pair("llama")
+    config = model.config
+    assert config._attn_implementation == "liger_dist"
+    assert "_attn_implementation" not in config.to_json_string()
     twin = copy.deepcopy(model)
-    assert "_attn_implementation" not in model.config.to_json_string()
+    model.resize_token_embeddings(120)
+    config.bos_token_id = 7
     for wrapped in (model, twin):
         liger_dist.unwrap(wrapped)
         assert wrapped.config._attn_implementation == "sdpa"
-    assert all(module.config is before[name] for name, module in model.named_modules() if name in before)
+    assert model.config is config
+    assert (config.vocab_size, config.bos_token_id) == (120, 7)
+    assert_equal_gradients(liger_dist.wrap(twin, "none"), reference, make_batch(0, rows="packed"))
+    twin.set_attn_implementation("eager")
+    assert "was set to 'eager' after wrap" in liger_dist.explain(twin).attention
+    assert liger_dist.unwrap(twin).config._attn_implementation == "eager"  # type: ignore[union-attr]
+
+
+def test_models_that_share_a_config() -> None:
+    first = model_of("mistral")
+    second = type(first)(first.config).double()
+    second.load_state_dict(first.state_dict())
+    for model in (first, second):
+        liger_dist.wrap(model, "none")
+    liger_dist.unwrap(first)
+    batch = make_batch(0, rows="packed")
+    assert_equal_gradients(second, model_of("mistral"), batch)
+
+
+def test_a_model_loaded_into_another_program(tmp_path: Path) -> None:
+    model, _ = pair("llama")
+    torch.save(model.cpu(), tmp_path / "model.pt")
+    program = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "ids = torch.arange(12)[None]\n"
+        "print(float(model(input_ids=ids, labels=ids).loss.detach()))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    ids = torch.arange(12)[None]
+    assert float(printed) == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-6)
 
 
 def test_a_model_can_be_built_with_it() -> None:

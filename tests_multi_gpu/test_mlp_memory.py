@@ -194,6 +194,21 @@ def test_tiles_under_autocast(backward_within: bool) -> None:
         assert float((gradients[1][name] - gradient).norm() / gradient.norm()) < 2e-2, name
 
 
+def test_hooks_of_a_weight_run_once_for_all_tiles() -> None:
+    model, reference = pair(mlp_tile_tokens=TILE)
+    calls = []
+
+    def halve(gradient: Tensor) -> Tensor:
+        calls.append(gradient)
+        return gradient / 2
+
+    for one in (model, reference):
+        one.model.layers[0].mlp.down_proj.weight.register_hook(halve)
+    model(**make_batch(0)).loss.backward()
+    assert len(calls) == 1
+    assert_exact(model, reference)
+
+
 def test_tiles_after_layers_that_do_not_train() -> None:
     model, reference = pair(mlp_tile_tokens=TILE)
     for one in (model, reference):

@@ -65,6 +65,7 @@ class DocumentMask:
         window: int | None = None,
         is_causal: bool = True,
         valid: Tensor | None = None,
+        is_from_mask: bool = False,
     ) -> None:
         self.lengths = lengths
         """tokens of each document, row after row; padding counts as documents"""
@@ -75,8 +76,9 @@ class DocumentMask:
         """tokens that a token attends to, itself included; None for all of its document"""
         self.is_causal = is_causal
         self.valid = valid
-        """bool ``[B, S]``: the 2-D mask that it was made from"""
-        self.has_checked_positions = False
+        """bool ``[B, S]``: the 2-D mask that it was made from; None without padding"""
+        self.checks_positions = is_from_mask
+        """True if it was made from a 2-D mask, until positions have been compared with it"""
         # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
         self.max_length = max(lengths)
         has_window = window is not None and window < self.max_length
@@ -210,7 +212,9 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     if lengths is None:
         return None
     window = window if window is not None and window < length else None
-    return _mask_of(lengths, device, rows=rows, window=window, valid=None if padding is None else valid)
+    has_padding = padding is not None and not bool(valid_on_host.all())
+    facts = {"valid": valid if has_padding else None, "is_from_mask": padding is not None}
+    return _mask_of(lengths, device, rows=rows, window=window, **facts)
 
 
 def _lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
@@ -269,10 +273,10 @@ def attention(
         documents = attention_mask
     else:
         mask = attention_mask
-    if attention_mask is None and query.shape[2] == key.shape[2] and not is_replaced():
-        documents = _given(module, query, kwargs)
-    if documents is not None and documents.valid is not None and not torch.compiler.is_compiling():
-        _check_positions(documents, documents.valid, kwargs.get("position_ids"))
+    if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
+        documents = _given(module, query, kwargs, documents)
+    elif documents is not None and documents.checks_positions and not torch.compiler.is_compiling():
+        _check_positions(documents, kwargs.get("position_ids"))
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -290,24 +294,38 @@ def attention(
     return _one_by_one(query, key, value, documents, scaling, dropout), None
 
 
+def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """True if ``cu_seq_lens_q`` separates documents: no padding beside it, no cache, as with FlashAttention."""
+    is_masked = mask is not None or (documents is not None and documents.valid is not None)
+    return not is_masked and query.shape[2] == key.shape[2] and not is_replaced()
+
+
 @untraced
-def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> DocumentMask | None:
-    """The documents of ``cu_seq_lens_q``, read once for all layers: they are kept on that tensor."""
-    given = kwargs.get("cu_seq_lens_q")
-    if given is None:
-        return None
+def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: DocumentMask | None) -> DocumentMask:
+    """The documents of ``cu_seq_lens_q``, read once for all layers: they are kept on that tensor.
+
+    Args:
+        found: what the mask function found: its window counts, and its boundaries too (of chunks).
+    """
+    given: Tensor = kwargs["cu_seq_lens_q"]
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = kwargs.get("sliding_window") if is_causal else None
+    window = kwargs.get("sliding_window") if found is None else found.window
+    window = window if is_causal else None
     masks: dict[object, DocumentMask] = vars(given).setdefault(_DOCUMENTS, {})
-    key = (query.device, query.shape[0], query.shape[2], window, is_causal)
+    version = 0 if given.is_inference() else given._version
+    others = () if found is None else found.lengths
+    key = (version, query.device, query.shape[0], query.shape[2], others, window, is_causal)
     if key not in masks:
-        masks[key] = _read_lengths(given, query, window=window, is_causal=is_causal)
+        masks[key] = _read_lengths(given, query, others, window=window, is_causal=is_causal)
     return masks[key]
 
 
-def _read_lengths(given: Tensor, query: Tensor, **facts: Any) -> DocumentMask:
+def _read_lengths(given: Tensor, query: Tensor, others: tuple[int, ...], **facts: Any) -> DocumentMask:
     """
+    Args:
+        others: lengths of documents whose boundaries count as well.
+
     Raises:
         LigerDistError: they do not end at the number of tokens.
     """
@@ -318,21 +336,23 @@ def _read_lengths(given: Tensor, query: Tensor, **facts: Any) -> DocumentMask:
             f"cu_seq_lens_q ends at {sum(read)} but the micro-batch has {total} tokens; expected the sums of the "
             "lengths of all documents, from 0 to the number of tokens, padding included."
         )
-    lengths = tuple(length for length in read if length > 0)
-    if given.device == query.device and len(lengths) == len(read):
+    ends = sorted({0, *accumulate(read), *accumulate(others)})
+    lengths = tuple(end - start for start, end in pairwise(ends))
+    if given.device == query.device and list(lengths) == read:
         return DocumentMask(lengths, given.to(torch.int32), rows=rows, **facts)
     return _mask_of(lengths, query.device, rows=rows, **facts)
 
 
 @untraced
-def _check_positions(documents: DocumentMask, valid: Tensor, position_ids: Tensor | None) -> None:
+def _check_positions(documents: DocumentMask, position_ids: Tensor | None) -> None:
     """Warns of positions that restart inside the text of a row with a 2-D mask."""
-    if documents.has_checked_positions or position_ids is None:
-        return
-    documents.has_checked_positions = True
-    if position_ids.shape != valid.shape:
+    documents.checks_positions = False
+    rows, _, _, length = documents.shape
+    if position_ids is None or position_ids.shape != (rows, length):
         return  # Models make positions for one row; positions of images have three numbers.
-    restarts = (position_ids[:, 1:] != position_ids[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if documents.valid is not None:
+        restarts = restarts & documents.valid[:, 1:] & documents.valid[:, :-1]
     if restarts.any():
         warnings.warn(
             "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, "

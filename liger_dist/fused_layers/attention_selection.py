@@ -10,8 +10,8 @@ from torch import nn
 
 from .attention import NAME, is_replaced, register_attention
 
-OWN = ("sdpa", "eager")
-"""implementations that it takes the place of"""
+OWN = ("sdpa", "eager", NAME)
+"""implementations that it takes the place of; another model with the same config may have selected it"""
 SELECTED = "liger_dist: packed, padded and windowed sequences without a dense mask"
 
 
@@ -21,30 +21,39 @@ class AttentionSelection:
 
     reason: str | None
     """why the model keeps its own; None if it was selected"""
-    configs: list[tuple[Any, Any]]
-    """the config of the model, or of a module, and the copy that replaces it"""
+    config: Any = None
+    """of the text decoder"""
+    own: str | None = None
+    """the implementation before"""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.reason is None:
+            register_attention()  # The model may have been loaded into another program.
 
     def __str__(self) -> str:
-        return SELECTED if self.reason is None else f"its own: {self.reason}"
+        if self.reason is not None:
+            return f"its own: {self.reason}"
+        now = self.config._attn_implementation
+        return SELECTED if now == NAME else f"its own: it was set to {now!r} after wrap"
 
-    def restore(self, model: nn.Module) -> None:
-        """Gives modules the configs that they had before; also in copies of the model."""
-        _exchange(model, [(new, old) for old, new in self.configs])
+    def restore(self) -> None:
+        """Selects the implementation that the decoder had before, where no other was selected since."""
+        if self.reason is None and self.config._attn_implementation == NAME:
+            self.config._attn_implementation = {"": self.own}
 
 
 def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection:
-    """Selects the implementation for ``decoder``, the text decoder of ``model``.
-
-    Modules get copies of the configs, because another model may share the originals.
-    """
+    """Selects the implementation for ``decoder``, the text decoder of ``model``: in its config, as
+    ``model.set_attn_implementation`` does."""
     reason = _reason_against(model, decoder)
     if reason is not None:
-        return AttentionSelection(reason, [])
+        return AttentionSelection(reason)
     register_attention()
-    configs: list[tuple[Any, Any]] = []
-    _copied(model.config, decoder.config, configs)
-    _exchange(model, configs)
-    return AttentionSelection(None, configs)
+    config: Any = decoder.config
+    own = config._attn_implementation
+    config._attn_implementation = {"": NAME}
+    return AttentionSelection(None, config, own)
 
 
 def _reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
@@ -120,26 +129,3 @@ def _is_config(value: Any) -> bool:
 
 def _is_within(config: Any, outer: Any) -> bool:
     return any(part is config or _is_within(config, part) for part in vars(outer).values() if _is_config(part))
-
-
-def _copied(outer: Any, config: Any, configs: list[tuple[Any, Any]]) -> Any:
-    """Copies ``outer`` down to ``config``, whose copy selects the implementation."""
-    kind: Any = type(outer)
-    twin = kind.__new__(kind)
-    vars(twin).update(vars(outer))
-    configs.append((outer, twin))
-    if outer is config:
-        twin._attn_implementation = {"": NAME}
-        return twin
-    for name, part in vars(outer).items():
-        if _is_config(part) and (part is config or _is_within(config, part)):
-            vars(twin)[name] = _copied(part, config, configs)
-    return twin
-
-
-def _exchange(model: nn.Module, configs: list[tuple[Any, Any]]) -> None:
-    twins = {id(old): new for old, new in configs}
-    for module in model.modules():
-        twin = twins.get(id(vars(module).get("config")))
-        if twin is not None:
-            module.config = twin

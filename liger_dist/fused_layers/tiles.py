@@ -10,8 +10,8 @@ the tiles run, so that it ends there where nothing after the module in the layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +52,27 @@ def _weights_of(module: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within, the module reads other leaves with the memory of its weights, which it yields in the order of
+    :func:`_weights_of`: hooks of a weight run once, for the gradient of all tiles."""
+    leaves: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for part in module.modules():
+        both: tuple[dict[str, Any], ...] = (part._parameters, vars(part))
+        for names in both:
+            for name, value in list(names.items()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    leaf = leaves.setdefault(id(value), value.detach().requires_grad_())
+                    replaced.append((names, name, value))
+                    names[name] = leaf
+    try:
+        yield list(leaves.values())
+    finally:
+        for names, name, value in replaced:
+            names[name] = value
+
+
 def _cat(tiles: Sequence[Tensor], tokens: Tensor) -> Tensor:
     return torch.cat(list(tiles)) if tiles else tokens
 
@@ -89,11 +110,10 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, d_result_TD: Tensor) -> tuple[Any, ...]:
         refuse_second_order("tiles of an MLP", "wrap with WrapConfig(mlp_tile_tokens=None)")
         (tokens_TD,) = (ctx if ctx.saved is None else ctx.saved).saved_tensors
-        weights = _weights_of(ctx.module)
         needs_tokens = ctx.needs_input_grad[0]
         d_tokens_TD = torch.empty_like(tokens_TD) if needs_tokens else None
-        sums: list[Tensor | None] = [None] * len(weights)
-        with ctx.context.restored():
+        with ctx.context.restored(), _without_hooks(ctx.module) as weights:
+            sums: list[Tensor | None] = [None] * len(weights)
             tiles = zip(tokens_TD.split(ctx.tile_tokens), d_result_TD.split(ctx.tile_tokens), strict=True)
             for index, (tile, d_result) in enumerate(tiles):
                 leaf = tile.detach().requires_grad_(needs_tokens)
