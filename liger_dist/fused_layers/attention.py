@@ -312,10 +312,14 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: Docu
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = kwargs.get("sliding_window") if found is None else found.window
     window = window if is_causal else None
-    masks: dict[object, DocumentMask] = vars(given).setdefault(_DOCUMENTS, {})
     version = 0 if given.is_inference() else given._version
+    masks: dict[object, DocumentMask]
+    kept_version, masks = vars(given).get(_DOCUMENTS, (None, {}))
+    if kept_version != version:
+        masks = {}
+        vars(given)[_DOCUMENTS] = version, masks
     others = () if found is None else found.lengths
-    key = (version, query.device, query.shape[0], query.shape[2], others, window, is_causal)
+    key = (query.device, query.shape[0], query.shape[2], others, window, is_causal)
     if key not in masks:
         masks[key] = _read_lengths(given, query, others, window=window, is_causal=is_causal)
     return masks[key]
