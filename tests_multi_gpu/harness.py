@@ -1,6 +1,7 @@
 """Processes that outlive a test: one process group for a file, functions sent to it by name.
 
-Not for longer: torch keeps every group that a test has made, and a thread of gloo polls for each every 10 ms.
+Not for longer, nor for more than :data:`CALLS`: torch keeps every group that a test has made, and a thread of gloo polls
+for each every 10 ms.
 
 Every call has a time limit. A rank that fails or hangs ends the pool, so that no test can wait for it, and the next
 call starts a fresh one.
@@ -24,6 +25,8 @@ import torch.distributed as dist
 
 TIME_LIMIT = 150.0
 """seconds for one call; DeepSpeed compiles an extension in its first one on a machine"""
+CALLS = 120
+"""after which fresh processes start"""
 START_LIMIT = 120.0
 """seconds for the processes to import and meet"""
 
@@ -41,6 +44,7 @@ class Workers:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
+        self._calls = 0
 
     def __enter__(self) -> Workers:
         return self
@@ -53,8 +57,11 @@ class Workers:
         if not all(process.is_alive() for process in self._processes):
             # A thread of an earlier call has ended one of them since.
             self._stop()
+        if self._calls >= CALLS:
+            self._stop()
         if not self._processes:
             self._start()
+        self._calls += 1
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(time_limit, function.__name__)
@@ -110,7 +117,7 @@ class Workers:
         if self._store is not None:
             for path in shared_buffers(f"*_{self._store.port}_*"):
                 path.unlink()
-        self._processes, self._pipes, self._store = [], [], None
+        self._processes, self._pipes, self._store, self._calls = [], [], None, 0
 
 
 class InThisProcess:

@@ -206,6 +206,7 @@ RUN = [
 """but for the page that test_own_chats.py runs as a whole"""
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs here")
 @pytest.mark.parametrize(("page", "text"), RUN, ids=[page for page, _ in RUN])
 def test_commands_run(page: str, text: str, trained: Path, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_commands_run(page: str, text: str, trained: Path, tmp_path: Path) -> No
     variables = {"NPROC_PER_NODE": "2", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for words in filter(None, map(as_run, commands(text))):
         finished = subprocess.run(
-            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=False
+            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=200, check=False
         )
         assert finished.returncode == 0, (words, finished.stderr[-3000:])
 
