@@ -1,7 +1,7 @@
 """Processes that outlive a test: one process group for a file, functions sent to it by name.
 
-Not for longer, nor for more than :data:`CALLS`: torch keeps every group that a test has made, and a thread of gloo polls
-for each every 10 ms.
+Not for longer, nor for more than :data:`CALLS` calls: torch keeps every group that a test has made, and a thread of
+gloo polls for each every 10 ms.
 
 Every call has a time limit. A rank that fails or hangs ends the pool, so that no test can wait for it, and the next
 call starts a fresh one.
