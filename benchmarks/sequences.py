@@ -31,7 +31,7 @@ Batch = dict[str, Any]
 
 
 def build(*, checkpointing: bool = False, attention: str = "sdpa", length: int = TOKENS) -> Any:
-    """The model in bf16, with weights of its own."""
+    """A new model in bf16, always with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {**SHAPES["Llama 8B"], "num_hidden_layers": LAYERS, "max_position_embeddings": length}

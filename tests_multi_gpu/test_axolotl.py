@@ -38,7 +38,12 @@ class Counting(BasePlugin):
 """
 
 
-def test_its_own_command(tmp_path: Path) -> None:
+PACKING = {"sample_packing": True, "eval_sample_packing": False, "attn_implementation": "sdpa"}
+"""Axolotl drops the mask, so that transformers makes a dense one from positions"""
+
+
+@pytest.mark.parametrize("options", [{}, PACKING], ids=["padded", "packed"])
+def test_its_own_command(options: dict[str, Any], tmp_path: Path) -> None:
     """Chat data, of which the assistant's turns are learnt; a second plugin counts."""
     make_model("llama", dtype=torch.float32).cpu().save_pretrained(tmp_path / "model")  # type: ignore[operator]
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -48,29 +53,10 @@ def test_its_own_command(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(COUNTING)
     losses = []
     for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings_of_a_run(tmp_path, plugins)))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings_of_a_run(tmp_path, plugins) | options))
         command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
         printed = printed_by(command, tmp_path, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
         assert (tmp_path / "out" / "calls").read_text() == str(3 * (name == "fused"))
-        losses.append([float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", printed)])
-    assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_packed_documents_stay_apart(tmp_path: Path) -> None:
-    """With sample packing and "sdpa" Axolotl drops the mask, so that transformers makes a dense one from positions."""
-    make_model("llama", dtype=torch.float32).cpu().save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    turns = [("abc"[: 1 + row % 3], "hello world"[: 3 + row % 8]) for row in range(64)]
-    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in turns]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    losses = []
-    packing = {"sample_packing": True, "eval_sample_packing": False, "attn_implementation": "sdpa"}
-    for name, plugins in (("fused", [PLUGIN]), ("own", [])):
-        settings = settings_of_a_run(tmp_path, plugins) | packing
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
-        printed = printed_by(command, tmp_path, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
         losses.append([float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", printed)])
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

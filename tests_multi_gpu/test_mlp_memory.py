@@ -183,6 +183,8 @@ def test_tiles_under_autocast(backward_within: bool) -> None:
         model: Any = make_model("llama", dtype=torch.float32)
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=tile))
         with torch.autocast(compute_device().type, dtype=torch.bfloat16):
+            mlp, x = model.model.layers[0].mlp, torch.randn(TOKENS, 16, device=compute_device(), requires_grad=True)
+            assert mlp(x).dtype == torch.bfloat16
             loss = model(**make_batch(0)).loss
             if backward_within:
                 loss.backward()

@@ -10,7 +10,7 @@ the tiles run, so that it ends there where nothing after the module in the layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -36,45 +36,54 @@ def compute_in_tiles(module: nn.Module, forward: Forward, hidden_states: Tensor,
     """
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     if not torch.is_grad_enabled():
-        return _cat([forward(tile) for tile in tokens.split(tile_tokens)], tokens).view(hidden_states.shape)
+        return _in_tiles(forward, tokens, tile_tokens).view(hidden_states.shape)
     saved: Tensor = _SavedInput.apply(tokens)  # type: ignore[no-untyped-call]
     result: Tensor = _Tiles.apply(saved, saved.grad_fn, module, forward, tile_tokens, *_weights_of(module))  # type: ignore[no-untyped-call]
     return result.view(hidden_states.shape)
 
 
-def _weights_of(module: nn.Module) -> list[Tensor]:
-    """The tensors that train, in a fixed order. FSDP1 may keep views of its flat parameter as plain attributes."""
-    found: dict[int, Tensor] = {}
+def _in_tiles(forward: Forward, tokens_TD: Tensor, tile_tokens: int) -> Tensor:
+    result_TD: Tensor | None = None
+    for index, tile in enumerate(tokens_TD.split(tile_tokens)):
+        part = forward(tile)
+        if result_TD is None:
+            # Under autocast another dtype than that of the tokens.
+            result_TD = part.new_empty(tokens_TD.shape)
+        result_TD[index * tile_tokens :][: len(tile)] = part
+        del part
+    assert result_TD is not None
+    return result_TD
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Where the tensors that train are kept, in a fixed order. FSDP1 may keep views of its flat parameter as plain
+    attributes."""
     for part in module.modules():
-        for value in (*part._parameters.values(), *vars(part).values()):
-            if isinstance(value, Tensor) and value.requires_grad:
-                found.setdefault(id(value), value)
-    return list(found.values())
+        both: tuple[dict[str, Any], ...] = (part._parameters, vars(part))
+        for names in both:
+            for name, value in names.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    yield names, name, value
+
+
+def _weights_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that train, each once."""
+    return list({id(value): value for _, _, value in _slots(module)}.values())
 
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[list[Tensor]]:
     """Within, the module reads other leaves with the memory of its weights, which it yields in the order of
     :func:`_weights_of`: hooks of a weight run once, for the gradient of all tiles."""
-    leaves: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    for part in module.modules():
-        both: tuple[dict[str, Any], ...] = (part._parameters, vars(part))
-        for names in both:
-            for name, value in list(names.items()):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    leaf = leaves.setdefault(id(value), value.detach().requires_grad_())
-                    replaced.append((names, name, value))
-                    names[name] = leaf
+    slots = list(_slots(module))
+    leaves = {id(value): value.detach().requires_grad_() for value in _weights_of(module)}
+    for names, name, value in slots:
+        names[name] = leaves[id(value)]
     try:
         yield list(leaves.values())
     finally:
-        for names, name, value in replaced:
+        for names, name, value in slots:
             names[name] = value
-
-
-def _cat(tiles: Sequence[Tensor], tokens: Tensor) -> Tensor:
-    return torch.cat(list(tiles)) if tiles else tokens
 
 
 class _SavedInput(torch.autograd.Function):
@@ -100,11 +109,8 @@ class _Tiles(torch.autograd.Function):
             # Nothing before the module trains.
             ctx.save_for_backward(tokens_TD)
         ctx.context = _Context(module, tokens_TD.device)
-        result = torch.empty_like(tokens_TD)
         with ctx.context.autocasting(keeps_casts=False):
-            for tile, out in zip(tokens_TD.split(tile_tokens), result.split(tile_tokens), strict=True):
-                out.copy_(forward(tile))
-        return result
+            return _in_tiles(forward, tokens_TD, tile_tokens)
 
     @staticmethod
     def backward(ctx: Any, d_result_TD: Tensor) -> tuple[Any, ...]:
