@@ -158,34 +158,30 @@ def split_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
-def step_section(problems: Problems) -> str:
-    """One table for each model and number of GPUs."""
-    parts = [STEP]
+def timed_section(head: str, problems: Problems, columns: dict[str, tuple[str, str]], first: str) -> str:
+    """One table for each problem: times, and the figures of ``columns`` with their names and formats."""
+    parts = [head]
     for name, problem in problems.items():
         rows = []
         for row in problem["rows"]:
             time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
-            cells = [row["name"], time, number(row["figures"]["tokens/s"], ".0f")]
-            rows.append([*cells, number(row["figures"]["peak GiB"], ".2f")])
-        model, processes = name.rsplit(", on ", 1)
-        parts += [
-            f"### {model}, on {processes} GPUs\n",
-            table(("implementation", "ms", "tokens/s", "peak GiB"), rows),
-            footnote(problem["environment"]),
-        ]
+            rows.append([row["name"], time, *(number(row["figures"][f], form) for f, (_, form) in columns.items())])
+        header = (first, "ms", *(title for title, _ in columns.values()))
+        parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
     return "\n".join(parts)
+
+
+def step_section(problems: Problems) -> str:
+    """One table for each model and number of GPUs."""
+    columns = {"tokens/s": ("tokens/s", ".0f"), "peak GiB": ("peak GiB", ".2f")}
+    return timed_section(
+        STEP, {f"{name} GPUs": problem for name, problem in problems.items()}, columns, "implementation"
+    )
 
 
 def sequences_section(problems: Problems) -> str:
     """One table for each problem."""
-    parts = [SEQUENCES]
-    for problem, seen in problems.items():
-        rows = []
-        for row in seen["rows"]:
-            time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
-            rows.append([row["name"], time, number(row["figures"]["GiB above the weights"], ".2f")])
-        parts += [f"### {problem}\n", table(("way", "ms", "GiB"), rows), footnote(seen["environment"])]
-    return "\n".join(parts)
+    return timed_section(SEQUENCES, problems, {"GiB above the weights": ("GiB", ".2f")}, "way")
 
 
 def plot_sequences(problems: Problems, path: Path) -> None:
