@@ -14,7 +14,9 @@ from liger_dist_kernels import BACKENDS, Backend
 from .errors import LigerDistError
 
 TokenMean = Literal["local", "global"]
+LogitsDtype = torch.dtype | Literal["fp32_operands"] | None
 LOGITS = "logits"
+LOGITS_DTYPES: tuple[LogitsDtype, ...] = (None, torch.float32, "fp32_operands")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class WrapConfig:
     """Bytes of the buffer for one chunk of logits (with a vocab-parallel lm_head, also of the exchanged hidden states);
     None for 1 GiB. Three and more chunks need an fp32 sum of the weight's gradient (4 bytes per element), so a smaller
     buffer may take more memory."""
+    logits_dtype: LogitsDtype = None
+    """``torch.float32`` keeps the logits of 16-bit operands in fp32, in which the products are summed anyway:
+    log-probabilities without the rounding of logits to 16 bits. "fp32_operands" also converts hidden states and weight
+    to fp32 before the products, as an lm_head in fp32 does (TRL's ``cast_lm_head_to_fp32``); slower, and with an fp32
+    copy of the weight. None for the dtype of the operands."""
     max_valid_tokens: int | None = None
     """Number of tokens that the loss computes inside a CUDA graph, where the host cannot count those with a label; more
     of them end the program by an assertion on the device. None for all. Elsewhere they are counted."""
@@ -52,12 +59,14 @@ class WrapConfig:
     "global" costs an all-reduce of one number."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
-    "log_prob", "mean_logit" and "z_loss" (the labels' shape; all without gradient), or "logits" alone: then evaluation
-    computes the model's own loss and full logits, and training stays fused. ``outputs=`` of a call comes first."""
+    "sum_sq_prob", "log_prob", "mean_logit" and "z_loss" (the labels' shape; all without gradient), or "logits" alone:
+    then evaluation computes the model's own loss and full logits, and training stays fused. ``outputs=`` of a call
+    comes first."""
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
         check_choice("token_mean", self.token_mean, get_args(TokenMean))
+        check_choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         check_count("memory_budget", self.memory_budget, "bytes")
         check_count("mlp_tile_tokens", self.mlp_tile_tokens, "tokens")
         if self.mlp_tile_tokens is not None and not self.layer_kernels:
@@ -69,7 +78,11 @@ class WrapConfig:
         if self.fused_loss:
             return
         outputs = (self.outputs,) if isinstance(self.outputs, str) else tuple(self.outputs)
-        contradictions = {"token_mean": self.token_mean != "local", "outputs": outputs not in ((), (LOGITS,))}
+        contradictions = {
+            "token_mean": self.token_mean != "local",
+            "logits_dtype": self.logits_dtype is not None,
+            "outputs": outputs not in ((), (LOGITS,)),
+        }
         for name, is_given in contradictions.items():
             if is_given:
                 raise LigerDistError(

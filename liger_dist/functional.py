@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .config import LOGITS_DTYPES, LogitsDtype, check_choice
 from .errors import LigerDistError
 from .losses.arguments import Execution, LossOutput, Reduction, loss_arguments
 from .losses.cross_entropy import fused_cross_entropy
@@ -25,12 +26,15 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     reduction: Reduction = "mean",
     num_items_in_batch: Tensor | float | None = None,
     outputs: Sequence[str] = (),
+    token_ids: Tensor | None = None,
+    top_k: int | None = None,
+    logits_dtype: LogitsDtype = None,
     memory_budget: int | None = None,
     max_valid_tokens: int | None = None,
 ) -> Tensor | LossOutput:
@@ -50,14 +54,19 @@ def linear_cross_entropy(
         z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
         softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
         logit_scale: factor of the raw logits.
-        temperature: divisor of the transformed logits.
+        temperature: divisor of the transformed logits: a number, or a tensor of the labels' shape or of its first
+            dimensions, floating, above 0, without gradient.
         class_weight: ``[V]``; weighs each token by its label, and the mean with it.
         token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
         reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
             valid tokens (the sum of their class weights); the mean of no token is 0.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
-        outputs: names among "log_prob", "entropy", "is_top1", "z_loss", "mean_logit" to return beside the loss.
-        memory_budget: bytes of the buffer for one chunk of logits; None for 1 GiB, 256 MiB without gradients.
+        outputs: names among "log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "z_loss",
+            "mean_logit" to return beside the loss.
+        token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
+        top_k: number of classes for "top_k".
+        logits_dtype: see :class:`WrapConfig`.
+        memory_budget: bytes of the buffer of logits; None for 1 GiB, without gradients 64 MiB (128 MiB of fp32).
         max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
             among them; an assertion on the device fails when more have one.
 
@@ -80,6 +89,8 @@ def linear_cross_entropy(
         reduction=reduction,
         num_items_in_batch=num_items_in_batch,
         outputs=outputs,
+        token_ids=token_ids,
+        top_k=top_k,
     )
     if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise LigerDistError(
@@ -87,8 +98,9 @@ def linear_cross_entropy(
             "has not computed. Wrap the model with liger_dist.wrap and call the engine with labels."
         )
     check_tensors(hidden_states, weight, bias)
+    check_choice("logits_dtype", logits_dtype, LOGITS_DTYPES)
     loss.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
-    execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens)
+    execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens, logits_dtype=logits_dtype)
     result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
     return result if loss.outputs else result.loss
 
@@ -102,12 +114,14 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     reduction: Reduction = "mean",
     num_items_in_batch: Tensor | float | None = None,
     outputs: Sequence[str] = (),
+    token_ids: Tensor | None = None,
+    top_k: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor | LossOutput:
     """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
@@ -133,6 +147,8 @@ def cross_entropy(
         reduction=reduction,
         num_items_in_batch=num_items_in_batch,
         outputs=outputs,
+        token_ids=token_ids,
+        top_k=top_k,
     )
     result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
     return result if loss.outputs else result.loss

@@ -29,8 +29,11 @@ from .cross_entropy import (
     SoftmaxStatistics,
     cross_entropy_bwd_reference,
     cross_entropy_fwd_reference,
+    statistics_of_fields,
+)
+from .logit_rows import (
+    inverse_temperature_of,
     merged,
-    named_statistics,
     statistics_of_piece,
     target_logit,
     tile_arguments,
@@ -38,7 +41,7 @@ from .cross_entropy import (
     write_gradient_of_piece,
     write_zeros_of_piece,
 )
-from .options import LossOptions
+from .options import NO_OUTPUTS, LossOptions, TokenOutputs
 from .token_loss import TokenGradients, gradient_coefficients, token_terms_reference
 
 PIECE_BYTES = 32 * 2**10
@@ -48,11 +51,12 @@ PIECE_BYTES = 32 * 2**10
 def _kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr, class_weight_sum_ptr,
     d_cross_entropy_ptr, d_z_loss_ptr, max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr,
-    piece_ptr, arrived_ptr, ticket_ptr,
+    square_other_ptr, piece_ptr, arrived_ptr, ticket_ptr,
     V: tl.constexpr, label_smoothing, z_loss, scale, softcap, inverse_temperature,
     PIECES: tl.constexpr, PIECES_POWER: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") if PIECES > 1 else tl.program_id(0)
     row = (ticket // PIECES).to(tl.int64)
@@ -63,21 +67,24 @@ def _kernel(
     end = tl.minimum(first + PIECE, V)
     # A token that counts nothing stays out even when its logits are not finite: they are not read.
     last = tl.where(label < 0, first, end)
+    inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
     target = target_logit(
-        row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+        row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
     )
-    row_max, sum_other, dot_other, weighted_sum = statistics_of_piece(
-        row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64,
-        TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+    row_max, sum_other, dot_other, weighted_sum, square_other = statistics_of_piece(
+        row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64, TRANSFORMS,
+        HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
     )  # fmt: skip
     if PIECES > 1:
-        piece_ptr += row * (PIECES * 4)
+        piece_ptr += row * (PIECES * 5)
         tl.store(piece_ptr + piece, row_max)
         tl.store(piece_ptr + PIECES + piece, sum_other)
         if WITH_ENTROPY:
             tl.store(piece_ptr + 2 * PIECES + piece, dot_other)
         if WITH_SMOOTHING:
             tl.store(piece_ptr + 3 * PIECES + piece, weighted_sum)
+        if WITH_SQUARES:
+            tl.store(piece_ptr + 4 * PIECES + piece, square_other)
         # See [Note: Progress and memory order of the ticketed kernel].
         tl.atomic_add(arrived_ptr + row, 1, sem="release")
         while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < PIECES:
@@ -91,7 +98,10 @@ def _kernel(
             dot_x = tl.load(piece_ptr + 2 * PIECES + offs, mask=mask, other=0.0, volatile=True)
         if WITH_SMOOTHING:
             weighted_sum = tl.sum(tl.load(piece_ptr + 3 * PIECES + offs, mask=mask, other=0.0, volatile=True))
-        row_max, sum_other, dot_other = merged(max_x, sum_x, dot_x)
+        square_x = sum_x * 0.0
+        if WITH_SQUARES:
+            square_x = tl.load(piece_ptr + 4 * PIECES + offs, mask=mask, other=0.0, volatile=True)
+        row_max, sum_other, dot_other, square_other = merged(max_x, sum_x, dot_x, square_x)
     if piece == 0:
         tl.store(max_ptr + row, row_max)
         tl.store(sum_other_ptr + row, sum_other)
@@ -100,6 +110,8 @@ def _kernel(
             tl.store(dot_other_ptr + row, dot_other)
         if WITH_SMOOTHING:
             tl.store(weighted_sum_ptr + row, weighted_sum)
+        if WITH_SQUARES:
+            tl.store(square_other_ptr + row, square_other)
     out_row_ptr = out_ptr + row * stride_out_t
     if label < 0:
         write_zeros_of_piece(out_row_ptr, first, end, PIECE, LANES, VECTOR)
@@ -120,9 +132,9 @@ def _kernel(
         if HAS_Z_LOSS:
             mass += tl.load(d_z_loss_ptr + row) * (2.0 * number(z_loss, nll.dtype)) * lse
         write_gradient_of_piece(
-            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, sum_other / total, nll, mass, mass,
-            smoothing, scale, softcap, inverse_temperature, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False,
-            WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, lse, sum_other / total, nll, mass, mass,
+            mass, smoothing, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False, False,
+            False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
 
@@ -132,8 +144,9 @@ def cross_entropy_fwd_bwd(
     gradients: TokenGradients,
     *,
     options: LossOptions,
+    temperature_T: Tensor | None = None,
     class_weight_V: Tensor | None = None,
-    with_entropy: bool = False,
+    outputs: TokenOutputs = NO_OUTPUTS,
     out_TV: Tensor,
     backend: Backend = "auto",
 ) -> SoftmaxStatistics:
@@ -144,8 +157,9 @@ def cross_entropy_fwd_bwd(
         labels_T: ``[T]`` int64 in ``[0, V)``; negative for an ignored token. Its gradient is 0, its
             statistics mean nothing.
         gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]`` in the dtype of the statistics.
+        temperature_T: ``[T]`` floating, instead of the one in ``options``.
         class_weight_V: ``[V]`` floating.
-        with_entropy: also sum what the entropy needs. It gets no gradient here.
+        outputs: also sum what these need. They get no gradient here.
         out_TV: as ``logits_TV``, or ``logits_TV`` itself.
         backend: see :func:`runs_triton`.
     """
@@ -155,13 +169,14 @@ def cross_entropy_fwd_bwd(
             labels_T,
             gradients,
             options=options,
+            temperature_T=temperature_T,
             class_weight_V=class_weight_V,
-            with_entropy=with_entropy,
+            outputs=outputs,
             out_TV=out_TV,
         )
     T, V = logits_TV.shape
-    dtype, with_smoothing = statistics_dtype(logits_TV.dtype), options.sums_logits
-    fields_5T = logits_TV.new_empty((5, T), dtype=dtype)
+    dtype = statistics_dtype(logits_TV.dtype)
+    fields_6T = logits_TV.new_empty((6, T), dtype=dtype)
     labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
         pieces = _num_pieces(logits_TV)
@@ -177,8 +192,8 @@ def cross_entropy_fwd_bwd(
             None if class_weight_V is None else class_weight_V.to(dtype).sum(),
             dense(gradients.cross_entropy_T),
             dense(gradients.z_loss_T),
-            *fields_5T,
-            logits_TV.new_empty((T, pieces, 4) if pieces > 1 else 1, dtype=dtype),
+            *fields_6T,
+            logits_TV.new_empty((T, pieces, 5) if pieces > 1 else 1, dtype=dtype),
             counters,
             counters[-1:],
             V,
@@ -188,13 +203,14 @@ def cross_entropy_fwd_bwd(
             PIECES_POWER=triton.next_power_of_2(pieces),
             PIECE=piece,
             HAS_Z_LOSS=options.z_loss != 0,
-            WITH_ENTROPY=with_entropy,
-            WITH_SMOOTHING=with_smoothing,
+            WITH_ENTROPY=outputs.entropy,
+            WITH_SMOOTHING=outputs.sums_logits(options),
+            WITH_SQUARES=outputs.sum_sq_prob,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
-            **transform_arguments(options),
+            **transform_arguments(options, temperature_T, logits_TV.dtype),
             **tile_arguments(logits_TV),
         )
-    return named_statistics(fields_5T, with_entropy=with_entropy, with_smoothing=with_smoothing)
+    return statistics_of_fields(fields_6T, options, outputs)
 
 
 def _num_pieces(logits_TV: Tensor) -> int:
@@ -210,20 +226,32 @@ def reference(
     gradients: TokenGradients,
     *,
     options: LossOptions,
+    temperature_T: Tensor | None = None,
     class_weight_V: Tensor | None = None,
-    with_entropy: bool = False,
+    outputs: TokenOutputs = NO_OUTPUTS,
     out_TV: Tensor,
 ) -> SoftmaxStatistics:
     """:func:`cross_entropy_fwd_bwd` in plain torch: the path on CPU."""
     V = logits_TV.shape[1]
     statistics = cross_entropy_fwd_reference(
-        logits_TV, labels_T, options=options, class_weight_V=class_weight_V, with_entropy=with_entropy
+        logits_TV,
+        labels_T,
+        options=options,
+        temperature_T=temperature_T,
+        class_weight_V=class_weight_V,
+        outputs=outputs,
     )
     terms = token_terms_reference(statistics, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V)
     coefficients = gradient_coefficients(
         terms, gradients, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V
     )
     cross_entropy_bwd_reference(
-        logits_TV, labels_T, coefficients, options=options, class_weight_V=class_weight_V, out_TV=out_TV
+        logits_TV,
+        labels_T,
+        coefficients,
+        options=options,
+        temperature_T=temperature_T,
+        class_weight_V=class_weight_V,
+        out_TV=out_TV,
     )
     return statistics

@@ -1,61 +1,79 @@
-"""Cross entropy of ``hidden @ weight.T + bias`` in chunks of tokens: the full logits never exist.
+"""Cross entropy of ``hidden @ weight.T + bias`` in chunks of tokens and tiles of the vocabulary: the full logits never
+exist.
 
-Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk.
+Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk, v classes of a tile, K chosen classes of each token.
 
-The GEMMs are cuBLAS (or the CPU's BLAS); between them one pass turns a ``[c, V]`` buffer of logits into their gradient
-in place. For a scalar loss the gradients are made beside the loss (three GEMM passes); with per-token upstream
-gradients the logits are recomputed in the backward (four). The chunked loop with gradients in the forward follows Hsu
-et al. 2024, "Liger Kernel", section 3.2.
+The GEMMs are cuBLAS (or the CPU's BLAS); between them a pass turns a buffer of logits into their gradient in place.
+There are three loops:
+
+- :func:`score_with_gradients`: the loss and its gradients, for upstream gradients known beforehand, over chunks of
+  tokens (three GEMM passes), after Hsu et al. 2024, "Liger Kernel", section 3.2.
+- :func:`score`: softmax statistics alone, over tiles of the vocabulary small enough for the L2 cache.
+- :func:`recompute_gradients`: the gradients for per-token upstream gradients, from logits computed again (four passes
+  with those of :func:`score`). The log-sum-exp is known by then, so it goes over tiles of the vocabulary too: a tile's
+  rows of the weight's gradient are complete at once, and no sum over chunks is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._triton_utils import Backend, statistics_dtype
-from .cross_entropy import SoftmaxStatistics, cross_entropy_bwd, cross_entropy_fwd
+from .chosen_logits import ChosenLogits, ChosenLogProbs, choose_logits, chosen_log_probs, merge_chosen
+from .cross_entropy import (
+    Anchors,
+    SoftmaxStatistics,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+)
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
-from .options import LossOptions
-from .products import WeightGradient, write_hidden_gradient, write_logits
+from .merge import merge_statistics
+from .options import LossOptions, TokenOutputs
+from .products import HiddenGradient, WeightGradient, write_hidden_gradient, write_logits
+from .token_chunks import (
+    DEFAULT_MEMORY_BUDGET,
+    TILE_ROWS,
+    LocalTokens,
+    TokenChunks,
+    TokenTargets,
+    plan_chunks,
+    plan_tiles,
+)
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
 
-DEFAULT_MEMORY_BUDGET = 2**30
-FORWARD_MEMORY_BUDGET = 2**28
-"""Without gradients there is no sum over tokens, and larger chunks gain nothing."""
 
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How tokens are scored: all that is the same for each of them."""
 
-@dataclass(frozen=True)
-class ChunkPlan:
-    """How the tokens are cut: ``num_chunks`` chunks of ``rows`` tokens, the last one possibly shorter."""
+    options: LossOptions = LossOptions()
+    outputs: TokenOutputs = TokenOutputs()
+    top_k: int = 0
+    """number of largest logits to report for each token"""
+    class_weight_V: Tensor | None = None
+    """of the full vocabulary, floating"""
+    logits_dtype: torch.dtype | None = None
+    """``torch.float32`` keeps logits of 16-bit operands as the products' fp32 sums; None rounds them to the operands'
+    dtype"""
+    memory_budget: int | None = None
+    """bytes of the buffer of logits; None for 1 GiB with gradients, 64 MiB (fp32: 128 MiB) without"""
+    backend: Backend = "auto"
 
-    rows: int
-    num_chunks: int
-
-
-def plan_chunks(num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None) -> ChunkPlan:
-    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (default 1 GiB; a single token
-    may exceed it). A function of shapes alone.
-
-    Few, because every chunk reads the weight again and, from the third on, an fp32 sum of weight gradients as well,
-    which is larger than the buffer: two chunks of 1 GiB take less memory than four of 512 MiB.
-    """
-    if num_tokens == 0:
-        return ChunkPlan(rows=0, num_chunks=0)
-    budget = DEFAULT_MEMORY_BUDGET if memory_budget is None else memory_budget
-    num_chunks = -(-num_tokens // max(1, budget // (vocab_size * itemsize)))
-    rows = -(-num_tokens // num_chunks)
-    return ChunkPlan(rows=rows, num_chunks=-(-num_tokens // rows))
+    def keeps_fp32(self, hidden: Tensor) -> bool:
+        """True if the logits of ``hidden`` are wider than it."""
+        return self.logits_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
 
 class LinearCrossEntropyResult(NamedTuple):
     """Per-token terms, and the gradients that were asked for (None otherwise)."""
 
     terms: TokenTerms
+    chosen: ChosenLogProbs
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
     """in the weight's dtype, or fp32 for fp16 weights; the caller's own sum where one was given"""
@@ -77,114 +95,49 @@ class GradientNeeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabSlice:
-    """The rows of the weight that are here, out of a vocabulary of ``vocab_size``."""
+class HeadSlice:
+    """The rows of lm_head that are here, of any floating dtype: products round them to the dtype of the hidden states,
+    their gradients are not rounded."""
 
-    start: int
-    """vocabulary index of the first row"""
+    weight_VD: Tensor
+    """possibly without a row"""
+    bias_V: Tensor | None = None
     vocab_size: int
-    complete: Callable[[SoftmaxStatistics], SoftmaxStatistics]
-    """statistics of full rows of logits from those of this slice of them"""
+    """rows of the full weight"""
+    start: int = 0
+    """vocabulary index of the first row"""
+    complete_statistics: Callable[[SoftmaxStatistics], SoftmaxStatistics] | None = None
+    """statistics of full rows of logits from those of this slice of them; None where all rows are here"""
+    complete_chosen: Callable[[ChosenLogits], ChosenLogits] | None = None
 
-    def local_labels(self, labels_c: Tensor, num_rows: int) -> Tensor:
-        """Labels as rows of this slice; ``num_rows`` for a label outside of it, negative ones unchanged."""
-        local_c = labels_c - self.start
-        is_local_c = (local_c >= 0) & (local_c < num_rows)
-        return torch.where(labels_c < 0, labels_c, torch.where(is_local_c, local_c, num_rows))
+    @staticmethod
+    def full(weight_VD: Tensor, bias_V: Tensor | None = None) -> HeadSlice:
+        """All rows are here."""
+        return HeadSlice(weight_VD=weight_VD, bias_V=bias_V, vocab_size=weight_VD.shape[0])
 
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the products take them."""
+        return self.weight_VD.to(dtype), None if self.bias_V is None else self.bias_V.to(dtype)
 
-class TokenChunks(Protocol):
-    """The tokens that are scored, chunk by chunk (c tokens each), and the caller's share of them (T tokens).
-
-    For each chunk in order: :meth:`hidden`, :meth:`labels`, :meth:`own`; with gradients :meth:`gradients`, then
-    :meth:`gradient_buffer` and, when it has been written, :meth:`gradient_written`.
-    """
-
-    num_chunks: int
-    rows: int
-    """tokens of the largest chunk"""
-
-    def hidden(self, chunk: int) -> Tensor:
-        """``[c, D]``."""
-        ...
-
-    def labels(self, chunk: int) -> Tensor:
-        """``[c]`` in the full vocabulary, or negative."""
-        ...
-
-    def gradients(self, chunk: int) -> TokenGradients:
-        """Upstream gradients of the terms, each ``[c]``."""
-        ...
-
-    def own(self, statistics: SoftmaxStatistics, chunk: int) -> SoftmaxStatistics:
-        """The rows of a chunk's statistics that belong to the caller's tokens."""
-        ...
-
-    def gradient_buffer(self, chunk: int) -> Tensor:
-        """``[c, D]``: where the hidden states' gradient of the chunk is written."""
-        ...
-
-    def gradient_written(self, chunk: int) -> None:
-        """The gradient buffer of the chunk has been written."""
-        ...
-
-    def hidden_gradient(self) -> Tensor:
-        """``[T, D]``, after the last chunk."""
-        ...
-
-
-class LocalTokens:
-    """Tokens that are all here: slices of ``hidden_TD``."""
-
-    def __init__(self, hidden_TD: Tensor, labels_T: Tensor, gradients: TokenGradients | None, plan: ChunkPlan) -> None:
-        self.rows, self.num_chunks = plan.rows, plan.num_chunks
-        self._hidden_TD, self._labels_T, self._gradients = hidden_TD, labels_T, gradients
-        self._d_hidden_TD: Tensor | None = None
-
-    def _rows(self, chunk: int) -> slice:
-        return slice(chunk * self.rows, min((chunk + 1) * self.rows, self._labels_T.numel()))
-
-    def hidden(self, chunk: int) -> Tensor:
-        return self._hidden_TD[self._rows(chunk)]
-
-    def labels(self, chunk: int) -> Tensor:
-        return self._labels_T[self._rows(chunk)]
-
-    def gradients(self, chunk: int) -> TokenGradients:
-        assert self._gradients is not None
-        return TokenGradients(*(None if g is None else g[self._rows(chunk)] for g in self._gradients))
-
-    def own(self, statistics: SoftmaxStatistics, chunk: int) -> SoftmaxStatistics:
-        return statistics
-
-    def gradient_buffer(self, chunk: int) -> Tensor:
-        if self._d_hidden_TD is None:
-            hidden_TD = self._hidden_TD
-            self._d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
-        return self._d_hidden_TD[self._rows(chunk)]
-
-    def gradient_written(self, chunk: int) -> None:
-        pass
-
-    def hidden_gradient(self) -> Tensor:
-        assert self._d_hidden_TD is not None
-        return self._d_hidden_TD
+    def class_weight(self, scoring: Scoring, columns: slice | None = None) -> Tensor | None:
+        """The class weights of these rows, or of some of them."""
+        if scoring.class_weight_V is None:
+            return None
+        V = self.weight_VD.shape[0]
+        first, last = (0, V) if columns is None else (columns.start, columns.stop)
+        return scoring.class_weight_V[self.start + first : self.start + last]
 
 
 def linear_cross_entropy(
     hidden_TD: Tensor,
     weight_VD: Tensor,
-    labels_T: Tensor,
+    targets: TokenTargets,
     *,
     gradients: TokenGradients | None = None,
     bias_V: Tensor | None = None,
-    class_weight_V: Tensor | None = None,
-    options: LossOptions,
+    scoring: Scoring = Scoring(),
     needs: GradientNeeds = GradientNeeds(),
-    with_entropy: bool = False,
     weight_gradient_VD: Tensor | None = None,
-    memory_budget: int | None = None,
-    backend: Backend = "auto",
 ) -> LinearCrossEntropyResult:
     """Per-token terms of the loss and, for given upstream gradients of those terms, the gradients of the inputs.
 
@@ -193,118 +146,275 @@ def linear_cross_entropy(
     Args:
         hidden_TD: ``[T, D]``, floating.
         weight_VD: ``[V, D]``, the dtype of ``hidden_TD``.
-        labels_T: ``[T]`` int64 in ``[0, V)``, or negative for an ignored token (the caller checks).
-        gradients: upstream gradient of each term, ``[T]``; required when ``needs`` names a gradient.
+        gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]``; required when ``needs`` names a
+            gradient.
         bias_V: ``[V]``, the dtype of ``hidden_TD``.
-        class_weight_V: ``[V]``, floating.
         needs: the gradients to compute.
-        with_entropy: also return each token's entropy.
         weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
             separate gradient: no further memory, and nothing is rounded between micro-batches.
-        memory_budget: bytes of the logits buffer; see :func:`plan_chunks`. By default a quarter without gradients.
-        backend: Triton kernels or the plain-torch reference; see :func:`runs_triton`.
     """
-    if needs.any and gradients is None:
+    head = HeadSlice.full(weight_VD, bias_V)
+    if not needs.any:
+        return score(LocalTokens(hidden_TD, targets), head, targets, scoring=scoring)
+    if gradients is None:
         raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
-    if memory_budget is None and not needs.any:
-        memory_budget = FORWARD_MEMORY_BUDGET
-    plan = plan_chunks(len(hidden_TD), weight_VD.shape[0], hidden_TD.element_size(), memory_budget)
-    return score_chunks(
-        LocalTokens(hidden_TD, labels_T, gradients, plan),
-        hidden_TD,
-        weight_VD,
-        labels_T,
-        bias_V=bias_V,
-        class_weight_V=class_weight_V,
-        options=options,
-        needs=needs,
-        per_token_gradients=gradients is not None and not gradients.is_scalar,
-        with_entropy=with_entropy,
-        weight_gradient_VD=weight_gradient_VD,
-        backend=backend,
+    plan = plan_chunks(len(hidden_TD), weight_VD.shape[0], hidden_TD.element_size(), scoring.memory_budget)
+    tokens = LocalTokens(hidden_TD, targets, gradients, plan.rows)
+    return score_with_gradients(
+        tokens, head, targets, scoring=scoring, needs=needs, weight_gradient_VD=weight_gradient_VD
     )
 
 
-def score_chunks(
-    tokens: TokenChunks,
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    labels_T: Tensor,
-    *,
-    vocab_slice: VocabSlice | None = None,
-    bias_V: Tensor | None,
-    class_weight_V: Tensor | None,
-    options: LossOptions,
-    needs: GradientNeeds,
-    per_token_gradients: bool,
-    with_entropy: bool,
-    weight_gradient_VD: Tensor | None = None,
-    backend: Backend,
-) -> LinearCrossEntropyResult:
-    """The one loop over chunks of tokens: for tokens and a weight that are all here, for tensor parallelism, and for
-    tokens that are exchanged between ranks.
-
-    Args:
-        tokens: every token that is scored against these rows.
-        hidden_TD, labels_T: the caller's own tokens; the terms are theirs.
-        weight_VD, bias_V: the rows that are here, possibly none, of any floating dtype: products round them to the
-            dtype of ``hidden_TD``, their gradients are not rounded.
-        vocab_slice: which rows these are; None for all of them. Logits and gradient are then one pass over the buffer
-            for scalar losses; with a slice the statistics are completed in between.
-        class_weight_V: of the full vocabulary.
-        per_token_gradients: True if gradients of log-probabilities or entropies come from upstream.
-    """
-    V = weight_VD.shape[0]
-    vocab_size = V if vocab_slice is None else vocab_slice.vocab_size
-    used_weight_VD = weight_VD.to(hidden_TD.dtype)
-    used_bias_V = None if bias_V is None else bias_V.to(hidden_TD.dtype)
-    rows_of_slice = slice(None) if vocab_slice is None else slice(vocab_slice.start, vocab_slice.start + V)
-    local_class_weight_V = None if class_weight_V is None else class_weight_V[rows_of_slice]
-    described: dict[str, Any] = {"options": options, "vocab_size": vocab_size, "class_weight_V": class_weight_V}
-    local: dict[str, Any] = {"options": options, "class_weight_V": local_class_weight_V, "backend": backend}
-    buffer_cV = hidden_TD.new_empty((tokens.rows, V))
-    d_weight = WeightGradient(weight_VD, tokens.num_chunks, weight_gradient_VD) if needs.weight else None
-    d_bias_V = weight_VD.new_zeros(V, dtype=statistics_dtype(hidden_TD.dtype)) if needs.bias else None
-    parts: list[SoftmaxStatistics] = []
+def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring) -> LinearCrossEntropyResult:
+    """The terms of the caller's own tokens, which ``targets`` are of, without gradients."""
+    parts = []
     # Without any token there is still one chunk, of none, which gives the statistics their shapes.
     for chunk in range(max(tokens.num_chunks, 1)):
-        hidden_cD, labels_c = tokens.hidden(chunk), tokens.labels(chunk)
-        local_labels_c = labels_c if vocab_slice is None else vocab_slice.local_labels(labels_c, V)
-        logits_cV = write_logits(hidden_cD, used_weight_VD, used_bias_V, buffer_cV[: len(hidden_cD)])
-        has_gradients = needs.any and len(hidden_cD) > 0
-        if has_gradients and vocab_slice is None and not per_token_gradients:
-            statistics = cross_entropy_fwd_bwd(
-                logits_cV, labels_c, tokens.gradients(chunk), out_TV=logits_cV, with_entropy=with_entropy, **local
-            )
-        else:
-            statistics = cross_entropy_fwd(logits_cV, local_labels_c, with_entropy=with_entropy, **local)
-            if vocab_slice is not None:
-                statistics = vocab_slice.complete(statistics)
-            if has_gradients:
-                terms = token_terms(statistics, labels_c, **described, backend=backend)
-                coefficients = gradient_coefficients(terms, tokens.gradients(chunk), labels_c, **described)
-                cross_entropy_bwd(logits_cV, local_labels_c, coefficients, out_TV=logits_cV, **local)
-        parts.append(tokens.own(statistics, chunk))
+        hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
+        operands = head.operands(hidden_cD.dtype)
+        statistics, chosen, _ = _score_tiles(hidden_cD, operands, targets_c, head, scoring)
+        parts.append(_own(_completed(statistics, chosen, head), tokens.own_rows(chunk)))
+    return _result(parts, targets, head, scoring)
+
+
+def score_with_gradients(
+    tokens: TokenChunks,
+    head: HeadSlice,
+    targets: TokenTargets,
+    *,
+    scoring: Scoring,
+    needs: GradientNeeds,
+    weight_gradient_VD: Tensor | None = None,
+) -> LinearCrossEntropyResult:
+    """The terms of the caller's own tokens, and the gradients for upstream gradients of the loss alone
+    (``tokens.gradients`` are :class:`TokenGradients` of the cross entropy and of the z-loss)."""
+    weight_VD = head.weight_VD
+    sums = _GradientSums(head, needs, tokens.num_chunks, weight_gradient_VD)
+    parts, buffer_cV = [], None
+    for chunk in range(max(tokens.num_chunks, 1)):
+        hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
+        operands = head.operands(hidden_cD.dtype)
+        if buffer_cV is None:
+            buffer_cV = hidden_cD.new_empty((max(tokens.rows, len(hidden_cD)), weight_VD.shape[0]))
+        d_logits_cV = buffer_cV[: len(hidden_cD)]
+        upstream = tokens.gradients(chunk) if len(hidden_cD) > 0 else None
+        statistics, chosen = _logits_to_gradient(d_logits_cV, hidden_cD, operands, targets_c, upstream, head, scoring)
+        parts.append(_own((statistics, chosen), tokens.own_rows(chunk)))
         if needs.hidden:
-            write_hidden_gradient(logits_cV, used_weight_VD, tokens.gradient_buffer(chunk))
+            write_hidden_gradient(d_logits_cV, operands[0], tokens.gradient_buffer(chunk))
             tokens.gradient_written(chunk)
-        if d_weight is not None and has_gradients:
-            d_weight.add(logits_cV, hidden_cD)
-        if d_bias_V is not None:
-            d_bias_V += logits_cV.sum(0, dtype=d_bias_V.dtype)
-    del buffer_cV, logits_cV
-    return LinearCrossEntropyResult(
-        terms=token_terms(join_statistics(parts), labels_T, **described, backend=backend),
-        d_hidden_TD=tokens.hidden_gradient() if needs.hidden else None,
-        d_weight_VD=None if d_weight is None else d_weight.total(),
-        d_bias_V=d_bias_V,
+        sums.add(d_logits_cV, hidden_cD, chunk)
+    del buffer_cV, d_logits_cV
+    result = _result(parts, targets, head, scoring)
+    return result._replace(
+        d_hidden_TD=tokens.hidden_gradient() if needs.hidden else None, d_weight_VD=sums.weight(), d_bias_V=sums.bias
     )
 
 
-def join_statistics(parts: list[SoftmaxStatistics]) -> SoftmaxStatistics:
+def recompute_gradients(
+    tokens: TokenChunks, head: HeadSlice, *, scoring: Scoring, needs: GradientNeeds
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias for known coefficients of the logits' gradient
+    (``tokens.gradients`` are :class:`GradientCoefficients`)."""
+    sums = _GradientSums(head, needs, tokens.num_chunks, None)
+    V = head.weight_VD.shape[0]
+    for chunk in range(tokens.num_chunks):
+        hidden_cD, targets_c, coefficients = tokens.hidden(chunk), tokens.targets(chunk), tokens.gradients(chunk)
+        weight_VD, bias_V = head.operands(hidden_cD.dtype)
+        is_wide = scoring.keeps_fp32(hidden_cD)
+        itemsize = hidden_cD.element_size() + (4 if is_wide else 0)
+        c = len(hidden_cD)
+        plan = plan_tiles(c, V, itemsize, scoring.memory_budget or DEFAULT_MEMORY_BUDGET, rows=c)
+        tiles = plan.column_slices(V)
+        logits = hidden_cD.new_empty(c * plan.columns, dtype=torch.float32 if is_wide else None)
+        gradient = torch.empty_like(logits, dtype=hidden_cD.dtype) if is_wide else logits
+        d_hidden = HiddenGradient(tokens.gradient_buffer(chunk), len(tiles)) if needs.hidden else None
+        for number, columns in enumerate(tiles):
+            v = columns.stop - columns.start
+            local = targets_c.of_slice(head.start + columns.start, v)
+            bias_v = None if bias_V is None else bias_V[columns]
+            d_logits_cv = cross_entropy_bwd(
+                write_logits(hidden_cD, weight_VD[columns], bias_v, logits[: c * v].view(c, v)),
+                local.labels_T,
+                coefficients,
+                options=scoring.options,
+                temperature_T=local.temperature_T,
+                token_ids_TK=local.token_ids_TK,
+                class_weight_V=head.class_weight(scoring, columns),
+                out_TV=gradient[: c * v].view(c, v),
+                backend=scoring.backend,
+            )
+            if d_hidden is not None:
+                d_hidden.add(d_logits_cv, weight_VD[columns], number)
+            sums.add(d_logits_cv, hidden_cD, chunk, columns.start)
+        if d_hidden is not None:
+            d_hidden.finish()
+            tokens.gradient_written(chunk)
+    return tokens.hidden_gradient() if needs.hidden else None, sums.weight(), sums.bias
+
+
+def _logits_to_gradient(
+    d_logits_cV: Tensor,
+    hidden_cD: Tensor,
+    operands: tuple[Tensor, Tensor | None],
+    targets_c: TokenTargets,
+    upstream: TokenGradients | None,
+    head: HeadSlice,
+    scoring: Scoring,
+) -> tuple[SoftmaxStatistics, ChosenLogits]:
+    """Statistics of full rows, and in ``d_logits_cV`` the gradient by the raw logits; None leaves it as it is."""
+    options, temperature_c, V = scoring.options, targets_c.temperature_T, d_logits_cV.shape[1]
+    local = targets_c.of_slice(head.start, V)
+    described: dict[str, Any] = {"options": options, "temperature_T": temperature_c, "backend": scoring.backend}
+    described["class_weight_V"] = head.class_weight(scoring)
+    anchors = None
+    if scoring.keeps_fp32(hidden_cD):
+        # See [Note: Exponentials of fp32 logits].
+        statistics, chosen, anchors = _score_tiles(hidden_cD, operands, targets_c, head, scoring, d_logits_cV)
+    else:
+        write_logits(hidden_cD, *operands, d_logits_cV)
+        chosen = choose_logits(
+            d_logits_cV,
+            local.token_ids_TK,
+            scoring.top_k,
+            start=head.start,
+            options=options,
+            temperature_T=temperature_c,
+        )
+        if head.complete_statistics is None and upstream is not None:
+            statistics = cross_entropy_fwd_bwd(
+                d_logits_cV, targets_c.labels_T, upstream, outputs=scoring.outputs, out_TV=d_logits_cV, **described
+            )
+            return statistics, chosen
+        statistics = cross_entropy_fwd(d_logits_cV, local.labels_T, outputs=scoring.outputs, **described)
+    statistics, chosen = _completed(statistics, chosen, head)
+    if upstream is not None:
+        full: dict[str, Any] = {
+            "options": options,
+            "vocab_size": head.vocab_size,
+            "class_weight_V": scoring.class_weight_V,
+        }
+        terms = token_terms(statistics, targets_c.labels_T, **full, backend=scoring.backend)
+        coefficients = gradient_coefficients(terms, upstream, targets_c.labels_T, **full)
+        cross_entropy_bwd(d_logits_cV, local.labels_T, coefficients, anchors=anchors, out_TV=d_logits_cV, **described)
+    return statistics, chosen
+
+
+def _score_tiles(
+    hidden_cD: Tensor,
+    operands: tuple[Tensor, Tensor | None],
+    targets_c: TokenTargets,
+    head: HeadSlice,
+    scoring: Scoring,
+    exponentials_cV: Tensor | None = None,
+) -> tuple[SoftmaxStatistics, ChosenLogits, Anchors]:
+    """Statistics over the rows of ``head``, tile by tile; and the maxima that the exponentials written to
+    ``exponentials_cV`` are relative to."""
+    (weight_VD, bias_V), (c, V) = operands, (len(hidden_cD), head.weight_VD.shape[0])
+    dtype = torch.float32 if scoring.keeps_fp32(hidden_cD) else hidden_cD.dtype
+    plan = plan_tiles(c, V, dtype.itemsize, scoring.memory_budget, rows=TILE_ROWS)
+    buffer = hidden_cD.new_empty(min(plan.rows, c) * min(plan.columns, V), dtype=dtype)
+    blocks = []
+    for rows in plan.row_slices(c):
+        targets_r, tiles = targets_c.rows(rows), []
+        r = rows.stop - rows.start
+        for columns in plan.column_slices(V):
+            v = columns.stop - columns.start
+            local = targets_r.of_slice(head.start + columns.start, v)
+            logits_rv = write_logits(
+                hidden_cD[rows],
+                weight_VD[columns],
+                None if bias_V is None else bias_V[columns],
+                buffer[: r * v].view(r, v),
+            )
+            statistics = cross_entropy_fwd(
+                logits_rv,
+                local.labels_T,
+                options=scoring.options,
+                temperature_T=local.temperature_T,
+                class_weight_V=head.class_weight(scoring, columns),
+                outputs=scoring.outputs,
+                exponentials_TV=None if exponentials_cV is None else exponentials_cV[rows, columns],
+                backend=scoring.backend,
+            )
+            chosen = choose_logits(
+                logits_rv,
+                local.token_ids_TK,
+                scoring.top_k,
+                start=head.start + columns.start,
+                options=scoring.options,
+                temperature_T=local.temperature_T,
+            )
+            tiles.append((statistics, chosen))
+        stacked = _columns([statistics for statistics, _ in tiles], torch.stack)
+        merged = merge_statistics(SoftmaxStatistics(*stacked), scoring.backend) if len(tiles) > 1 else tiles[0][0]
+        blocks.append((merged, merge_chosen([chosen for _, chosen in tiles]), stacked[0]))
+    statistics, chosen = _joined([(statistics, chosen) for statistics, chosen, _ in blocks])
+    return statistics, chosen, Anchors(torch.cat([max_Nr for *_, max_Nr in blocks], 1), plan.columns)
+
+
+class _GradientSums:
+    """Gradients of the rows of ``head``, summed over chunks."""
+
+    def __init__(self, head: HeadSlice, needs: GradientNeeds, num_chunks: int, sum_VD: Tensor | None) -> None:
+        weight_VD = head.weight_VD
+        self._weight = WeightGradient(weight_VD, num_chunks, sum_VD) if needs.weight else None
+        self.bias: Tensor | None = None
+        if needs.bias:
+            self.bias = weight_VD.new_zeros(weight_VD.shape[0], dtype=statistics_dtype(weight_VD.dtype))
+
+    def add(self, d_logits_cv: Tensor, hidden_cD: Tensor, chunk: int, first_class: int = 0) -> None:
+        """Adds those of a chunk and a tile; nothing for a chunk without a token."""
+        if len(hidden_cD) == 0:
+            return
+        if self._weight is not None:
+            self._weight.add(d_logits_cv, hidden_cD, chunk, first_class)
+        if self.bias is not None:
+            self.bias[first_class : first_class + d_logits_cv.shape[1]] += d_logits_cv.sum(0, dtype=self.bias.dtype)
+
+    def weight(self) -> Tensor | None:
+        """``[V, D]``; see :meth:`WeightGradient.total`."""
+        return None if self._weight is None else self._weight.total()
+
+
+def _completed(
+    statistics: SoftmaxStatistics, chosen: ChosenLogits, head: HeadSlice
+) -> tuple[SoftmaxStatistics, ChosenLogits]:
+    """Of full rows, from those of this slice."""
+    if head.complete_statistics is None or head.complete_chosen is None:
+        return statistics, chosen
+    return head.complete_statistics(statistics), head.complete_chosen(chosen)
+
+
+def _own(scored: tuple[SoftmaxStatistics, ChosenLogits], rows: slice) -> tuple[SoftmaxStatistics, ChosenLogits]:
+    statistics, chosen = ([None if field is None else field[rows] for field in part] for part in scored)
+    return SoftmaxStatistics(*statistics), ChosenLogits(*chosen)  # type: ignore[arg-type]
+
+
+def _joined(parts: list[tuple[SoftmaxStatistics, ChosenLogits]]) -> tuple[SoftmaxStatistics, ChosenLogits]:
     """Those of all tokens from those of one chunk after the other."""
     if len(parts) == 1:
         return parts[0]
-    columns = zip(*parts, strict=True)
-    joined: list[Any] = [None if column[0] is None else torch.cat(column) for column in columns]
-    return SoftmaxStatistics(*joined)
+    statistics = _columns([statistics for statistics, _ in parts], torch.cat)
+    return SoftmaxStatistics(*statistics), ChosenLogits(*_columns([chosen for _, chosen in parts], torch.cat))
+
+
+def _columns(parts: list[Any], join: Callable[[Any], Tensor]) -> list[Any]:
+    """The fields of several named tuples, each joined to one tensor; None where they are None."""
+    return [None if column[0] is None else join(column) for column in zip(*parts, strict=True)]
+
+
+def _result(
+    parts: list[tuple[SoftmaxStatistics, ChosenLogits]], targets: TokenTargets, head: HeadSlice, scoring: Scoring
+) -> LinearCrossEntropyResult:
+    statistics, chosen = _joined(parts)
+    terms = token_terms(
+        statistics,
+        targets.labels_T,
+        options=scoring.options,
+        vocab_size=head.vocab_size,
+        class_weight_V=scoring.class_weight_V,
+        backend=scoring.backend,
+    )
+    log_probs = chosen_log_probs(chosen, terms.lse_T, targets.labels_T, targets.token_ids_TK)
+    return LinearCrossEntropyResult(terms, log_probs, None, None, None)

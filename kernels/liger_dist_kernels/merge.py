@@ -6,6 +6,8 @@ Legend: G slices, T tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,9 @@ from .cross_entropy import SoftmaxStatistics
 
 @triton.jit
 def _merge_kernel(
-    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, stride_g, merged_ptr, T, G: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, stride_g, merged_ptr, T,
+    G: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < T
@@ -31,6 +34,7 @@ def _merge_kernel(
     target = tl.zeros_like(row_max)
     dot_other = tl.zeros_like(row_max)
     weighted_sum = tl.zeros_like(row_max)
+    square_other = tl.zeros_like(row_max)
     for g in tl.static_range(G):
         places = g * stride_g + offs
         distance = tl.load(max_ptr + places, mask=mask, other=0.0) - anchor
@@ -43,6 +47,8 @@ def _merge_kernel(
             dot_other += shrink * (tl.load(dot_other_ptr + places, mask=mask, other=0.0) + moved)
         if WITH_SMOOTHING:
             weighted_sum += tl.load(weighted_sum_ptr + places, mask=mask, other=0.0)
+        if WITH_SQUARES:
+            square_other += shrink * shrink * tl.load(square_other_ptr + places, mask=mask, other=0.0)
     tl.store(merged_ptr + offs, row_max, mask=mask)
     tl.store(merged_ptr + T + offs, sum_other, mask=mask)
     tl.store(merged_ptr + 2 * T + offs, target, mask=mask)
@@ -50,6 +56,8 @@ def _merge_kernel(
         tl.store(merged_ptr + 3 * T + offs, dot_other, mask=mask)
     if WITH_SMOOTHING:
         tl.store(merged_ptr + 4 * T + offs, weighted_sum, mask=mask)
+    if WITH_SQUARES:
+        tl.store(merged_ptr + 5 * T + offs, square_other, mask=mask)
 
 
 def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> SoftmaxStatistics:
@@ -61,8 +69,7 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
     if not runs_triton(max_GT, backend):
         return merge_statistics_reference(slices)
     G, T = max_GT.shape
-    merged = max_GT.new_empty((5, T))
-    with_entropy, with_smoothing = slices.dot_other_T is not None, slices.weighted_sum_T is not None
+    merged = max_GT.new_empty((6, T))
     if T > 0:
         _merge_kernel[(triton.cdiv(T, 128),)](
             *slices,
@@ -70,15 +77,14 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
             merged,
             T,
             G,
-            WITH_ENTROPY=with_entropy,
-            WITH_SMOOTHING=with_smoothing,
+            WITH_ENTROPY=slices.dot_other_T is not None,
+            WITH_SMOOTHING=slices.weighted_sum_T is not None,
+            WITH_SQUARES=slices.square_other_T is not None,
             BLOCK=128,
             num_warps=4,
         )
-    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = merged
-    return SoftmaxStatistics(
-        max_T, sum_other_T, target_T, dot_other_T if with_entropy else None, weighted_sum_T if with_smoothing else None
-    )
+    kept: list[Any] = [None if field is None else row_T for field, row_T in zip(slices, merged, strict=True)]
+    return SoftmaxStatistics(*kept)
 
 
 def merge_statistics_reference(slices: SoftmaxStatistics) -> SoftmaxStatistics:
@@ -101,4 +107,5 @@ def merge_statistics_reference(slices: SoftmaxStatistics) -> SoftmaxStatistics:
         slices.target_T.sum(0),
         total(dot_other_GT),
         total(slices.weighted_sum_T),
+        None if slices.square_other_T is None else (shrink_GT.square() * slices.square_other_T).sum(0),
     )

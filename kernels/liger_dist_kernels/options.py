@@ -1,4 +1,4 @@
-"""The numbers that define a cross entropy, in one frozen record."""
+"""The numbers that define a cross entropy, and the outputs of each token that need a sum of their own."""
 
 from __future__ import annotations
 
@@ -29,15 +29,7 @@ class LossOptions:
     logit_scale: float = 1.0
     """Factor of the raw logits, before the soft-cap."""
     temperature: float = 1.0
-    """Divisor of the logits, after the soft-cap."""
-
-    mean_logit: bool = False
-    """Whether the mean of each token's z is to be reported."""
-
-    @property
-    def sums_logits(self) -> bool:
-        """Whether the sum of each token's z over the vocabulary is needed."""
-        return self.label_smoothing > 0 or self.mean_logit
+    """Divisor of the logits, after the soft-cap; a temperature of each token takes its place."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.ignore_index, int):
@@ -51,3 +43,22 @@ class LossOptions:
         for name in ("z_loss", "logit_scale"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOutputs:
+    """Per-token outputs, each of which sums something over the vocabulary that the loss does not need."""
+
+    entropy: bool = False
+    """``-sum_v p_v log p_v``"""
+    sum_sq_prob: bool = False
+    """``sum_v p_v**2``"""
+    mean_logit: bool = False
+    """``sum_v z_v / V``"""
+
+    def sums_logits(self, options: LossOptions) -> bool:
+        """True if the sum of each token's z over the vocabulary is needed, for an output or for the loss."""
+        return self.mean_logit or options.label_smoothing > 0
+
+
+NO_OUTPUTS = TokenOutputs()

@@ -1,6 +1,6 @@
 """The three GEMMs of a chunk of tokens: cuBLAS, or the CPU's BLAS.
 
-Legend: D hidden, V vocabulary, c tokens of a chunk, r tokens of one GEMM.
+Legend: D hidden, V vocabulary, c tokens of a chunk, r tokens of one GEMM, v classes of a tile of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,21 +15,55 @@ ROWS_PER_GEMM = 2048
 (H200, D = 4096): its operands then stay in the L2 cache. The weight's gradient sums over a whole chunk."""
 
 
+def write_product(left: Tensor, right: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
+    """``left @ right``, or with ``adds`` ``out + left @ right``, into ``out``, which is returned. A wider ``out`` gets
+    the products' fp32 sums unrounded."""
+    if out.dtype == left.dtype:
+        return torch.addmm(out, left, right, out=out) if adds else torch.mm(left, right, out=out)
+    if out.is_cuda:
+        if adds:
+            return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
+    # The CPU has no GEMM with a wider output: the operands are widened instead.
+    return torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=1 if adds else 0, out=out)
+
+
 def write_logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_cV: Tensor) -> Tensor:
-    """``hidden @ weight.T + bias`` into ``out_cV``, which is returned."""
+    """``hidden @ weight.T + bias`` into ``out_cV``, which is returned; it may be fp32 for 16-bit operands."""
     for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
         if bias_V is None:
-            torch.mm(hidden_rD, weight_VD.T, out=out_rV)
-        else:
+            write_product(hidden_rD, weight_VD.T, out_rV)
+        elif out_rV.dtype == hidden_rD.dtype:
             torch.addmm(bias_V, hidden_rD, weight_VD.T, out=out_rV)
+        else:
+            write_product(hidden_rD, weight_VD.T, out_rV).add_(bias_V)
     return out_cV
 
 
 def write_hidden_gradient(d_logits_cV: Tensor, weight_VD: Tensor, out_cD: Tensor) -> Tensor:
     """``d_logits @ weight`` into ``out_cD``, which is returned."""
     for d_logits_rV, out_rD in zip(d_logits_cV.split(ROWS_PER_GEMM), out_cD.split(ROWS_PER_GEMM), strict=True):
-        torch.mm(d_logits_rV, weight_VD, out=out_rD)
+        write_product(d_logits_rV, weight_VD, out_rD)
     return out_cD
+
+
+class HiddenGradient:
+    """``sum over tiles of the vocabulary of d_logits @ weight`` into ``out_cD``: summed in the dtype of the statistics
+    where there are several tiles."""
+
+    def __init__(self, out_cD: Tensor, num_tiles: int) -> None:
+        self._out_cD, self._sum_cD = out_cD, out_cD
+        if num_tiles > 1:
+            self._sum_cD = out_cD.new_empty(out_cD.shape, dtype=statistics_dtype(out_cD.dtype))
+
+    def add(self, d_logits_cv: Tensor, weight_vD: Tensor, tile: int) -> None:
+        """Adds the product of a tile, in ascending order of the tiles."""
+        write_product(d_logits_cv, weight_vD, self._sum_cD, adds=tile > 0)
+
+    def finish(self) -> None:
+        """Rounds the sum into ``out_cD``."""
+        if self._sum_cD is not self._out_cD:
+            self._out_cD.copy_(self._sum_cD)
 
 
 class WeightGradient:
@@ -38,7 +72,7 @@ class WeightGradient:
     overflow. A caller's own sum is added to in its dtype."""
 
     def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None) -> None:
-        self._is_first, self._is_own, self._weight_dtype = sum_VD is None, sum_VD is None, weight_VD.dtype
+        self._is_own, self._weight_dtype = sum_VD is None, weight_VD.dtype
         if sum_VD is None:
             is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
             dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
@@ -47,18 +81,11 @@ class WeightGradient:
                 sum_VD.zero_()
         self._sum_VD = sum_VD
 
-    def add(self, d_logits_cV: Tensor, hidden_cD: Tensor) -> None:
-        d_logits_Vc, out = d_logits_cV.T, self._sum_VD
-        if out.dtype != hidden_cD.dtype and out.is_cuda:
-            if self._is_first:
-                torch.mm(d_logits_Vc, hidden_cD, out_dtype=out.dtype, out=out)
-            else:
-                torch.addmm(out, d_logits_Vc, hidden_cD, out_dtype=out.dtype, out=out)
-        else:
-            # The CPU has no GEMM with a wider output: the chunk's operands are widened instead.
-            beta = 0 if self._is_first else 1
-            torch.addmm(out, d_logits_Vc.to(out.dtype), hidden_cD.to(out.dtype), beta=beta, out=out)
-        self._is_first = False
+    def add(self, d_logits_cv: Tensor, hidden_cD: Tensor, chunk: int, first_class: int = 0) -> None:
+        """Adds the product of a chunk of at least one token, in ascending order of the chunks, to the rows from
+        ``first_class`` on."""
+        out_vD = self._sum_VD[first_class : first_class + d_logits_cv.shape[1]]
+        write_product(d_logits_cv.T, hidden_cD, out_vD, adds=chunk > 0 or not self._is_own)
 
     def total(self) -> Tensor:
         """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import Backend, dense, number, runs_triton
+from .chosen_logits import sum_of_same_ids
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
 
@@ -36,6 +37,8 @@ class TokenTerms(NamedTuple):
     """``1 - p_y``"""
     mean_logit_T: Tensor | None
     """mean of the transformed logits over the vocabulary"""
+    sum_sq_prob_T: Tensor | None
+    """sum of the squared probabilities"""
 
 
 class TokenGradients(NamedTuple):
@@ -46,11 +49,13 @@ class TokenGradients(NamedTuple):
     z_loss_T: Tensor | None
     log_prob_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    sum_sq_prob_T: Tensor | None = None
+    at_TK: Tensor | None = None
+    """``[T, K]``, of the log-probabilities of chosen classes"""
 
-    @property
-    def is_scalar(self) -> bool:
-        """True if only the terms of the loss have gradients."""
-        return self.log_prob_T is None and self.entropy_T is None
+    def scaled(self, factor: float) -> TokenGradients:
+        """Times ``factor``."""
+        return TokenGradients(*(None if field is None else field * factor for field in self))
 
 
 def _class_weights(
@@ -65,10 +70,10 @@ def _class_weights(
 
 @triton.jit
 def _terms_kernel(
-    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, labels_ptr, class_weight_ptr,
-    class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, lse_ptr, miss_ptr, is_top1_ptr,
-    T, vocab_size, label_smoothing, z_loss, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, labels_ptr,
+    class_weight_ptr, class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, lse_ptr, miss_ptr,
+    sum_sq_prob_ptr, is_top1_ptr, T, vocab_size, label_smoothing, z_loss, WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < T
@@ -109,6 +114,10 @@ def _terms_kernel(
         dot_other = tl.load(dot_other_ptr + offs, mask=mask, other=0.0)
         entropy = log_total - (dot_other + e_target * (target - row_max)) / total
         tl.store(entropy_ptr + offs, tl.where(counts, entropy, 0.0), mask=mask)
+    if WITH_SQUARES:
+        square_other = tl.load(square_other_ptr + offs, mask=mask, other=0.0)
+        sum_sq_prob = (square_other + e_target * e_target) / (total * total)
+        tl.store(sum_sq_prob_ptr + offs, tl.where(counts, sum_sq_prob, 0.0), mask=mask)
 
 
 def token_terms(
@@ -127,9 +136,10 @@ def token_terms(
             statistics, labels_T, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
         )
     T, dtype = max_T.numel(), max_T.dtype
-    cross_entropy_T, z_loss_T, log_prob_T, entropy_T, lse_T, miss_T = max_T.new_empty((6, T))
+    cross_entropy_T, z_loss_T, log_prob_T, entropy_T, lse_T, miss_T, sum_sq_prob_T = max_T.new_empty((7, T))
     is_top1_T = max_T.new_empty(T, dtype=torch.uint8)
-    with_entropy, with_smoothing = statistics.dot_other_T is not None, options.label_smoothing > 0
+    with_smoothing = options.label_smoothing > 0
+    with_entropy, with_squares = statistics.dot_other_T is not None, statistics.square_other_T is not None
     if T > 0:
         _terms_kernel[(triton.cdiv(T, 128),)](
             *map(dense, (*statistics, labels_T, class_weight_V)),
@@ -140,6 +150,7 @@ def token_terms(
             entropy_T,
             lse_T,
             miss_T,
+            sum_sq_prob_T,
             is_top1_T,
             T,
             float(vocab_size),
@@ -147,6 +158,7 @@ def token_terms(
             options.z_loss,
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
+            WITH_SQUARES=with_squares,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
             BLOCK=128,
             num_warps=4,
@@ -159,16 +171,15 @@ def token_terms(
         entropy_T=entropy_T if with_entropy else None,
         lse_T=lse_T,
         miss_T=miss_T,
-        mean_logit_T=_mean_logit(statistics, labels_T, options, vocab_size),
+        mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
+        sum_sq_prob_T=sum_sq_prob_T if with_squares else None,
     )
 
 
-def _mean_logit(
-    statistics: SoftmaxStatistics, labels_T: Tensor, options: LossOptions, vocab_size: int
-) -> Tensor | None:
-    if not options.mean_logit:
+def _mean_logit(statistics: SoftmaxStatistics, labels_T: Tensor, vocab_size: int) -> Tensor | None:
+    """Also where the sum was made for label smoothing alone."""
+    if statistics.weighted_sum_T is None:
         return None
-    assert statistics.weighted_sum_T is not None
     return torch.where(labels_T >= 0, statistics.weighted_sum_T / vocab_size, 0.0)
 
 
@@ -181,7 +192,7 @@ def token_terms_reference(
     class_weight_V: Tensor | None = None,
 ) -> TokenTerms:
     """:func:`token_terms` in plain torch: the path on CPU."""
-    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T = statistics
+    max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T, square_other_T = statistics
     counts_T = labels_T >= 0
     # Rows without a target: pretend that it is the maximum, which keeps every formula finite.
     target_T = torch.where(counts_T, target_T, max_T)
@@ -203,6 +214,9 @@ def token_terms_reference(
     if dot_other_T is not None:
         entropy_T = log_sum_T - (dot_other_T + e_target_T * (target_T - max_T)) / sum_T
         entropy_T = torch.where(counts_T, entropy_T, 0.0)
+    sum_sq_prob_T = None
+    if square_other_T is not None:
+        sum_sq_prob_T = torch.where(counts_T, (square_other_T + e_target_T.square()) / sum_T.square(), 0.0)
     return TokenTerms(
         cross_entropy_T=torch.where(counts_T, cross_entropy_T, 0.0),
         z_loss_T=torch.where(counts_T, options.z_loss * lse_T.square(), 0.0),
@@ -211,7 +225,8 @@ def token_terms_reference(
         entropy_T=entropy_T,
         lse_T=lse_T,
         miss_T=miss_T,
-        mean_logit_T=_mean_logit(statistics, labels_T, options, vocab_size),
+        mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
+        sum_sq_prob_T=sum_sq_prob_T,
     )
 
 
@@ -223,11 +238,13 @@ def gradient_coefficients(
     options: LossOptions,
     vocab_size: int,
     class_weight_V: Tensor | None = None,
+    token_ids_TK: Tensor | None = None,
 ) -> GradientCoefficients:
-    """Coefficients of the logits' gradient for given upstream gradients of the terms."""
+    """Coefficients of the logits' gradient for given upstream gradients of the terms; ``token_ids_TK`` are the classes
+    of ``gradients.at_TK``."""
     label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, terms.lse_T.dtype)
     nll_T = torch.zeros_like(terms.lse_T)
-    mass_T = entropy_coefficient_T = smoothing_T = None
+    mass_T = entropy_coefficient_T = square_T = smoothing_T = None
     if gradients.cross_entropy_T is not None:
         nll_T = nll_T + gradients.cross_entropy_T * ((1.0 - options.label_smoothing) * label_weight)
         if options.label_smoothing > 0:
@@ -244,11 +261,25 @@ def gradient_coefficients(
         entropy_mass_T = gradients.entropy_T * mean_logit_T
         mass_T = entropy_mass_T if mass_T is None else mass_T + entropy_mass_T
         entropy_coefficient_T = -gradients.entropy_T
+    if gradients.sum_sq_prob_T is not None:
+        assert terms.sum_sq_prob_T is not None
+        square_T = 2.0 * gradients.sum_sq_prob_T
+        square_mass_T = -square_T * terms.sum_sq_prob_T
+        mass_T = square_mass_T if mass_T is None else mass_T + square_mass_T
+    at_TK = None
+    if gradients.at_TK is not None:
+        assert token_ids_TK is not None
+        at_TK = gradients.at_TK.masked_fill(token_ids_TK < 0, 0.0)
+        at_mass_T = -at_TK.sum(1)
+        at_TK = sum_of_same_ids(at_TK, token_ids_TK)
+        mass_T = at_mass_T if mass_T is None else mass_T + at_mass_T
     return GradientCoefficients(
         lse_T=terms.lse_T,
         miss_T=terms.miss_T,
         nll_T=nll_T,
         mass_T=mass_T,
         entropy_T=entropy_coefficient_T,
+        square_T=square_T,
         smoothing_T=smoothing_T,
+        at_TK=at_TK,
     )

@@ -17,6 +17,7 @@ from liger_dist.config import LOGITS, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
+from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
 from liger_dist.peft_layers import TRAINED_ROWS, base_head, has_active_dropout
 from liger_dist.sharding import ddp, deepspeed
@@ -59,6 +60,7 @@ class Entry:
         """True if other code may wrap the model"""
         self._warned: set[str] = set()
         self._has_scored = False
+        self._pending = PendingGradients()
 
     def read(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_logits: Callable[[Call], bool]
@@ -176,6 +178,8 @@ class Entry:
         return Execution(
             backend=self.config.backend,
             memory_budget=self.config.memory_budget,
+            logits_dtype=self.config.logits_dtype,
+            pending=self._pending,
             label_summary=summary,
             max_valid_tokens=self.config.max_valid_tokens,
             is_first=not self._has_scored,

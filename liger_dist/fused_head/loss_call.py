@@ -371,8 +371,8 @@ def _refuse_unless(same: Tensor, name: str) -> None:
 
 
 def _detached(output: LossOutput) -> LossOutput:
-    values: dict[str, Any] = {name: None if value is None else value.detach() for name, value in vars(output).items()}
-    return replace(output, **values)
+    values: dict[str, Any] = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
+    return replace(output, **{name: value.detach() for name, value in values.items()})
 
 
 def _storage(tensor: Tensor) -> int:

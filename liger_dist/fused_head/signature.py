@@ -26,7 +26,17 @@ IGNORE_INDEX = -100
 TAKEN_BY_DECORATORS = ("return_dict", "output_")
 """prefixes of keywords that transformers' decorators take"""
 DIFFERENTIABLE = "differentiable"
-LOSS_KEYWORDS = ("label_smoothing", "z_loss", "temperature", "class_weight", "token_weight", "outputs", DIFFERENTIABLE)
+ARGUMENTS_OF_OUTPUTS = ("token_ids", "top_k")
+LOSS_KEYWORDS = (
+    "label_smoothing",
+    "z_loss",
+    "temperature",
+    "class_weight",
+    "token_weight",
+    "outputs",
+    *ARGUMENTS_OF_OUTPUTS,
+    DIFFERENTIABLE,
+)
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have"""
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """keywords that transformers' models pass to their losses"""
@@ -60,7 +70,8 @@ class Call:
     @property
     def loss_options(self) -> tuple[str, ...]:
         """Names of the options that change the model's own loss."""
-        given = {name: value for name, value in self.loss.items() if name not in ("outputs", DIFFERENTIABLE)}
+        others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
+        given = {name: value for name, value in self.loss.items() if name not in others}
         neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
         return tuple(
             name
@@ -85,11 +96,13 @@ class Call:
             z_loss=self.loss.get("z_loss", 0.0),
             softcap=recipe.transform.softcap,
             logit_scale=recipe.transform.scale,
-            temperature=self.loss.get("temperature", 1.0),
+            temperature=1.0 if self.loss.get("temperature") is None else self.loss["temperature"],
             class_weight=self.loss.get("class_weight"),
             token_weight=self.loss.get("token_weight"),
             num_items_in_batch=self.named.get("num_items_in_batch") if recipe.takes_num_items else None,
             outputs=[name for name in OUTPUTS if name in token_outputs],
+            token_ids=self.loss.get("token_ids"),
+            top_k=self.loss.get("top_k"),
             reports_only=not self.loss.get(DIFFERENTIABLE, False),
         )
 

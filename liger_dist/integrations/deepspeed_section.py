@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
 NAME = "liger_dist"
-Output = Literal["token_accuracy", "is_top1", "entropy", "log_prob", "mean_logit", "z_loss", "logits"]
+Output = Literal["token_accuracy", "is_top1", "entropy", "sum_sq_prob", "log_prob", "mean_logit", "z_loss", "logits"]
 
 
 class Section(BaseModel):
@@ -29,17 +30,22 @@ class Section(BaseModel):
         "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
     )
     memory_budget: int | None = Field(None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB")
+    logits_dtype: Literal["float32", "fp32_operands"] | None = Field(
+        None,
+        description="float32: fp32 logits of 16-bit operands; fp32_operands: operands too; null: the operands' own",
+    )
     max_valid_tokens: int | None = Field(
         None, gt=0, description="inside a CUDA graph: tokens with a label that the loss computes; null: all"
     )
     outputs: list[Output] = Field(
-        [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, log_prob, "
-        "mean_logit, z_loss, or logits alone"
+        [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, "
+        "sum_sq_prob, log_prob, mean_logit, z_loss, or logits alone"
     )  # fmt: skip
 
     def wrap_config(self) -> WrapConfig:
         options = self.model_dump(exclude={"enabled"})
-        return WrapConfig(**options | {"outputs": tuple(self.outputs)})
+        logits_dtype = torch.float32 if self.logits_dtype == "float32" else self.logits_dtype
+        return WrapConfig(**options | {"outputs": tuple(self.outputs), "logits_dtype": logits_dtype})
 
 
 def read_section(config: Mapping[str, Any]) -> Section | None:

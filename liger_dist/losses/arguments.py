@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist.config import check_count
+from liger_dist.config import LogitsDtype, check_count
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import Backend, LossOptions
 
+from .collectives import device_assert
 from .labels import LabelSummary
+from .pending_gradients import PendingGradients
 
 Reduction = Literal["mean", "sum", "none"]
 
-OUTPUTS: tuple[str, ...] = ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit")
-DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "entropy"})
+OUTPUTS: tuple[str, ...] = (
+    "log_prob",
+    "log_prob_at",
+    "top_k",
+    "entropy",
+    "sum_sq_prob",
+    "is_top1",
+    "z_loss",
+    "mean_logit",
+)
+DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "log_prob_at", "entropy", "sum_sq_prob"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,12 @@ class LossArguments:
     """True if ``outputs`` carry no gradients, and cost no recomputation"""
     logit_bias: Tensor | None = None
     """``[V]``, added to the logits in addition to lm_head's bias; a constant"""
+    temperature: Tensor | None = None
+    """the labels' shape, or its first dimensions: divisor of each token's logits, instead of the one in ``options``"""
+    token_ids: Tensor | None = None
+    """the labels' shape and K: classes of ``log_prob_at``; negative for none"""
+    top_k: int = 0
+    """number of classes of ``top_k``; 0 without it"""
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
@@ -58,6 +75,13 @@ class LossArguments:
                 "outputs contains 'mean_logit' and class_weight is given, which changes the sum over the vocabulary; "
                 "leave one of them out."
             )
+        check_temperature(self.temperature, labels_shape)
+        check_token_ids(self.token_ids, labels_shape, vocab_size)
+        _check_given_with("token_ids", self.token_ids is not None, "log_prob_at", self.outputs)
+        _check_given_with("top_k", self.top_k != 0, "top_k", self.outputs)
+        check_count("top_k", self.top_k or None, "classes")
+        if self.top_k > vocab_size:
+            raise LigerDistError(f"top_k is {self.top_k} but lm_head has {vocab_size} rows; ask for at most as many.")
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
@@ -72,8 +96,11 @@ class Execution:
     overwrite_logits: bool = False
     """True if the gradient of given logits may be written into their memory"""
     label_summary: LabelSummary | None = None
+    pending: PendingGradients | None = None
+    """the losses of one model; None for a loss of its own"""
     max_valid_tokens: int | None = None
     """number of tokens to compute when the host does not know how many have a label; None for all"""
+    logits_dtype: LogitsDtype = None
     is_first: bool = False
     """True for the first loss of a model: checks over ranks are read at once instead of asserted on the device"""
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
@@ -86,12 +113,23 @@ class Execution:
         check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
 
 
+class TopK(NamedTuple):
+    """The k most likely classes of each token, in descending order."""
+
+    ids: Tensor
+    """int64, the labels' shape and k"""
+    log_prob: Tensor
+    """fp32 (fp64 for fp64 inputs), the labels' shape and k"""
+    remainder: Tensor
+    """probability of all other classes, in [0, 1], the labels' shape"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
     """A loss with the further outputs that were asked for (None otherwise).
 
-    ``log_prob`` and ``entropy`` carry gradients; the others are reports and carry none. Tokens
-    without a target have 0 (False) everywhere.
+    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others are reports and carry
+    none. Tokens without a target have 0 (False) everywhere.
     """
 
     loss: Tensor
@@ -106,6 +144,12 @@ class LossOutput:
     """the z-loss part of ``loss``, reduced alike"""
     mean_logit: Tensor | None = None
     """mean of each token's transformed logits over the vocabulary, the labels' shape"""
+    log_prob_at: Tensor | None = None
+    """log-probabilities of ``token_ids``, their shape; 0 where the id is negative"""
+    sum_sq_prob: Tensor | None = None
+    """sum of the squared probabilities over the vocabulary, the labels' shape"""
+    top_k: TopK | None = None
+    """the most likely classes of each token"""
 
 
 def loss_arguments(
@@ -115,12 +159,14 @@ def loss_arguments(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-    temperature: float,
+    temperature: Tensor | float,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     num_items_in_batch: Tensor | float | None,
     outputs: Sequence[str],
     reduction: Reduction = "mean",
+    token_ids: Tensor | None = None,
+    top_k: int | None = None,
     reports_only: bool = False,
 ) -> LossArguments:
     """:class:`LossArguments` from the keywords of a loss.
@@ -136,8 +182,7 @@ def loss_arguments(
             z_loss=z_loss,
             softcap=softcap,
             logit_scale=logit_scale,
-            temperature=temperature,
-            mean_logit="mean_logit" in names,
+            temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         )
     except (ValueError, TypeError) as error:
         raise LigerDistError(str(error)) from error
@@ -149,6 +194,9 @@ def loss_arguments(
         num_items_in_batch=num_items_in_batch,
         outputs=names,
         reports_only=reports_only,
+        temperature=temperature if isinstance(temperature, Tensor) else None,
+        token_ids=token_ids,
+        top_k=0 if top_k is None else top_k,
     )
 
 
@@ -165,13 +213,65 @@ def _check_weight(name: str, weight: Tensor | None, shape: torch.Size, meaning: 
             f"{name} has shape {tuple(weight.shape)}; expected {meaning}, shape {tuple(shape)}. Expand or gather it "
             "first."
         )
-    if not weight.is_floating_point():
-        raise LigerDistError(f"{name} has dtype {weight.dtype}; expected a floating dtype. Convert it with .float().")
-    if weight.requires_grad:
+    _check_constant(name, weight)
+
+
+def _check_constant(name: str, values: Tensor) -> None:
+    """Refuses what is not floating, and what requires a gradient."""
+    if not values.is_floating_point():
+        raise LigerDistError(f"{name} has dtype {values.dtype}; expected a floating dtype. Convert it with .float().")
+    if values.requires_grad:
         raise LigerDistError(
             f"{name} requires a gradient, which this loss does not compute. Detach it, or ask for reduction='none' (or "
             "outputs=('log_prob',)) and multiply yourself."
         )
+
+
+def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> None:
+    """Refuses a temperature that is not one number above 0 for each token, sequence or call; on a GPU its numbers are
+    guarded by an assertion on the device."""
+    if temperature is None:
+        return
+    _check_constant("temperature", temperature)
+    if temperature.shape != labels_shape[: temperature.dim()]:
+        raise LigerDistError(
+            f"temperature has shape {tuple(temperature.shape)} and labels have shape {tuple(labels_shape)}; expected "
+            "one number for each token or each sequence, the labels' shape or its first dimensions."
+        )
+    is_valid = (torch.isfinite(temperature) & (temperature > 0)).all()
+    sentence = "temperature has a number that is not finite or not above 0; expected divisors of logits"
+    if temperature.is_cuda:
+        device_assert(is_valid, sentence)
+    elif not bool(is_valid):
+        raise LigerDistError(f"{sentence}. The smallest is {temperature.min().item()}.")
+
+
+def check_token_ids(token_ids: Tensor | None, labels_shape: torch.Size, vocab_size: int) -> None:
+    """Refuses ids that are not K classes for each token; on a GPU their range is guarded by an assertion on the
+    device."""
+    if token_ids is None:
+        return
+    if token_ids.dtype not in (torch.int64, torch.int32) or token_ids.shape[:-1] != labels_shape:
+        raise LigerDistError(
+            f"token_ids have shape {tuple(token_ids.shape)} and dtype {token_ids.dtype}; expected K class indices of "
+            f"dtype torch.int64 for each label, shape {(*labels_shape, 'K')}, negative for none."
+        )
+    in_range = (token_ids < vocab_size).all()
+    sentence = f"token_ids has an id of {vocab_size} or more; expected ids in [0, {vocab_size}), or negative for none"
+    if token_ids.is_cuda:
+        device_assert(in_range, sentence)
+    elif not bool(in_range):
+        raise LigerDistError(f"{sentence}. The largest is {token_ids.max().item()}.")
+
+
+def _check_given_with(name: str, is_given: bool, output: str, outputs: tuple[str, ...]) -> None:
+    """Refuses an argument of an output without the output, and the reverse."""
+    if is_given and output not in outputs:
+        raise LigerDistError(
+            f"{name} was given and outputs is {outputs}, so nothing reads it; add {output!r} to outputs."
+        )
+    if output in outputs and not is_given:
+        raise LigerDistError(f"outputs contains {output!r} and {name} is missing; pass {name} along with it.")
 
 
 def check_not_dtensor(name: str, tensor: Tensor) -> None:

@@ -8,25 +8,35 @@ again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist_kernels import TokenGradients, TokenTerms, cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
+from liger_dist_kernels import (
+    TokenGradients,
+    TokenTargets,
+    TokenTerms,
+    choose_logits,
+    chosen_log_probs,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_fwd_bwd,
+)
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import check_labels, select_targets
-from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
+from .outputs import as_loss_output, returned_tensors, token_outputs, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
-    labels_T: Tensor
+    targets: TokenTargets
     scales: Scales
     loss: LossArguments
     execution: Execution
@@ -36,28 +46,30 @@ class _Problem:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, ...]:
-        loss, V = problem.loss, logits_TV.shape[1]
+        loss, backend, V = problem.loss, problem.execution.backend, logits_TV.shape[1]
+        labels_T, temperature_T, token_ids_TK = problem.targets
         described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
-        swept: dict[str, Any] = {"with_entropy": "entropy" in loss.outputs, "backend": problem.execution.backend}
+        swept: dict[str, Any] = {"temperature_T": temperature_T, "outputs": token_outputs(loss), "backend": backend}
+        chosen = choose_logits(logits_TV, token_ids_TK, loss.top_k, options=loss.options, temperature_T=temperature_T)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         if problem.gradient_in_forward:
             overwrites = problem.execution.overwrite_logits
             d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
             upstream = problem.scales.upstream()
-            statistics = cross_entropy_fwd_bwd(
-                logits_TV, problem.labels_T, upstream, out_TV=d_logits_TV, **described, **swept
-            )
+            statistics = cross_entropy_fwd_bwd(logits_TV, labels_T, upstream, out_TV=d_logits_TV, **described, **swept)
             if overwrites:
                 # Autograd then refuses a backward of whatever else was computed from these logits.
                 torch.autograd.graph.increment_version(logits_TV)
         else:
-            statistics = cross_entropy_fwd(logits_TV, problem.labels_T, **described, **swept)
-        terms = terms_of(statistics, problem.labels_T, vocab_size=V, **described, backend=problem.execution.backend)
+            statistics = cross_entropy_fwd(logits_TV, labels_T, **described, **swept)
+        terms = terms_of(statistics, labels_T, vocab_size=V, **described, backend=backend)
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
-        ctx.mark_non_differentiable(*reports_of(terms, z_loss, loss))
-        return returned_tensors(value, z_loss, terms)
+        log_probs = chosen_log_probs(chosen, terms.lse_T, labels_T, token_ids_TK)
+        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss)
+        ctx.mark_non_differentiable(*reports)
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
@@ -75,16 +87,19 @@ class _CrossEntropy(torch.autograd.Function):
         coefficients = coefficients_of(
             TokenTerms(*terms),
             with_gradients_of_outputs(upstream, gradients, problem.loss),
-            problem.labels_T,
+            problem.targets.labels_T,
             options=problem.loss.options,
             vocab_size=logits_TV.shape[1],
             class_weight_V=problem.loss.class_weight,
+            token_ids_TK=problem.targets.token_ids_TK,
         )
         d_logits_TV = cross_entropy_bwd(
             logits_TV,
-            problem.labels_T,
+            problem.targets.labels_T,
             coefficients,
             options=problem.loss.options,
+            temperature_T=problem.targets.temperature_T,
+            token_ids_TK=problem.targets.token_ids_TK,
             class_weight_V=problem.loss.class_weight,
             out_TV=torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device),
             backend=backend,
@@ -112,7 +127,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     )
     token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
     problem = _Problem(
-        labels_T=targets.labels_T,
+        targets=targets.with_loss(loss.temperature, loss.token_ids, labels.shape),
         scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
         loss=loss,
         execution=execution,
@@ -127,4 +142,4 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         logits_TV = logits_TV.contiguous()
     with torch.autocast(logits.device.type, enabled=False):
         results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, loss, lambda values_T: values_T.reshape(labels.shape))
+    return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist_kernels import TokenTargets
 
 from .collectives import device_assert
 
@@ -60,11 +61,23 @@ class Targets:
         """``[K, ...]``: the rows of these tokens; differentiable."""
         return values_T if self.index_T is None else take_rows(values_T, self.index_T)
 
+    def with_loss(self, temperature: Tensor | None, token_ids: Tensor | None, shape: torch.Size) -> TokenTargets:
+        """Labels, temperatures (the first dimensions of the labels' ``shape``) and ids (``shape`` and K) of these
+        tokens."""
+        device = self.labels_T.device
+        if temperature is not None:
+            missing = len(shape) - temperature.dim()
+            expanded = temperature.to(device).reshape(*temperature.shape, *[1] * missing).expand(shape)
+            temperature = self.take(expanded.reshape(-1))
+        if token_ids is not None:
+            token_ids = self.take(token_ids.to(device, torch.int64).reshape(-1, token_ids.shape[-1]))
+        return TokenTargets(self.labels_T, temperature, token_ids)
+
     def spread(self, values_K: Tensor, shape: torch.Size) -> Tensor:
-        """``values_K`` in the labels' ``shape``, zero for all other tokens."""
+        """``values_K`` ``[K, ...]`` in the labels' ``shape``, zero for all other tokens."""
         if self.index_T is not None:
             values_K = put_rows(values_K, self.index_T, shape.numel())
-        return values_K.reshape(shape)
+        return values_K.reshape(*shape, *values_K.shape[1:])
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:

@@ -4,7 +4,8 @@ Legend: T tokens with a label, D hidden, V vocabulary.
 
 A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token outputs carry
 gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward, and the
-backward recomputes the logits chunk by chunk.
+backward recomputes the logits. So does a scalar loss whose model has an earlier one that still holds its gradients: see
+:class:`.pending_gradients.PendingGradients`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,30 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist_kernels import GradientNeeds, LinearCrossEntropyResult, TokenGradients, TokenTerms
-from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
+from liger_dist_kernels import (
+    GradientCoefficients,
+    GradientNeeds,
+    HeadSlice,
+    LinearCrossEntropyResult,
+    LocalTokens,
+    Scoring,
+    TokenChunks,
+    TokenGradients,
+    TokenTargets,
+    TokenTerms,
+    gradient_coefficients,
+    plan_chunks,
+    recompute_gradients,
+    score,
+    score_with_gradients,
+)
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import Targets, check_labels, select_targets
-from .outputs import as_loss_output, reports_of, returned_tensors, with_gradients_of_outputs
+from .outputs import as_loss_output, returned_tensors, token_outputs, with_gradients_of_outputs
 from .scales import Scales, scaled, token_scales
+
+Gradients = TokenGradients | GradientCoefficients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +56,7 @@ class HeadRows:
     def with_dtype(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias for the products, under autocast in its ``dtype``.
+        """Weight and bias for the products, in ``dtype`` where it is not None.
 
         Raises:
             LigerDistError: they and ``hidden_states`` differ in dtype.
@@ -48,28 +66,48 @@ class HeadRows:
         _check_dtypes(hidden_states, weight, bias)
         return weight, bias
 
-    def run(
+    @property
+    def largest(self) -> int:
+        """Most rows that a rank has, from which all ranks derive the same chunks."""
+        return self.vocab_size
+
+    def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
+        """The rows for the kernels."""
+        return HeadSlice.full(weight_VD, bias_V)
+
+    def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> TokenChunks:
+        """The tokens that are scored against these rows."""
+        rows = None
+        if isinstance(gradients, TokenGradients):
+            budget = problem.execution.memory_budget
+            rows = plan_chunks(len(hidden_TD), self.largest, hidden_TD.element_size(), budget).rows
+        return LocalTokens(hidden_TD, problem.targets, gradients, rows)
+
+    def score(
         self,
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
         problem: Problem,
-        gradients: TokenGradients | None,
+        upstream: TokenGradients | None = None,
     ) -> LinearCrossEntropyResult:
-        """The terms of this rank's tokens, and with upstream ``gradients`` the gradients of the inputs."""
-        return linear_cross_entropy_kernel(
-            hidden_TD,
-            weight_VD,
-            problem.labels_T,
-            gradients=gradients,
-            bias_V=bias_V,
-            class_weight_V=problem.loss.class_weight,
-            options=problem.loss.options,
-            needs=problem.needs if gradients is not None else GradientNeeds(),
-            with_entropy="entropy" in problem.loss.outputs,
-            memory_budget=problem.execution.memory_budget,
-            backend=problem.execution.backend,
-        )
+        """The terms of this rank's tokens; with ``upstream`` gradients of a scalar loss also those of the inputs."""
+        tokens, head = self.tokens(hidden_TD, problem, upstream), self.head(weight_VD, bias_V, problem)
+        if upstream is None:
+            return score(tokens, head, problem.targets, scoring=problem.scoring)
+        return score_with_gradients(tokens, head, problem.targets, scoring=problem.scoring, needs=problem.needs)
+
+    def recompute(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        coefficients: GradientCoefficients,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient."""
+        tokens, head = self.tokens(hidden_TD, problem, coefficients), self.head(weight_VD, bias_V, problem)
+        return recompute_gradients(tokens, head, scoring=problem.scoring, needs=problem.needs)
 
     def common_divisor(self, num_tokens: int) -> float | None:
         """A divisor that is the same on all ranks, where the gradients of several ranks' tokens are summed; None where
@@ -77,31 +115,36 @@ class HeadRows:
         return None
 
     def check_upstream(self, gradient: Tensor) -> None:
-        """Refuses the upstream gradient of a scalar loss for which :meth:`run` did not make the gradients."""
+        """Refuses the upstream gradient of a scalar loss for which :meth:`score` did not make the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Everything the autograd function needs that carries no gradient."""
 
-    labels_T: Tensor
+    targets: TokenTargets
     scales: Scales
     loss: LossArguments
     execution: Execution
+    scoring: Scoring
     needs: GradientNeeds
     rows: HeadRows
+    number: int
+    """of the loss among those of its model"""
+    gradients_in_forward: bool
+    """True for a scalar loss whose gradients are made in the forward"""
 
-    @property
-    def gradients_in_forward(self) -> bool:
-        """True for a scalar loss whose gradients are made in the forward."""
-        return self.needs.any and self.loss.reduction != "none" and not self.loss.differentiable_outputs
-
-    def run(
-        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, gradients: TokenGradients | None
-    ) -> tuple[TokenTerms, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """The terms, and the gradients of hidden states, weight and bias."""
-        result = self.rows.run(hidden_TD, weight_VD, bias_V, self, gradients)
-        return result.terms, (result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
+    def coefficients(self, terms: TokenTerms, upstream: TokenGradients) -> GradientCoefficients:
+        """Of the logits' gradient, for upstream gradients of the terms."""
+        return gradient_coefficients(
+            terms,
+            upstream,
+            self.targets.labels_T,
+            options=self.loss.options,
+            vocab_size=self.rows.vocab_size,
+            class_weight_V=self.loss.class_weight,
+            token_ids_TK=self.targets.token_ids_TK,
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -112,15 +155,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
-        in_forward = problem.gradients_in_forward
-        terms, gradients = problem.run(hidden_TD, weight_VD, bias_V, problem.scales.upstream() if in_forward else None)
-        if in_forward:
-            ctx.save_for_backward(*gradients)
+        upstream = problem.scales.upstream() if problem.gradients_in_forward else None
+        result = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream)
+        if problem.gradients_in_forward:
+            ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:
-            ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
-        loss, z_loss = problem.scales.reduce(terms, problem.loss.reduction)
-        ctx.mark_non_differentiable(*reports_of(terms, z_loss, problem.loss))
-        return returned_tensors(loss, z_loss, terms)
+            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, *result.terms)
+        loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
+        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.loss)
+        ctx.mark_non_differentiable(*reports)
+        return tensors
 
     @staticmethod
     def backward(
@@ -128,6 +172,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: Problem = ctx.problem
+        if problem.execution.pending is not None:
+            problem.execution.pending.has_begun_backward(problem.number)
         d_loss = gradients_of_outputs[0]
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
@@ -143,8 +189,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
-            hidden_TD, weight_VD, bias_V = ctx.saved_tensors
-            unscaled = problem.run(hidden_TD, weight_VD, bias_V, upstream)[1]
+            hidden_TD, weight_VD, bias_V, *terms = ctx.saved_tensors
+            coefficients = problem.coefficients(TokenTerms(*terms), upstream)
+            unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients)
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
         return gradients[0], gradients[1], gradients[2], None
 
@@ -176,7 +223,7 @@ def fused_linear_cross_entropy(
     if loss.logit_bias is not None:
         added = loss.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
-    dtype = _autocast_dtype(hidden_states)
+    dtype = _operand_dtype(hidden_states, execution)
     hidden_states = hidden_states if dtype is None else hidden_states.to(dtype)
     weight, bias = rows.with_dtype(weight, bias, dtype, hidden_states)
     targets = select_targets(
@@ -188,17 +235,59 @@ def fused_linear_cross_entropy(
         max_valid_tokens=execution.max_valid_tokens,
     )
     hidden_TD = targets.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
-    grad = torch.is_grad_enabled()
-    needs = GradientNeeds(
-        hidden=grad and hidden_states.requires_grad,
-        weight=grad and weight.requires_grad,
-        bias=grad and bias is not None and bias.requires_grad,
-    )
-    scales = _scales(targets, hidden_TD, rows, loss, execution)
-    problem = Problem(labels_T=targets.labels_T, scales=scales, loss=loss, execution=execution, needs=needs, rows=rows)
+    problem = _problem(targets, hidden_TD, weight, bias, labels.shape, rows=rows, loss=loss, execution=execution)
     with torch.autocast(hidden_states.device.type, enabled=False):
         results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
     return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))
+
+
+def _problem(
+    targets: Targets,
+    hidden_TD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: torch.Size,
+    *,
+    rows: HeadRows,
+    loss: LossArguments,
+    execution: Execution,
+) -> Problem:
+    grad = torch.is_grad_enabled()
+    needs = GradientNeeds(
+        hidden=grad and hidden_TD.requires_grad,
+        weight=grad and weight.requires_grad,
+        bias=grad and bias is not None and bias.requires_grad,
+    )
+    is_scalar = needs.any and loss.reduction != "none" and not loss.differentiable_outputs
+    number, may_hold = 0, True
+    if is_scalar and needs.weight and execution.pending is not None:
+        number, may_hold = execution.pending.begin()
+    return Problem(
+        targets=targets.with_loss(loss.temperature, loss.token_ids, shape),
+        scales=_scales(targets, hidden_TD, rows, loss, execution),
+        loss=loss,
+        execution=execution,
+        scoring=Scoring(
+            options=loss.options,
+            outputs=token_outputs(loss),
+            top_k=loss.top_k,
+            class_weight_V=loss.class_weight,
+            logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
+            memory_budget=execution.memory_budget,
+            backend=execution.backend,
+        ),
+        needs=needs,
+        rows=rows,
+        number=number,
+        gradients_in_forward=is_scalar and may_hold,
+    )
+
+
+def _operand_dtype(hidden_states: Tensor, execution: Execution) -> torch.dtype | None:
+    """The dtype that operands are converted to: fp32 if that was asked for, or autocast's; None to leave them."""
+    if execution.logits_dtype == "fp32_operands" and hidden_states.dtype != torch.float64:
+        return torch.float32
+    return _autocast_dtype(hidden_states)
 
 
 def _autocast_dtype(hidden_states: Tensor) -> torch.dtype | None:

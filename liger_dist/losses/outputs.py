@@ -1,8 +1,7 @@
 """Outputs of the losses' autograd functions, and the :class:`LossOutput` that callers get.
 
-Legend: T tokens. The tensors are the loss, the log-probabilities, is_top1, the z-loss, and what was asked for of
-entropy and mean logit, in this order: a function that returns None in a place cannot be compiled, because Dynamo fails
-at its backward.
+Legend: T tokens, K chosen classes of each token. A function that returns None in a place cannot be compiled, because
+Dynamo fails at its backward: so only what was asked for is returned, in the order of :func:`tensor_names`.
 """
 
 from __future__ import annotations
@@ -11,41 +10,78 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from liger_dist_kernels import TokenGradients, TokenTerms
+from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, TokenTerms
 
-from .arguments import LossArguments, LossOutput
+from .arguments import LossArguments, LossOutput, TopK
 
-
-def returned_tensors(loss: Tensor, z_loss: Tensor, terms: TokenTerms) -> tuple[Tensor, ...]:
-    """The tensors in the order above."""
-    further = (terms.entropy_T, terms.mean_logit_T)
-    return (loss, terms.log_prob_T, terms.is_top1_T, z_loss, *(tensor for tensor in further if tensor is not None))
+_ALWAYS = ("loss", "log_prob", "is_top1", "z_loss")
+_ASKED_FOR = ("entropy", "mean_logit", "sum_sq_prob", "log_prob_at")
+_TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 
 
-def reports_of(terms: TokenTerms, z_loss: Tensor, loss: LossArguments) -> list[Tensor]:
-    """The returned tensors that carry no gradient."""
-    reports = [terms.is_top1_T, z_loss, terms.mean_logit_T]
-    if loss.reports_only:
-        reports += [terms.log_prob_T, terms.entropy_T]
-    return [report for report in reports if report is not None]
+def token_outputs(loss: LossArguments) -> TokenOutputs:
+    """The outputs that need a sum of their own over the vocabulary."""
+    names = loss.outputs
+    return TokenOutputs(
+        entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit="mean_logit" in names
+    )
+
+
+def tensor_names(loss: LossArguments) -> tuple[str, ...]:
+    """Names of the tensors that an autograd function returns."""
+    asked = tuple(name for name in _ASKED_FOR if name in loss.outputs)
+    return _ALWAYS + asked + (_TOP_K if "top_k" in loss.outputs else ())
+
+
+def returned_tensors(
+    value: Tensor, z_loss: Tensor, terms: TokenTerms, chosen: ChosenLogProbs, loss: LossArguments
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The tensors by :func:`tensor_names`, and those among them that carry no gradient."""
+    available = {
+        "loss": value,
+        "log_prob": terms.log_prob_T,
+        "is_top1": terms.is_top1_T,
+        "z_loss": z_loss,
+        "entropy": terms.entropy_T,
+        "mean_logit": terms.mean_logit_T,
+        "sum_sq_prob": terms.sum_sq_prob_T,
+        "log_prob_at": chosen.at_TK,
+        "top_k_ids": chosen.top_ids_Tk,
+        "top_k_log_prob": chosen.top_Tk,
+        "top_k_remainder": chosen.remainder_T,
+    }
+    found: list[Tensor] = []
+    reports: list[Tensor] = []
+    carries = {"loss"} if loss.reports_only else {"loss", "log_prob", *loss.differentiable_outputs}
+    for name in tensor_names(loss):
+        tensor = available[name]
+        assert tensor is not None
+        found.append(tensor)
+        if name not in carries:
+            reports.append(tensor)
+    return tuple(found), reports
 
 
 def with_gradients_of_outputs(
     upstream: TokenGradients, gradients: Sequence[Tensor | None], loss: LossArguments
 ) -> TokenGradients:
-    """``upstream`` of the loss with the upstream gradients of log-probabilities and entropies added."""
-    return upstream._replace(log_prob_T=gradients[1], entropy_T=gradients[4] if "entropy" in loss.outputs else None)
+    """``upstream`` of the loss with the upstream gradients of the outputs added."""
+    given = dict(zip(tensor_names(loss), gradients, strict=True))
+    return upstream._replace(
+        log_prob_T=given["log_prob"],
+        entropy_T=given.get("entropy"),
+        sum_sq_prob_T=given.get("sum_sq_prob"),
+        at_TK=given.get("log_prob_at"),
+    )
 
 
 def as_loss_output(tensors: Sequence[Tensor], loss: LossArguments, spread: Callable[[Tensor], Tensor]) -> LossOutput:
     """The outputs that ``loss`` names; ``spread`` gives per-token values the labels' shape."""
-    value, log_prob_T, is_top1_T, z_loss, *further = tensors
-    named = dict(zip((name for name in ("entropy", "mean_logit") if name in loss.outputs), further, strict=True))
+    given = dict(zip(tensor_names(loss), tensors, strict=True))
     per_token = loss.reduction == "none"
-    return LossOutput(
-        loss=spread(value) if per_token else value,
-        log_prob=spread(log_prob_T) if "log_prob" in loss.outputs else None,
-        is_top1=spread(is_top1_T) if "is_top1" in loss.outputs else None,
-        z_loss=(spread(z_loss) if per_token else z_loss) if "z_loss" in loss.outputs else None,
-        **{name: spread(values_T) for name, values_T in named.items()},
-    )
+    value, z_loss = given.pop("loss"), given.pop("z_loss")
+    top = [spread(given.pop(name)) for name in _TOP_K if name in given]
+    named = {name: spread(values_T) for name, values_T in given.items() if name in loss.outputs}
+    if "z_loss" in loss.outputs:
+        named["z_loss"] = spread(z_loss) if per_token else z_loss
+    return LossOutput(loss=spread(value) if per_token else value, top_k=TopK(*top) if top else None, **named)

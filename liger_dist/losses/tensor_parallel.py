@@ -23,16 +23,11 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import (
     Backend,
-    GradientNeeds,
-    LinearCrossEntropyResult,
-    LocalTokens,
+    ChosenLogits,
+    HeadSlice,
     SoftmaxStatistics,
-    TokenChunks,
-    TokenGradients,
-    VocabSlice,
+    merge_chosen,
     merge_statistics,
-    plan_chunks,
-    score_chunks,
 )
 
 from .arguments import Execution, LossArguments, LossOutput
@@ -48,7 +43,6 @@ class VocabularyShard(HeadRows):
 
     @property
     def largest(self) -> int:
-        """Rows of the largest shard, from which all ranks derive the same chunks."""
         return -(-self.vocab_size // self.group.size())
 
     def with_dtype(
@@ -57,46 +51,14 @@ class VocabularyShard(HeadRows):
         """Unchanged: products round row shards themselves."""
         return weight, bias
 
-    def run(
-        self,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        problem: Problem,
-        gradients: TokenGradients | None,
-    ) -> LinearCrossEntropyResult:
-        plan = plan_chunks(len(hidden_TD), self.largest, hidden_TD.element_size(), problem.execution.memory_budget)
-        tokens = LocalTokens(hidden_TD, problem.labels_T, gradients, plan)
-        return self.score(tokens, hidden_TD, weight_VD, bias_V, problem, gradients)
-
-    def score(
-        self,
-        tokens: TokenChunks,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        problem: Problem,
-        gradients: TokenGradients | None,
-    ) -> LinearCrossEntropyResult:
-        """Scores ``tokens`` against this rank's rows, of which there may be none; ``hidden_TD`` are its own tokens."""
-        loss, backend = problem.loss, problem.execution.backend
-        return score_chunks(
-            tokens,
-            hidden_TD,
-            weight_VD,
-            problem.labels_T,
-            vocab_slice=VocabSlice(
-                start=self.start,
-                vocab_size=self.vocab_size,
-                complete=partial(complete_statistics, group=self.group, backend=backend),
-            ),
+    def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
+        return HeadSlice(
+            weight_VD=weight_VD,
             bias_V=bias_V,
-            class_weight_V=loss.class_weight,
-            options=loss.options,
-            needs=problem.needs if gradients is not None else GradientNeeds(),
-            per_token_gradients=gradients is not None and not gradients.is_scalar,
-            with_entropy="entropy" in loss.outputs,
-            backend=backend,
+            vocab_size=self.vocab_size,
+            start=self.start,
+            complete_statistics=partial(complete_statistics, group=self.group, backend=problem.execution.backend),
+            complete_chosen=partial(complete_chosen, group=self.group),
         )
 
 
@@ -108,6 +70,14 @@ def complete_statistics(own: SoftmaxStatistics, *, group: dist.ProcessGroup, bac
     gathered = iter(gather(torch.stack(fields), group).unbind(1))
     slices: list[Any] = [None if field is None else next(gathered) for field in own]
     return merge_statistics(SoftmaxStatistics(*slices), backend)
+
+
+def complete_chosen(own: ChosenLogits, *, group: dist.ProcessGroup) -> ChosenLogits:
+    """All-gathers the chosen logits of each rank's slice of the logits and merges them to those of full rows."""
+    if all(field is None or field.numel() == 0 for field in own):
+        return own
+    slices_GF = [[None] * group.size() if field is None else gather(field, group).unbind(0) for field in own]
+    return merge_chosen([ChosenLogits(*fields) for fields in zip(*slices_GF, strict=True)])
 
 
 class SumGradient(torch.autograd.Function):

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, LinearCrossEntropyResult, SoftmaxStatistics, TokenGradients
+from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenTargets
 
 from .collectives import agree, all_gather_single, device_assert, gather
-from .linear_cross_entropy import Problem
+from .linear_cross_entropy import Gradients, Problem
 from .tensor_parallel import VocabularyShard
 
 
@@ -76,8 +76,8 @@ class ExchangedTokens:
     def __init__(
         self,
         hidden_TD: Tensor,
-        labels_T: Tensor,
-        gradients: TokenGradients | None,
+        targets: TokenTargets,
+        gradients: Gradients | None,
         *,
         plan: ExchangePlan,
         group: dist.ProcessGroup,
@@ -90,12 +90,12 @@ class ExchangedTokens:
         self.rows = self._size * plan.rows
         self._hidden_TD = hidden_TD
         self._places_Km = self._padded_places(hidden_TD.device)
-        (self._labels_GKm,) = self._gathered([labels_T], fill=-1)
-        self._gradients: list[Tensor | None] = []
+        # Padding is an ignored token without classes, whose temperature does no harm.
+        fields: list[Any] = list(map(self._gathered, targets, (-1, 1, -1)))
+        self._targets = TokenTargets(*fields)
+        self._gradients: Gradients | None = None
         if gradients is not None:
-            fields = [g * gradient_scale for g in gradients if g is not None]
-            gathered = iter(self._gathered(fields, fill=0) if fields else ())
-            self._gradients = [None if g is None else next(gathered) for g in gradients]
+            self._gradients = self._all_gathered(gradients.scaled(gradient_scale))
         self._buffers: list[Tensor] = []
         self._arriving: Any = self._fetch(0) if self.num_chunks > 0 else None
         self._leaving: Any = None
@@ -115,17 +115,33 @@ class ExchangedTokens:
         return places_Km.to(device, non_blocking=True)
 
     def _padded(self, values_T: Tensor, fill: int) -> Tensor:
+        """``[K, m, ...]`` from ``[T, ...]``."""
         if self._places_Km is None:
-            return values_T.view(self.num_chunks, self._plan.rows)
+            return values_T.view(self.num_chunks, self._plan.rows, *values_T.shape[1:])
         if len(values_T) == 0:
-            return values_T.new_full(self._places_Km.shape, fill)
-        return torch.where(self._places_Km < 0, fill, values_T[self._places_Km.clamp_min(0)])
+            return values_T.new_full((*self._places_Km.shape, *values_T.shape[1:]), fill)
+        is_padding_Km = (self._places_Km < 0).reshape(*self._places_Km.shape, *[1] * (values_T.dim() - 1))
+        return torch.where(is_padding_Km, fill, values_T[self._places_Km.clamp_min(0)])
 
-    def _gathered(self, fields: Sequence[Tensor], *, fill: int) -> Sequence[Tensor]:
-        """``[G, K, m]`` of each field ``[T]``, in one all-gather."""
-        if not self.num_chunks:
-            return fields
-        return gather(torch.stack([self._padded(field_T, fill) for field_T in fields]), self._group).unbind(1)
+    def _gathered(self, values_T: Tensor | None, fill: int) -> Tensor | None:
+        """``[G, K, m, ...]`` from ``[T, ...]``."""
+        if values_T is None or not self.num_chunks:
+            return values_T
+        return gather(self._padded(values_T, fill), self._group)
+
+    def _all_gathered(self, gradients: Gradients) -> Gradients:
+        """Each field ``[G, K, m, ...]``; those of one number for each token in one all-gather."""
+        fields: list[Any] = list(gradients)
+        places = [place for place, field in enumerate(fields) if field is not None and field.dim() == 1]
+        if places and self.num_chunks:
+            stacked = torch.stack([self._padded(fields[place], 0) for place in places])
+            gathered = gather(stacked, self._group).unbind(1)
+            for place, values_GKm in zip(places, gathered, strict=True):
+                fields[place] = values_GKm
+        for place, field in enumerate(fields):
+            if place not in places:
+                fields[place] = self._gathered(field, 0)
+        return type(gradients)(*fields)
 
     def _own_hidden(self, chunk: int) -> Tensor:
         """``[m, D]``: this rank's hidden states of a chunk, padded with zeros."""
@@ -144,8 +160,10 @@ class ExchangedTokens:
         gathered_cD = self._buffers[chunk % 2].flatten(0, 1)
         return all_gather_single(gathered_cD, own_mD, group=self._group, async_op=True)
 
-    def _of_chunk(self, values_GKm: Tensor, chunk: int) -> Tensor:
-        return values_GKm[:, chunk].reshape(-1) if self.num_chunks else values_GKm.reshape(-1)
+    def _of_chunk(self, fields: Any, chunk: int) -> Any:
+        if not self.num_chunks:
+            return fields
+        return type(fields)(*(None if field is None else field[:, chunk].flatten(0, 1) for field in fields))
 
     def hidden(self, chunk: int) -> Tensor:
         if not self.num_chunks:
@@ -155,19 +173,19 @@ class ExchangedTokens:
             self._arriving = self._fetch(chunk + 1)
         return self._buffers[chunk % 2].flatten(0, 1)
 
-    def labels(self, chunk: int) -> Tensor:
-        return self._of_chunk(self._labels_GKm, chunk)
+    def targets(self, chunk: int) -> TokenTargets:
+        targets: TokenTargets = self._of_chunk(self._targets, chunk)
+        return targets
 
-    def gradients(self, chunk: int) -> TokenGradients:
-        return TokenGradients(*(None if g is None else self._of_chunk(g, chunk) for g in self._gradients))
+    def gradients(self, chunk: int) -> Any:
+        return self._of_chunk(self._gradients, chunk)
 
-    def own(self, statistics: SoftmaxStatistics, chunk: int) -> SoftmaxStatistics:
+    def own_rows(self, chunk: int) -> slice:
         if not self.num_chunks:
-            return statistics
+            return slice(None)
         start, end = self._plan.share(self._rank, chunk)
         first = self._rank * self._plan.rows
-        fields: list[Any] = [None if field is None else field[first : first + end - start] for field in statistics]
-        return SoftmaxStatistics(*fields)
+        return slice(first, first + end - start)
 
     def gradient_buffer(self, chunk: int) -> Tensor:
         if not self.num_chunks:
@@ -215,14 +233,7 @@ class ExchangingShard(VocabularyShard):
     """the same ranks on their hosts, for numbers of tokens"""
     divide_factor: float
 
-    def run(
-        self,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        problem: Problem,
-        gradients: TokenGradients | None,
-    ) -> LinearCrossEntropyResult:
+    def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> ExchangedTokens:
         budget = problem.execution.memory_budget or DEFAULT_MEMORY_BUDGET
         plan = ExchangePlan.of(
             self.agree(len(hidden_TD), _described(problem, gradients, hidden_TD.dtype, budget)),
@@ -231,15 +242,14 @@ class ExchangingShard(VocabularyShard):
         )
         if problem.loss.class_weight is not None:
             self._check_same(_checksum(problem.loss.class_weight), "have different class weights; make them the same")
-        tokens = ExchangedTokens(
+        return ExchangedTokens(
             hidden_TD,
-            problem.labels_T,
+            problem.targets,
             gradients,
             plan=plan,
             group=self.tokens_group,
             gradient_scale=1.0 / self.divide_factor,
         )
-        return self.score(tokens, hidden_TD, weight_VD, bias_V, problem, gradients)
 
     def agree(self, count: int, asked: str) -> list[int]:
         """:func:`.collectives.agree` among the ranks that share the rows."""
@@ -265,13 +275,16 @@ class ExchangingShard(VocabularyShard):
             raise LigerDistError(f"{sentence}. The numbers: {gathered_G[:, 0].tolist()}.")
 
 
-def _described(problem: Problem, gradients: TokenGradients | None, dtype: torch.dtype, memory_budget: int) -> str:
+def _described(problem: Problem, gradients: Gradients | None, dtype: torch.dtype, memory_budget: int) -> str:
     """What one loss is about to compute, for the ranks to compare."""
-    loss, needs = problem.loss, problem.needs
-    upstream = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
+    loss, needs, targets = problem.loss, problem.needs, problem.targets
+    given = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
+    classes = None if targets.token_ids_TK is None else targets.token_ids_TK.shape[1]
     return (
-        f"a loss of {replace(loss.options, ignore_index=0)}, outputs {sorted(loss.outputs)}, {dtype}, class weights: "
-        f"{loss.class_weight is not None}, memory budget {memory_budget}, {needs}, upstream gradients {upstream}"
+        f"a loss of {replace(loss.options, ignore_index=0)}, outputs {sorted(loss.outputs)} (top_k {loss.top_k}, "
+        f"{classes} token_ids), temperatures of tokens: {targets.temperature_T is not None}, {dtype}, logits "
+        f"{problem.scoring.logits_dtype}, class weights: {loss.class_weight is not None}, memory budget "
+        f"{memory_budget}, {needs}, upstream gradients {given}"
     )
 
 

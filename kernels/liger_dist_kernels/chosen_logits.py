@@ -1,0 +1,104 @@
+"""Logits of chosen classes and of the k largest, of full rows or of slices of the vocabulary.
+
+Legend: T tokens, V vocabulary, K chosen classes of each token, k largest ones. ``z`` are transformed logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ._triton_utils import statistics_dtype
+from .logit_rows import transformed
+from .options import LossOptions
+
+
+class ChosenLogits(NamedTuple):
+    """``z`` of chosen classes, in the dtype of the statistics; None for what was not asked for."""
+
+    at_TK: Tensor | None
+    """of given classes; 0 for those that are in another slice"""
+    top_Tk: Tensor | None
+    """the largest ones in descending order; -inf beyond the number of classes"""
+    top_ids_Tk: Tensor | None
+    """their classes in the full vocabulary"""
+
+
+class ChosenLogProbs(NamedTuple):
+    """Log-probabilities of chosen classes; None for what was not asked for."""
+
+    at_TK: Tensor | None
+    """of given classes; 0 where the class is negative"""
+    top_Tk: Tensor | None
+    top_ids_Tk: Tensor | None
+    remainder_T: Tensor | None
+    """the probability of all classes but the top k, in [0, 1]"""
+
+
+def choose_logits(
+    logits_TV: Tensor,
+    token_ids_TK: Tensor | None,
+    top_k: int,
+    *,
+    start: int = 0,
+    options: LossOptions,
+    temperature_T: Tensor | None = None,
+) -> ChosenLogits:
+    """``z`` of the classes ``token_ids_TK`` (int64, relative to these columns) and of the ``top_k`` largest ones (0 for
+    none); ``start`` is the vocabulary index of the first column."""
+    V = logits_TV.shape[1]
+    at_TK = top_Tk = top_ids_Tk = None
+    if token_ids_TK is not None:
+        at_TK = logits_TV.new_zeros(token_ids_TK.shape, dtype=statistics_dtype(logits_TV.dtype))
+        if V > 0:
+            raw_TK = logits_TV.gather(1, token_ids_TK.clamp(0, V - 1))
+            is_here_TK = (token_ids_TK >= 0) & (token_ids_TK < V)
+            at_TK = torch.where(is_here_TK, transformed(raw_TK, options, temperature_T)[0], 0.0)
+    if top_k > 0:
+        # The transform grows with the raw logit, or falls with it where the scale is negative.
+        raw_Tk, ids_Tk = logits_TV.topk(min(top_k, V), largest=options.logit_scale > 0)
+        missing = (0, top_k - ids_Tk.shape[1])
+        top_Tk = pad(transformed(raw_Tk, options, temperature_T)[0], missing, value=float("-inf"))
+        top_ids_Tk = pad(ids_Tk + start, missing, value=0)
+    return ChosenLogits(at_TK, top_Tk, top_ids_Tk)
+
+
+def merge_chosen(slices: Sequence[ChosenLogits]) -> ChosenLogits:
+    """Those of full rows from those of slices of the vocabulary, the same on every rank that merges the same slices in
+    the same order."""
+    if len(slices) == 1:
+        return slices[0]
+    at, top, top_ids = ([field for field in column if field is not None] for column in zip(*slices, strict=True))
+    at_TK = torch.stack(at).sum(0) if at else None
+    if not top:
+        return ChosenLogits(at_TK, None, None)
+    top_Tk, places_Tk = torch.cat(top, 1).topk(top[0].shape[1])
+    return ChosenLogits(at_TK, top_Tk, torch.cat(top_ids, 1).gather(1, places_Tk))
+
+
+def chosen_log_probs(
+    chosen: ChosenLogits, lse_T: Tensor, labels_T: Tensor, token_ids_TK: Tensor | None
+) -> ChosenLogProbs:
+    """Log-probabilities from complete logits; all 0 for tokens with a negative label."""
+    is_ignored_T1 = labels_T[:, None] < 0
+    at_TK = top_Tk = top_ids_Tk = remainder_T = None
+    if chosen.at_TK is not None:
+        assert token_ids_TK is not None
+        at_TK = (chosen.at_TK - lse_T[:, None]).masked_fill_(is_ignored_T1 | (token_ids_TK < 0), 0.0)
+    if chosen.top_Tk is not None and chosen.top_ids_Tk is not None:
+        top_Tk = (chosen.top_Tk - lse_T[:, None]).masked_fill_(is_ignored_T1, 0.0)
+        top_ids_Tk = chosen.top_ids_Tk.masked_fill(is_ignored_T1, 0)
+        remainder_T = (1.0 - top_Tk.exp().sum(1)).clamp_(min=0.0)
+    return ChosenLogProbs(at_TK, top_Tk, top_ids_Tk, remainder_T)
+
+
+def sum_of_same_ids(values_TK: Tensor, token_ids_TK: Tensor) -> Tensor:
+    """``[T, K]``: for each class the total of the values of all places that name it."""
+    sorted_TK = token_ids_TK.sort(1).values
+    first_TK = torch.searchsorted(sorted_TK, token_ids_TK)
+    totals_TK = torch.zeros_like(values_TK).scatter_add_(1, first_TK, values_TK)
+    return totals_TK.gather(1, first_TK)

@@ -1,0 +1,267 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""The transform of raw logits, and device functions over a piece of one row of them, which the kernels of the cross
+entropy share.
+
+Legend: V vocabulary, T tokens. ``z`` are transformed logits (see :class:`LossOptions`). V is a constexpr: a model has
+one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
+
+A tile is [LANES, VECTOR]: VECTOR logits are the 16 bytes that a thread loads at once, so that maxima and sums over a
+lane stay in one thread, and a row's threads synchronise only once, after its last tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import capped, exp_of_difference, number, statistics_dtype
+from .options import LossOptions
+
+
+@triton.jit
+def inverse_temperature_of(row, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
+    """1 / temperature of a row: a number, or a vector with one for each token."""
+    dtype = tl.float64 if FP64 else tl.float32
+    if PER_TOKEN:
+        return tl.load(inverse_temperature + row).to(dtype)
+    return number(inverse_temperature, dtype)
+
+
+@triton.jit
+def load_logits(
+    row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``z`` and its derivative by the raw logit. What lies outside the vocabulary is -inf, never 0."""
+    dtype = tl.float64 if FP64 else tl.float32
+    raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
+    if TRANSFORMS:
+        scale = number(scale, dtype)
+        capped_logit, slope = capped(raw, scale, number(softcap, dtype), HAS_SOFTCAP)
+        return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
+    return raw, raw * 0.0 + 1.0
+
+
+@triton.jit
+def load_probabilities(
+    row_ptr, offs_v, mask_v, lse, anchor, scale, softcap, inverse_temperature, FP64: tl.constexpr,
+    TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr,
+):  # fmt: skip
+    """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``:
+    then ``z`` is not used, and the derivative has the exponentials' precision."""
+    if EXPONENTIALS:
+        dtype = tl.float64 if FP64 else tl.float32
+        e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+        p = e * exp_of_difference(anchor, lse)
+        slope = p * 0.0 + inverse_temperature * number(scale, dtype)
+        if HAS_SOFTCAP:
+            tanh = (tl.log(tl.maximum(e, 1e-30)) + anchor) / (inverse_temperature * number(softcap, dtype))
+            slope *= 1.0 - tl.minimum(tanh * tanh, 1.0)
+        return p, p, slope
+    z, slope = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+    return exp_of_difference(z, lse), z, slope
+
+
+@triton.jit
+def merged(max_x, sum_x, dot_x, square_x):
+    """Maximum and sums of parts whose own ones are relative to their own maxima."""
+    total_max = tl.max(max_x)
+    # Parts, or a row, whose logits are all -inf must not turn into inf - inf.
+    anchor = tl.where(total_max == float("-inf"), 0.0, total_max)
+    shrink = exp_of_difference(max_x, anchor)
+    moved = tl.where(shrink == 0.0, 0.0, (max_x - anchor) * sum_x)
+    dot = tl.sum(shrink * (dot_x + moved))
+    return total_max, tl.sum(shrink * sum_x), dot, tl.sum(shrink * shrink * square_x)
+
+
+@triton.jit
+def statistics_of_piece(
+    row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Fields of :class:`SoftmaxStatistics`, but the target, of the columns ``[first, last)``, at most PIECE of them."""
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    max_l = tl.full((LANES,), float("-inf"), dtype)
+    sum_l = tl.zeros((LANES,), dtype)
+    dot_l = tl.zeros((LANES,), dtype)
+    square_l = tl.zeros((LANES,), dtype)
+    weighted_l = tl.zeros((LANES,), dtype)
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        mask_v = offs_v < last
+        z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+        new_max = tl.maximum(max_l, tl.max(z, 1))
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = exp_of_difference(max_l, anchor)
+        e = exp_of_difference(z, anchor[:, None])
+        if (label >= first + start) & (label < first + start + LANES * VECTOR):
+            e = tl.where(offs == label - first - start, 0.0, e)
+        if WITH_ENTROPY:
+            moved = tl.where(max_l == float("-inf"), 0.0, (max_l - anchor) * sum_l)
+            # exp(-1e4) is 0 in every dtype: the bound keeps a logit of -inf from turning into 0 * inf.
+            dot_l = shrink * (dot_l + moved) + tl.sum(e * tl.maximum(z - anchor[:, None], -1e4), 1)
+        if WITH_SQUARES:
+            square_l = shrink * shrink * square_l + tl.sum(e * e, 1)
+        if WITH_SMOOTHING:
+            counted = tl.where(mask_v, z, 0.0)
+            if HAS_CLASS_WEIGHT:
+                counted *= tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+            weighted_l += tl.sum(counted, 1)
+        sum_l = shrink * sum_l + tl.sum(e, 1)
+        max_l = new_max
+    row_max, sum_other, dot_other, square_other = merged(max_l, sum_l, dot_l, square_l)
+    return row_max, sum_other, dot_other, tl.sum(weighted_l), square_other
+
+
+@triton.jit
+def target_logit(
+    row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``z`` of the label, and 0 where it is not here."""
+    z, _ = load_logits(row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+    return tl.where(is_here, z, 0.0)
+
+
+@triton.jit
+def write_exponentials(
+    out_row_ptr, row_ptr, row_max, scale, softcap, inverse_temperature, V: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``exp(z - row_max)`` of a whole row."""
+    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, V, LANES * VECTOR):
+        offs_v = start + offs
+        mask_v = offs_v < V
+        z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+        tl.store(out_row_ptr + offs_v, exp_of_difference(z, anchor).to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def write_gradient_of_piece(
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, mass, entropy, square,
+    smoothing, scale, softcap, inverse_temperature,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    is_here = (label >= first) & (label < last)
+    # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
+    _, target, target_slope = load_probabilities(
+        row_ptr, label, is_here, lse, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP,
+        EXPONENTIALS,
+    )  # fmt: skip
+    target_gradient = mass * (1.0 - miss) - nll * miss
+    if HAS_ENTROPY:
+        target_gradient += tl.where(miss < 1.0, entropy * (1.0 - miss) * target, 0.0)
+    if HAS_SQUARE:
+        target_gradient += square * (1.0 - miss) * (1.0 - miss)
+    if HAS_SMOOTHING:
+        if HAS_CLASS_WEIGHT:
+            target_gradient -= smoothing * tl.load(class_weight_ptr + label, mask=is_here, other=0.0).to(dtype)
+        else:
+            target_gradient -= smoothing
+    if TRANSFORMS:
+        target_gradient *= target_slope
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        mask_v = offs_v < last
+        p, z, slope = load_probabilities(
+            row_ptr, offs_v, mask_v, lse, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP,
+            EXPONENTIALS,
+        )  # fmt: skip
+        gradient = (nll + mass) * p
+        if HAS_ENTROPY:
+            gradient += tl.where(p > 0.0, entropy * p * z, 0.0)
+        if HAS_SQUARE:
+            gradient += square * p * p
+        if HAS_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+            else:
+                gradient -= smoothing
+        if TRANSFORMS:
+            gradient *= slope
+        tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+    tl.debug_barrier()
+    tl.store(out_row_ptr + label, target_gradient.to(out_row_ptr.dtype.element_ty), mask=is_here)
+
+
+@triton.jit
+def write_zeros_of_piece(
+    out_row_ptr, first, last, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """The gradient of a token that counts nothing, whose logits need not be finite: they are not read."""
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    zeros = tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty)
+    for start in range(0, PIECE, LANES * VECTOR):
+        offs_v = first + start + offs
+        tl.store(out_row_ptr + offs_v, zeros, mask=offs_v < last)
+
+
+def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """What :func:`load_logits` needs of ``options`` and of each token's temperature, for logits of ``dtype``."""
+    is_identity = options.softcap is None and options.logit_scale == 1.0 and options.temperature == 1.0
+    inverse: Any = 1.0 / options.temperature
+    if temperature_T is not None:
+        inverse = temperature_T.to(statistics_dtype(dtype)).reciprocal()
+    return {
+        "scale": options.logit_scale,
+        "softcap": options.softcap or 1.0,
+        "inverse_temperature": inverse,
+        "PER_TOKEN": temperature_T is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "TRANSFORMS": not is_identity or temperature_T is not None,
+    }
+
+
+def tile_arguments(logits_TV: Tensor, most_columns: int | None = None) -> dict[str, Any]:
+    """Tiles of at most 16 KiB and ``most_columns``, and the launch that suits them."""
+    vector = 16 // logits_TV.element_size()
+    columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2**14 // logits_TV.element_size())
+    columns = columns if most_columns is None else min(columns, most_columns)
+    return {
+        "VECTOR": vector,
+        "LANES": max(columns // vector, 1),
+        "FP64": logits_TV.dtype == torch.float64,
+        "num_warps": 8 if columns * logits_TV.element_size() >= 2**13 else 4,
+        # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
+        # for NVIDIA's GPUs alone.
+        **({"maxnreg": 64} if logits_TV.device.type != "xpu" and torch.version.hip is None else {}),
+    }
+
+
+def transformed(logits_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    """``z`` of raw logits ``[T, ...]`` and its derivative, in the dtype of the statistics."""
+    dtype = statistics_dtype(logits_TV.dtype)
+    scaled = logits_TV.to(dtype) * options.logit_scale
+    temperature: Tensor | float = options.temperature
+    if temperature_T is not None:
+        temperature = temperature_T.to(dtype).reshape(-1, *(1 for _ in logits_TV.shape[1:]))
+    slope: Tensor | float = 1.0
+    if options.softcap is not None:
+        tanh = torch.tanh(scaled / options.softcap)
+        scaled, slope = options.softcap * tanh, 1.0 - tanh * tanh
+    return scaled / temperature, slope * (options.logit_scale / temperature)
+
+
+def slope_of(z_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> Tensor | float:
+    """The derivative of z by the raw logit, from z."""
+    temperature: Tensor | float = options.temperature
+    if temperature_T is not None:
+        temperature = temperature_T.to(z_TV.dtype)[:, None]
+    slope: Tensor | float = options.logit_scale / temperature
+    if options.softcap is not None:
+        slope = slope * (1.0 - (z_TV * temperature / options.softcap).square().clamp(max=1.0))
+    return slope

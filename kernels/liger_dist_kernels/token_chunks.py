@@ -1,0 +1,180 @@
+"""How tokens are cut: chunks of tokens with what they are scored with, and tiles of a block of logits.
+
+Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk, K chosen classes of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+DEFAULT_MEMORY_BUDGET = 2**30
+TILE_ROWS, TILE_COLUMNS = 4096, 8192
+"""Tokens and classes whose logits exist at once where no gradient is made: 64 MiB of bf16. On an H200 (D = 2048 and
+4096, V = 128256) larger and smaller ones are slower, and products of this size as fast as one over all classes."""
+SMALLEST_TILE = 128
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How the tokens are cut: ``num_chunks`` chunks of ``rows`` tokens, the last one possibly shorter."""
+
+    rows: int
+    num_chunks: int
+
+
+def plan_chunks(num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None) -> ChunkPlan:
+    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (default 1 GiB; a single token
+    may exceed it). A function of shapes alone.
+
+    Few, because every chunk reads the weight again and, from the third on, an fp32 sum of weight gradients as well,
+    which is larger than the buffer: two chunks of 1 GiB take less memory than four of 512 MiB.
+    """
+    if num_tokens == 0:
+        return ChunkPlan(rows=0, num_chunks=0)
+    budget = DEFAULT_MEMORY_BUDGET if memory_budget is None else memory_budget
+    num_chunks = -(-num_tokens // max(1, budget // (vocab_size * itemsize)))
+    rows = -(-num_tokens // num_chunks)
+    return ChunkPlan(rows=rows, num_chunks=-(-num_tokens // rows))
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """How a block of logits is cut: tiles of ``rows`` tokens and ``columns`` classes, a power of two."""
+
+    rows: int
+    columns: int
+
+    def row_slices(self, num_rows: int) -> Iterator[slice]:
+        """The tokens of each tile; one of none without any token."""
+        return (slice(start, min(start + self.rows, num_rows)) for start in range(0, max(num_rows, 1), self.rows))
+
+    def column_slices(self, num_columns: int) -> list[slice]:
+        """The classes of each tile; one of none without any class."""
+        starts = range(0, max(num_columns, 1), self.columns)
+        return [slice(start, min(start + self.columns, num_columns)) for start in starts]
+
+
+def plan_tiles(num_rows: int, num_columns: int, itemsize: int, memory_budget: int | None, *, rows: int) -> TilePlan:
+    """Tiles of at most ``rows`` tokens and ``TILE_COLUMNS`` classes, fewer where they would exceed ``memory_budget``
+    bytes (a tile of one token and ``SMALLEST_TILE`` classes may)."""
+    rows = max(1, min(rows, num_rows))
+    columns = min(TILE_COLUMNS, 2 ** max(num_columns - 1, 0).bit_length())
+    if memory_budget is not None:
+        rows = max(1, min(rows, memory_budget // (SMALLEST_TILE * itemsize)))
+        columns = min(columns, 2 ** max((memory_budget // (rows * itemsize)).bit_length() - 1, 0))
+    return TilePlan(rows=rows, columns=max(columns, SMALLEST_TILE))
+
+
+class TokenTargets(NamedTuple):
+    """What each token is scored with."""
+
+    labels_T: Tensor
+    """``[T]`` int64 in ``[0, V)``, or negative for an ignored token (the caller checks)"""
+    temperature_T: Tensor | None = None
+    """``[T]`` floating, above 0; None for the one in the options"""
+    token_ids_TK: Tensor | None = None
+    """``[T, K]`` int64 in ``[0, V)``, or negative: classes whose log-probabilities are asked for"""
+
+    def rows(self, rows: slice) -> TokenTargets:
+        """Those of some of the tokens."""
+        return TokenTargets(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
+
+    def of_slice(self, start: int, num_columns: int) -> TokenTargets:
+        """With classes relative to a slice of the vocabulary: a label outside of it becomes ``num_columns``, a negative
+        one stays."""
+        local_T = self.labels_T - start
+        is_here_T = (local_T >= 0) & (local_T < num_columns)
+        labels_T = torch.where(self.labels_T < 0, self.labels_T, torch.where(is_here_T, local_T, num_columns))
+        ids_TK = self.token_ids_TK
+        if ids_TK is not None:
+            ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - start)
+            ids_TK = torch.where(ids_TK < num_columns, ids_TK, -1)
+        return TokenTargets(labels_T, self.temperature_T, ids_TK)
+
+
+class TokenChunks(Protocol):
+    """The tokens that are scored, chunk by chunk (c tokens each), and the caller's share of them (T tokens).
+
+    For each chunk in order: :meth:`hidden`, :meth:`targets`; with gradients :meth:`gradients`, then
+    :meth:`gradient_buffer` and, when it has been written, :meth:`gradient_written`.
+    """
+
+    num_chunks: int
+    rows: int
+    """tokens of the largest chunk"""
+
+    def hidden(self, chunk: int) -> Tensor:
+        """``[c, D]``."""
+        ...
+
+    def targets(self, chunk: int) -> TokenTargets:
+        """Labels and classes in the full vocabulary."""
+        ...
+
+    def gradients(self, chunk: int) -> Any:
+        """Upstream gradients of the terms, or coefficients of the gradient, as they were given, each ``[c, ...]``."""
+        ...
+
+    def own_rows(self, chunk: int) -> slice:
+        """The rows of a chunk that are the caller's tokens."""
+        ...
+
+    def gradient_buffer(self, chunk: int) -> Tensor:
+        """``[c, D]``: where the hidden states' gradient of the chunk is written."""
+        ...
+
+    def gradient_written(self, chunk: int) -> None:
+        """The gradient buffer of the chunk has been written."""
+        ...
+
+    def hidden_gradient(self) -> Tensor:
+        """``[T, D]``, after the last chunk."""
+        ...
+
+
+class LocalTokens:
+    """Tokens that are all here: slices of ``hidden_TD``."""
+
+    def __init__(
+        self, hidden_TD: Tensor, targets: TokenTargets, gradients: Any = None, rows: int | None = None
+    ) -> None:
+        """``gradients`` is a named tuple of tensors ``[T, ...]``; ``rows`` is the number of tokens in a chunk, None for
+        one chunk."""
+        T = len(hidden_TD)
+        self.rows = T if rows is None else rows
+        self.num_chunks = 0 if T == 0 else -(-T // self.rows)
+        self._hidden_TD, self._targets, self._gradients = hidden_TD, targets, gradients
+        self._d_hidden_TD: Tensor | None = None
+
+    def _rows(self, chunk: int) -> slice:
+        return slice(chunk * self.rows, min((chunk + 1) * self.rows, len(self._hidden_TD)))
+
+    def hidden(self, chunk: int) -> Tensor:
+        return self._hidden_TD[self._rows(chunk)]
+
+    def targets(self, chunk: int) -> TokenTargets:
+        return self._targets.rows(self._rows(chunk))
+
+    def gradients(self, chunk: int) -> Any:
+        rows = self._rows(chunk)
+        return type(self._gradients)(*(None if field is None else field[rows] for field in self._gradients))
+
+    def own_rows(self, chunk: int) -> slice:
+        return slice(None)
+
+    def gradient_buffer(self, chunk: int) -> Tensor:
+        if self._d_hidden_TD is None:
+            hidden_TD = self._hidden_TD
+            self._d_hidden_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        return self._d_hidden_TD[self._rows(chunk)]
+
+    def gradient_written(self, chunk: int) -> None:
+        pass
+
+    def hidden_gradient(self) -> Tensor:
+        return torch.zeros_like(self._hidden_TD) if self._d_hidden_TD is None else self._d_hidden_TD
