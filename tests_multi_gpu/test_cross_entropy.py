@@ -19,6 +19,7 @@ from liger_dist_kernels import (
     LossOptions,
     SoftmaxStatistics,
     TokenGradients,
+    TokenOutputs,
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_fwd_bwd,
@@ -166,7 +167,7 @@ def test_statistics_of_slices_make_those_of_whole_rows(bounds: tuple[int, ...], 
         logits[5, :60] = float("-inf")
     described: dict[str, Any] = {
         "options": LossOptions(label_smoothing=smoothing),
-        "with_entropy": True,
+        "outputs": TokenOutputs(entropy=True, sum_sq_prob=True),
         "backend": backend,
     }
     slices = []

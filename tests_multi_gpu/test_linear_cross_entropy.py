@@ -13,7 +13,7 @@ import liger_dist
 from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist_kernels import GradientNeeds, LossOptions, TokenGradients
+from liger_dist_kernels import GradientNeeds, Scoring, TokenGradients, TokenTargets
 from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -454,13 +454,11 @@ def test_the_weights_gradient_is_added_to_a_sum_of_the_callers(rows: int, backen
     result = linear_cross_entropy_kernel(
         hidden.detach(),
         weight.detach(),
-        labels,
+        TokenTargets(labels),
         gradients=TokenGradients(scale, None),
-        options=LossOptions(),
+        scoring=Scoring(memory_budget=rows * 37 * 2, backend=backend),
         needs=GradientNeeds(weight=True),
         weight_gradient_VD=total,
-        memory_budget=rows * 37 * 2,
-        backend=backend,
     )
     truth, leaves = truth_of(hidden, weight, None, labels)
     (want,) = torch.autograd.grad(truth.loss, leaves[1])

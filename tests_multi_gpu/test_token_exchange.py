@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
-from test_vocab_parallel import CASES, D
+from test_vocab_parallel import CASES, PLAIN, D, output_error, tensors_of_tokens
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
@@ -100,25 +100,29 @@ def errors_of(
         labels = torch.randint(vocab_size, (count,), generator=generator).to(device)
         labels[::4] = -100
         token_weight = random(count).abs() if has_token_weight else None
-        upstream = {name: random(count) for name in ("loss", "log_prob", "entropy")}
+        given = case | tensors_of_tokens(case, count, vocab_size, generator)
+        upstream = {name: random(count) for name in ("loss", "log_prob", "entropy", "sum_sq_prob")}
+        upstream["log_prob_at"] = random(count, 3)
         if case.get("reduction") != "none":
             upstream["loss"] = scale
         truth = cross_entropy_truth(
-            hidden @ whole[0].T + whole[1], labels, class_weight=class_weight, token_weight=token_weight, **case
+            hidden @ whole[0].T + whole[1], labels, class_weight=class_weight, token_weight=token_weight, **given
         )
         objective = objective + weighted_sum(truth, outputs, upstream)
-        all_ranks.append((hidden, labels, token_weight, upstream, truth))
+        all_ranks.append((hidden, labels, token_weight, upstream, truth, given))
     objective.backward()
 
-    hidden, labels, token_weight, upstream, truth = all_ranks[rank]
+    hidden, labels, token_weight, upstream, truth, given = all_ranks[rank]
     shard, own = shard_of(vocab_size, divide_factor=factor)
     mine = [hidden.detach().clone(), weight[own].clone(), bias[own].clone()]
     for tensor, need in zip(mine, needs, strict=True):
         tensor.requires_grad_(bool(need))
     rows = max(-(-max(counts) // num_chunks), 1)
-    plain = {key: case.pop(key) for key in ("reduction", "num_items_in_batch") if key in case}
+    plain = {key: given.pop(key) for key in PLAIN if key in given}
     weights = {"class_weight": class_weight, "token_weight": token_weight}
-    options = LossOptions(**case, mean_logit="mean_logit" in outputs)
+    if isinstance(given.get("temperature"), Tensor):
+        weights["temperature"] = given.pop("temperature")
+    options = LossOptions(**given)
     loss = LossArguments(options=options, outputs=outputs, **weights, **plain)
     execution = Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8)
     bias_used = mine[2] if has_bias else None
@@ -128,8 +132,7 @@ def errors_of(
     expected = [hidden.grad, whole[0].grad[own] / factor, whole[1].grad[own] / factor]  # type: ignore[index]
     names = ("hidden states", "weight", "bias" if has_bias else "")
     return gradient_errors(mine, expected, names) | {
-        output: relative_error(getattr(result, output).double(), getattr(truth, output).double())
-        for output in ("loss", *outputs)
+        output: output_error(result, truth, output) for output in ("loss", *outputs)
     }
 
 

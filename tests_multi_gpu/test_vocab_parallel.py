@@ -20,6 +20,8 @@ from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import LossOptions
 
 T, D = 13, 8
+PLAIN = ("reduction", "num_items_in_batch", "token_ids", "top_k")
+"""arguments of a loss that are no numbers of its formula"""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -33,6 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
     "log-probabilities and entropy": {
         "outputs": ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit"),
         "z_loss": 0.1,
+    },
+    "every output, temperatures of tokens": {
+        "outputs": ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit"),
+        "temperature": True,
+        "token_ids": 3,
+        "top_k": 3,
+        "softcap": 3.0,
     },
     "bias": {"bias": True},
     "everything": {
@@ -70,8 +79,9 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     labels[::4] = -100
     class_weight = random(vocab_size).abs() if case.pop("class_weight", False) else None
     token_weight = random(T).abs() if case.pop("token_weight", False) else None
-    upstream = {"loss": random(T) if case.get("reduction") == "none" else random(), "log_prob": random(T)}
-    upstream["entropy"] = random(T)
+    case |= tensors_of_tokens(case, T, vocab_size, generator)
+    upstream = {"loss": random(T) if case.get("reduction") == "none" else random()}
+    upstream |= {name: random(T) for name in ("log_prob", "entropy", "sum_sq_prob")} | {"log_prob_at": random(T, 3)}
     if not case.pop("bias", False):
         bias = torch.zeros_like(bias)
         bias_used = None
@@ -90,7 +100,8 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
     mine = [hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()]
     mine.append(bias[own].clone().requires_grad_())
-    plain = {key: case.pop(key) for key in ("reduction", "num_items_in_batch") if key in case}
+    plain = {key: case.pop(key) for key in PLAIN if key in case}
+    temperature = case.pop("temperature") if isinstance(case.get("temperature"), Tensor) else None
     result = vocab_parallel_linear_cross_entropy(
         mine[0],
         mine[1],
@@ -98,7 +109,8 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         labels,
         shard=VocabularyShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
         loss=LossArguments(
-            options=LossOptions(**case, mean_logit="mean_logit" in outputs),
+            options=LossOptions(**case),
+            temperature=temperature,
             class_weight=class_weight,
             token_weight=token_weight,
             outputs=outputs,
@@ -113,10 +125,30 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         errors[f"gradient {len(errors)}"] = relative_error(tensor.grad, gradient)  # type: ignore[arg-type]
     if bias_used is not None:
         errors["gradient of the bias"] = relative_error(mine[2].grad, whole[2].grad[own])  # type: ignore[arg-type,index]
-    for output in outputs:
-        actual, wanted = getattr(result, output), getattr(truth, output)
-        errors[output] = relative_error(actual.double(), wanted.double())
-    return errors
+    return errors | {output: output_error(result, truth, output) for output in outputs}
+
+
+def tensors_of_tokens(case: dict[str, Any], count: int, vocab_size: int, generator: torch.Generator) -> dict[str, Any]:
+    """Temperatures and chosen classes for a case that asks for them: one class twice, and none for some tokens."""
+    if "token_ids" not in case:
+        return {}
+    device = compute_device()
+    ids = torch.randint(vocab_size, (count, case["token_ids"]), generator=generator).to(device)
+    ids[:, 1] = ids[:, 0]
+    ids[::3, 2] = -1
+    temperature = 0.5 + torch.rand(count, generator=generator, dtype=torch.float64).to(device)
+    return {"token_ids": ids, "temperature": temperature}
+
+
+def output_error(result: Any, truth: Any, name: str) -> float:
+    """Of one output; of the likeliest classes, their log-probabilities and the remainder."""
+    actual, wanted = getattr(result, name), getattr(truth, name)
+    if name != "top_k":
+        return relative_error(actual.double(), wanted.double())
+    assert torch.equal(actual.ids, wanted.ids)
+    # Three classes of three leave no remainder.
+    remainder = float((actual.remainder - wanted.remainder).abs().max()) if len(actual.remainder) else 0.0
+    return max(relative_error(actual.log_prob, wanted.log_prob), remainder)
 
 
 def test_the_op_refuses_a_weight_that_is_sharded(workers_2: Workers) -> None:

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_dist.losses.arguments import TopK
+
+DIFFERENTIABLE = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -21,13 +25,16 @@ class Truth:
     is_top1: Tensor
     z_loss: Tensor
     mean_logit: Tensor
+    sum_sq_prob: Tensor
+    log_prob_at: Tensor | None
+    top_k: TopK | None
 
 
-def transformed(logits: Tensor, *, softcap: float | None, logit_scale: float, temperature: float) -> Tensor:
+def transformed(logits: Tensor, *, softcap: float | None, logit_scale: float, temperature: Any) -> Tensor:
     scaled = logits * logit_scale
     if softcap is not None:
         scaled = softcap * torch.tanh(scaled / softcap)
-    return scaled / temperature
+    return scaled / (temperature[:, None].double() if isinstance(temperature, Tensor) else temperature)
 
 
 def cross_entropy_truth(
@@ -39,7 +46,9 @@ def cross_entropy_truth(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
+    token_ids: Tensor | None = None,
+    top_k: int | None = None,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     reduction: str = "mean",
@@ -71,6 +80,14 @@ def cross_entropy_truth(
     else:
         z_term = z_losses
         loss = losses + z_losses
+    at = top = None
+    if token_ids is not None:
+        is_one = valid[:, None] & (token_ids >= 0)
+        at = log_probs.gather(1, token_ids.clamp_min(0)).where(is_one, 0.0)
+    if top_k is not None:
+        values, ids = log_probs.topk(top_k)
+        remainder = (1.0 - values.exp().sum(-1)).where(valid, 0.0)
+        top = TopK(ids.where(valid[:, None], 0), values.where(valid[:, None], 0.0), remainder)
     return Truth(
         loss=loss,
         log_prob=log_probs.gather(1, safe[:, None])[:, 0].where(valid, 0.0),
@@ -78,6 +95,9 @@ def cross_entropy_truth(
         is_top1=valid & (z.gather(1, safe[:, None])[:, 0] >= z.amax(-1)),
         z_loss=z_term,
         mean_logit=z.mean(-1).where(valid, 0.0),
+        sum_sq_prob=log_probs.exp().square().sum(-1).where(valid, 0.0),
+        log_prob_at=at,
+        top_k=top,
     )
 
 
@@ -91,5 +111,5 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def weighted_sum(result: Any, outputs: Sequence[str], upstream: dict[str, Tensor]) -> Tensor:
     """A scalar whose gradient reaches the loss and the differentiable ``outputs`` of a result."""
-    names = ["loss", *(name for name in ("log_prob", "entropy") if name in outputs)]
+    names = ["loss", *(name for name in DIFFERENTIABLE if name in outputs)]
     return torch.stack([(getattr(result, name) * upstream[name]).sum() for name in names]).sum()

@@ -13,7 +13,8 @@ The gradient of a 16-bit product needs the probabilities in 16 bits, and the los
 logits exist for one tile of the vocabulary at a time: the sweep for the statistics also writes ``exp(z - m)`` in 16
 bits, where m is the row's maximum in that tile, and the gradient's sweep, which knows all of the row, multiplies them
 by ``exp(m - lse)``. Their relative error is that of rounding the gradient itself, whatever the size of the logits,
-while rounded logits would have an error of ``2**-9 * |z|``.
+while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those logits are
+computed again instead (:func:`.linear_cross_entropy.recompute_gradients`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from torch import Tensor
 from ._triton_utils import Backend, dense, runs_triton, statistics_dtype
 from .logit_rows import (
     inverse_temperature_of,
-    slope_of,
     statistics_of_piece,
     target_logit,
     tile_arguments,
@@ -374,8 +374,8 @@ def cross_entropy_bwd_reference(
     else:
         anchor_TV = anchors.max_NT.T.repeat_interleave(anchors.columns, 1)[:, : logits_TV.shape[1]]
         p_TV = logits_TV.to(anchor_TV.dtype) * (anchor_TV - coefficients.lse_T[:, None]).exp()
-        z_TV = p_TV.log() + coefficients.lse_T[:, None]
-        slope = slope_of(z_TV, options, temperature_T)
+        # Without a soft-cap the derivative is that of any logit.
+        z_TV, (_, slope) = p_TV, transformed(logits_TV[:, :1], options, temperature_T)
     nll_T1 = coefficients.nll_T[:, None]
     gradient_TV = torch.where(_is_target(logits_TV, labels_T), -nll_T1 * coefficients.miss_T[:, None], nll_T1 * p_TV)
     if coefficients.mass_T is not None:

@@ -68,6 +68,10 @@ class Scoring:
         """True if the logits of ``hidden`` are wider than it."""
         return self.logits_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
+    def needs_recomputation(self, hidden: Tensor) -> bool:
+        """True if :func:`score_with_gradients` does not do it; see [Note: Exponentials of fp32 logits]."""
+        return self.keeps_fp32(hidden) and self.options.softcap is not None
+
 
 class LinearCrossEntropyResult(NamedTuple):
     """Per-token terms, and the gradients that were asked for (None otherwise)."""
@@ -187,13 +191,19 @@ def score_with_gradients(
     weight_gradient_VD: Tensor | None = None,
 ) -> LinearCrossEntropyResult:
     """The terms of the caller's own tokens, and the gradients for upstream gradients of the loss alone
-    (``tokens.gradients`` are :class:`TokenGradients` of the cross entropy and of the z-loss)."""
+    (``tokens.gradients`` are :class:`TokenGradients` of the cross entropy and of the z-loss).
+
+    Raises:
+        ValueError: fp32 logits of 16-bit operands with a soft-cap.
+    """
     weight_VD = head.weight_VD
     sums = _GradientSums(head, needs, tokens.num_chunks, weight_gradient_VD)
     parts, buffer_cV = [], None
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
         operands = head.operands(hidden_cD.dtype)
+        if scoring.needs_recomputation(hidden_cD):
+            raise ValueError("soft-capped fp32 logits of 16-bit operands need recompute_gradients.")
         if buffer_cV is None:
             buffer_cV = hidden_cD.new_empty((max(tokens.rows, len(hidden_cD)), weight_VD.shape[0]))
         d_logits_cV = buffer_cV[: len(hidden_cD)]

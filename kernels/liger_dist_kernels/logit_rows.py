@@ -51,17 +51,13 @@ def load_probabilities(
     row_ptr, offs_v, mask_v, lse, anchor, scale, softcap, inverse_temperature, FP64: tl.constexpr,
     TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr,
 ):  # fmt: skip
-    """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``:
-    then ``z`` is not used, and the derivative has the exponentials' precision."""
+    """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``
+    without a soft-cap: then ``z`` is not used."""
     if EXPONENTIALS:
         dtype = tl.float64 if FP64 else tl.float32
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
         p = e * exp_of_difference(anchor, lse)
-        slope = p * 0.0 + inverse_temperature * number(scale, dtype)
-        if HAS_SOFTCAP:
-            tanh = (tl.log(tl.maximum(e, 1e-30)) + anchor) / (inverse_temperature * number(softcap, dtype))
-            slope *= 1.0 - tl.minimum(tanh * tanh, 1.0)
-        return p, p, slope
+        return p, p, p * 0.0 + inverse_temperature * number(scale, dtype)
     z, slope = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
     return exp_of_difference(z, lse), z, slope
 
@@ -254,14 +250,3 @@ def transformed(logits_TV: Tensor, options: LossOptions, temperature_T: Tensor |
         tanh = torch.tanh(scaled / options.softcap)
         scaled, slope = options.softcap * tanh, 1.0 - tanh * tanh
     return scaled / temperature, slope * (options.logit_scale / temperature)
-
-
-def slope_of(z_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> Tensor | float:
-    """The derivative of z by the raw logit, from z."""
-    temperature: Tensor | float = options.temperature
-    if temperature_T is not None:
-        temperature = temperature_T.to(z_TV.dtype)[:, None]
-    slope: Tensor | float = options.logit_scale / temperature
-    if options.softcap is not None:
-        slope = slope * (1.0 - (z_TV * temperature / options.softcap).square().clamp(max=1.0))
-    return slope

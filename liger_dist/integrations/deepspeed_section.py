@@ -32,7 +32,7 @@ class Section(BaseModel):
     memory_budget: int | None = Field(None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB")
     logits_dtype: Literal["float32", "fp32_operands"] | None = Field(
         None,
-        description="float32: fp32 logits of 16-bit operands; fp32_operands: operands too; null: the operands' own",
+        description="float32: fp32 logits of 16-bit operands; fp32_operands: those too; null: the operands' own",
     )
     max_valid_tokens: int | None = Field(
         None, gt=0, description="inside a CUDA graph: tokens with a label that the loss computes; null: all"

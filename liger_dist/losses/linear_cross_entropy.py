@@ -259,27 +259,28 @@ def _problem(
         bias=grad and bias is not None and bias.requires_grad,
     )
     is_scalar = needs.any and loss.reduction != "none" and not loss.differentiable_outputs
-    number, may_hold = 0, True
-    if is_scalar and needs.weight and execution.pending is not None:
-        number, may_hold = execution.pending.begin()
+    scoring = Scoring(
+        options=loss.options,
+        outputs=token_outputs(loss),
+        top_k=loss.top_k,
+        class_weight_V=loss.class_weight,
+        logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
+        memory_budget=execution.memory_budget,
+        backend=execution.backend,
+    )
+    in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD), 0
+    if in_forward and needs.weight and execution.pending is not None:
+        number, in_forward = execution.pending.begin()
     return Problem(
         targets=targets.with_loss(loss.temperature, loss.token_ids, shape),
         scales=_scales(targets, hidden_TD, rows, loss, execution),
         loss=loss,
         execution=execution,
-        scoring=Scoring(
-            options=loss.options,
-            outputs=token_outputs(loss),
-            top_k=loss.top_k,
-            class_weight_V=loss.class_weight,
-            logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
-            memory_budget=execution.memory_budget,
-            backend=execution.backend,
-        ),
+        scoring=scoring,
         needs=needs,
         rows=rows,
         number=number,
-        gradients_in_forward=is_scalar and may_hold,
+        gradients_in_forward=in_forward,
     )
 
 
