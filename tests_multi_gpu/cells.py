@@ -11,6 +11,8 @@ import torch
 from models import make_model
 from torch import nn
 
+from liger_dist.config import LogitsDtype
+
 LEARNING_RATE = 0.1
 
 
@@ -103,6 +105,9 @@ class Use:
     many_chunks: bool = False
     forwards: int = 1
     """before one backward"""
+    policy: bool = False
+    """True for an objective of log-probabilities, entropies and squared probabilities beside the loss"""
+    logits_dtype: LogitsDtype = None
     unused_parameters: bool = False
     then: Literal["", "evaluate", "generate"] = ""
     """after training"""
@@ -148,6 +153,9 @@ USE: dict[str, Use] = {
     "MLP tiles, checkpointing": Use(mlp_tiles=True, checkpointing=True),
     "many chunks": Use(many_chunks=True),
     "two forwards": Use(forwards=2),
+    "policy outputs": Use(policy=True, many_chunks=True),
+    "fp32 logits": Use(logits_dtype=torch.float32),
+    "fp32 operands": Use(logits_dtype="fp32_operands"),
     "unused parameters": Use(unused_parameters=True),
 }
 
@@ -206,6 +214,8 @@ class Cell:
             options["token_mean"] = "global"
         if self.used.many_chunks:
             options["memory_budget"] = 3 * 101 * 8
+        if self.used.logits_dtype is not None and self.fused:
+            options["logits_dtype"] = self.used.logits_dtype
         if self.used.mlp_tiles:
             options["mlp_tile_tokens"] = 7
         return options
@@ -376,6 +386,7 @@ USES = (
     "MLP tiles, checkpointing",
     "many chunks",
     "two forwards",
+    "policy outputs",
 )
 
 
@@ -443,7 +454,7 @@ def _refusal(cell: Cell) -> str:
 
 CELLS = _cells()
 
-PRECISION = [
+BF16 = [
     _fsdp1(by_others=False, bf16=True),
     _fsdp1(use_orig_params=False, bf16=True),
     _fsdp1(own_unit=True, bf16=True),
@@ -452,6 +463,10 @@ PRECISION = [
     _fsdp2(rows=True, bf16=True),
     _fsdp2(axes=GRID, bf16=True),
     *(_zero(stage, bf16=True) for stage in range(4)),
+]
+PRECISION = [
+    *BF16,
+    *(replace(cell, use=use) for cell in BF16 for use in ("fp32 logits", "fp32 operands")),
     *(
         replace(cell, data=data)
         for cell in (_fsdp1(by_others=False, bf16=True), _fsdp2(bf16=True), _zero(3, bf16=True))

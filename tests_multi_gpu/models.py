@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from truth import cross_entropy_truth
 
 from liger_dist.sharding.process_groups import compute_device
 
@@ -152,6 +154,52 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
         logits, labels = model(**inputs, use_cache=False).logits[:, :-1], labels[:, 1:]
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
     return total, int((labels != -100).sum())
+
+
+def policy_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Keywords of a call that asks for every differentiable output, with a temperature and three classes for each
+    token: one of them twice, and none for some."""
+    generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 1000)
+    shape = batch["labels"].shape
+    ids = torch.randint(VOCAB_SIZE, (*shape, 3), generator=generator)
+    ids[..., 1] = ids[..., 0]
+    ids[:, ::3, 2] = -1
+    temperature = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
+    return {
+        "temperature": temperature.to(compute_device()),
+        "token_ids": ids.to(compute_device()),
+        "outputs": POLICY_OUTPUTS,
+        "differentiable": True,
+    }
+
+
+def policy_objective(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A sum over the outputs of one rank's tokens, with factors of either sign for each."""
+    generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 997)
+    total = torch.zeros((), dtype=torch.float64, device=compute_device())
+    for name in POLICY_OUTPUTS:
+        values = getattr(output, name)
+        total = total + (torch.randn(values.shape, generator=generator).to(values) * values).sum()
+    return total
+
+
+POLICY_OUTPUTS = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
+
+
+def true_policy_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The sum of token losses and of :func:`policy_objective`, from the logits of the unwrapped ``model``."""
+    given, labels = policy_arguments(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    truth = cross_entropy_truth(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        temperature=given["temperature"].flatten(),
+        token_ids=given["token_ids"].flatten(0, 1),
+        reduction="sum",
+    )
+    values = {name: getattr(truth, name).unflatten(0, labels.shape) for name in POLICY_OUTPUTS}
+    output = SimpleNamespace(**values)
+    return truth.loss + policy_objective(output, batch), int((labels != -100).sum())
 
 
 def full(tensor: Tensor) -> Tensor:

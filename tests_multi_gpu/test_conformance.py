@@ -18,7 +18,7 @@ from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world
 from harness import InThisProcess, Workers
 from layouts import SESSIONS, Session
 from matrix import Matrix, Outcomes
-from models import make_batch, true_loss_sum
+from models import make_batch, policy_arguments, policy_objective, true_loss_sum, true_policy_sum
 from torch import Tensor, nn
 
 MATRIX_FILE = Path(__file__).parent.parent / "docs" / "support_matrix.md"
@@ -186,11 +186,15 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
         extra: dict[str, Any] = {"num_items_in_batch": items} if cell.given.passes_items else {}
         if cell.given.passes_shifted:
             extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        if cell.used.policy:
+            extra |= policy_arguments(batch)
         output = session.forward(batch, outside=cell.used.outside, **extra)
         assert not (cell.fused and hasattr(output, "logits"))
         assert output.loss.dtype in (torch.float32, torch.float64)
-        losses.append(output.loss.detach())
         loss: Tensor = output.loss
+        if cell.used.policy:
+            loss = loss + policy_objective(output, batch) / max(count_valid([[batch]]), 1)
+        losses.append(loss.detach())
         return loss if cell.given.passes_items else loss / (len(mine) / cell.layout.get("accumulation", 1))
 
     if cell.used.forwards > 1:
@@ -217,7 +221,8 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     for rank_batches in batches:
         reports.append([])
         for micro, batch in enumerate(rank_batches):
-            total, count = true_loss_sum(reference, batch)
+            true_sum = true_policy_sum if cell.used.policy else true_loss_sum
+            total, count = true_sum(reference, batch)
             if cell.given.passes_items:
                 loss, factor = total * world / count_valid(batches), 1
             elif cell.given.global_mean:

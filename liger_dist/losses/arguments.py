@@ -159,7 +159,7 @@ def loss_arguments(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-    temperature: Tensor | float,
+    temperature: Tensor | Sequence[float] | float,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     num_items_in_batch: Tensor | float | None,
@@ -175,6 +175,8 @@ def loss_arguments(
         LigerDistError: an option of :class:`LossOptions` that is out of its range.
     """
     names = as_output_names(outputs)
+    if isinstance(temperature, Sequence):
+        temperature = torch.tensor(temperature, dtype=torch.float32)
     try:
         options = LossOptions(
             ignore_index=ignore_index,
@@ -237,6 +239,12 @@ def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> N
         raise LigerDistError(
             f"temperature has shape {tuple(temperature.shape)} and labels have shape {tuple(labels_shape)}; expected "
             "one number for each token or each sequence, the labels' shape or its first dimensions."
+        )
+    if temperature.element_size() < 4:
+        raise LigerDistError(
+            f"temperature has dtype {temperature.dtype}, in which 0.7 is {torch.tensor(0.7, dtype=temperature.dtype)}; "
+            "expected fp32 or fp64. FSDP with mixed precision casts floating arguments of a model that it wraps: give "
+            "a number, or a list of numbers, one for each sequence; or set cast_forward_inputs=False in its policy."
         )
     is_valid = (torch.isfinite(temperature) & (temperature > 0)).all()
     sentence = "temperature has a number that is not finite or not above 0; expected divisors of logits"
