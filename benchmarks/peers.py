@@ -89,3 +89,40 @@ def quack(use_scaled_exp: bool | None = None) -> Loss:
         )
 
     return loss
+
+
+Outputs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def log_probs() -> list[tuple[str, Outputs, str]]:
+    """Name, ``log_prob_and_entropy(hidden_TD, weight_VD, labels_T)`` and dtype of the logits."""
+    found: list[tuple[str, Outputs, str]] = []
+    if find_spec("liger_kernel"):
+        found.append(("512-token chunks (verl's fallback, in Liger)", liger_log_probs("fallback"), "fp32 copy of bf16"))
+        if find_spec("cutlass"):
+            found.append(("Liger scaled cross entropy (CuTe)", liger_log_probs("native"), "fp32 logits"))
+    if find_spec("trl"):
+        found.append(("TRL", trl_log_probs, "bf16 logits"))
+    return found
+
+
+def liger_log_probs(kind: str) -> Outputs:
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
+
+    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if kind == "fallback":
+            nll, entropy = module._FusedLinearPPOFallbackFunction.apply(hidden, weight, labels, 1.0, -100, True)
+        else:
+            nll, entropy = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
+                hidden, weight, labels, return_entropy=True
+            )
+        return -nll, entropy
+
+    return outputs
+
+
+def trl_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    found = ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
+    return found[0], found[1]
