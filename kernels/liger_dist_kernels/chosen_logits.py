@@ -44,26 +44,27 @@ def choose_logits(
     token_ids_TK: Tensor | None,
     top_k: int,
     *,
-    start: int = 0,
     options: LossOptions,
+    first_class: int = 0,
     temperature_T: Tensor | None = None,
 ) -> ChosenLogits:
-    """``z`` of the classes ``token_ids_TK`` (int64, relative to these columns) and of the ``top_k`` largest ones (0 for
-    none); ``start`` is the vocabulary index of the first column."""
+    """``z`` of the classes ``token_ids_TK`` (int64 in the full vocabulary, negative for none) and of the ``top_k``
+    largest ones (0 for none); ``first_class`` is the vocabulary index of the first column."""
     V = logits_TV.shape[1]
     at_TK = top_Tk = top_ids_Tk = None
     if token_ids_TK is not None:
         at_TK = logits_TV.new_zeros(token_ids_TK.shape, dtype=statistics_dtype(logits_TV.dtype))
         if V > 0:
-            raw_TK = logits_TV.gather(1, token_ids_TK.clamp(0, V - 1))
-            is_here_TK = (token_ids_TK >= 0) & (token_ids_TK < V)
+            local_ids_TK = token_ids_TK - first_class
+            raw_TK = logits_TV.gather(1, local_ids_TK.clamp(0, V - 1))
+            is_here_TK = (local_ids_TK >= 0) & (local_ids_TK < V)
             at_TK = torch.where(is_here_TK, transformed(raw_TK, options, temperature_T)[0], 0.0)
     if top_k > 0:
         # The transform grows with the raw logit, or falls with it where the scale is negative.
         raw_Tk, ids_Tk = logits_TV.topk(min(top_k, V), largest=options.logit_scale > 0)
         missing = (0, top_k - ids_Tk.shape[1])
         top_Tk = pad(transformed(raw_Tk, options, temperature_T)[0], missing, value=float("-inf"))
-        top_ids_Tk = pad(ids_Tk + start, missing, value=0)
+        top_ids_Tk = pad(ids_Tk + first_class, missing, value=0)
     return ChosenLogits(at_TK, top_Tk, top_ids_Tk)
 
 

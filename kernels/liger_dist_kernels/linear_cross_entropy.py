@@ -241,15 +241,15 @@ def recompute_gradients(
         d_hidden = HiddenGradient(tokens.gradient_buffer(chunk), len(tiles)) if needs.hidden else None
         for number, columns in enumerate(tiles):
             v = columns.stop - columns.start
-            local = targets_c.of_slice(head.start + columns.start, v)
             bias_v = None if bias_V is None else bias_V[columns]
             d_logits_cv = cross_entropy_bwd(
                 write_logits(hidden_cD, weight_VD[columns], bias_v, logits[: c * v].view(c, v)),
-                local.labels_T,
+                targets_c.labels_T,
                 coefficients,
                 options=scoring.options,
-                temperature_T=local.temperature_T,
-                token_ids_TK=local.token_ids_TK,
+                first_class=head.start + columns.start,
+                temperature_T=targets_c.temperature_T,
+                token_ids_TK=targets_c.token_ids_TK,
                 class_weight_V=head.class_weight(scoring, columns),
                 out_TV=gradient[: c * v].view(c, v),
                 backend=scoring.backend,
@@ -273,30 +273,32 @@ def _logits_to_gradient(
     scoring: Scoring,
 ) -> tuple[SoftmaxStatistics, ChosenLogits]:
     """Statistics of full rows, and in ``d_logits_cV`` the gradient by the raw logits; None leaves it as it is."""
-    options, temperature_c, V = scoring.options, targets_c.temperature_T, d_logits_cV.shape[1]
-    local = targets_c.of_slice(head.start, V)
-    described: dict[str, Any] = {"options": options, "temperature_T": temperature_c, "backend": scoring.backend}
-    described["class_weight_V"] = head.class_weight(scoring)
-    anchors = None
+    options, labels_c, anchors = scoring.options, targets_c.labels_T, None
+    located: dict[str, Any] = {
+        "options": options,
+        "first_class": head.start,
+        "temperature_T": targets_c.temperature_T,
+    }
+    described: dict[str, Any] = {"class_weight_V": head.class_weight(scoring), "backend": scoring.backend}
     if scoring.keeps_fp32(hidden_cD):
         # See [Note: Exponentials of fp32 logits].
         statistics, chosen, anchors = _score_tiles(hidden_cD, operands, targets_c, head, scoring, d_logits_cV)
     else:
         write_logits(hidden_cD, *operands, d_logits_cV)
-        chosen = choose_logits(
-            d_logits_cV,
-            local.token_ids_TK,
-            scoring.top_k,
-            start=head.start,
-            options=options,
-            temperature_T=temperature_c,
-        )
+        chosen = choose_logits(d_logits_cV, targets_c.token_ids_TK, scoring.top_k, **located)
         if head.complete_statistics is None and upstream is not None:
+            del located["first_class"]
             statistics = cross_entropy_fwd_bwd(
-                d_logits_cV, targets_c.labels_T, upstream, outputs=scoring.outputs, out_TV=d_logits_cV, **described
+                d_logits_cV,
+                labels_c,
+                upstream,
+                outputs=scoring.outputs,
+                out_TV=d_logits_cV,
+                **located,
+                **described,
             )
             return statistics, chosen
-        statistics = cross_entropy_fwd(d_logits_cV, local.labels_T, outputs=scoring.outputs, **described)
+        statistics = cross_entropy_fwd(d_logits_cV, labels_c, outputs=scoring.outputs, **located, **described)
     statistics, chosen = _completed(statistics, chosen, head)
     if upstream is not None:
         full: dict[str, Any] = {
@@ -304,9 +306,11 @@ def _logits_to_gradient(
             "vocab_size": head.vocab_size,
             "class_weight_V": scoring.class_weight_V,
         }
-        terms = token_terms(statistics, targets_c.labels_T, **full, backend=scoring.backend)
-        coefficients = gradient_coefficients(terms, upstream, targets_c.labels_T, **full)
-        cross_entropy_bwd(d_logits_cV, local.labels_T, coefficients, anchors=anchors, out_TV=d_logits_cV, **described)
+        terms = token_terms(statistics, labels_c, **full, backend=scoring.backend)
+        coefficients = gradient_coefficients(terms, upstream, labels_c, **full)
+        cross_entropy_bwd(
+            d_logits_cV, labels_c, coefficients, anchors=anchors, out_TV=d_logits_cV, **located, **described
+        )
     return statistics, chosen
 
 
@@ -330,7 +334,11 @@ def _score_tiles(
         r = rows.stop - rows.start
         for columns in plan.column_slices(V):
             v = columns.stop - columns.start
-            local = targets_r.of_slice(head.start + columns.start, v)
+            located: dict[str, Any] = {
+                "options": scoring.options,
+                "first_class": head.start + columns.start,
+                "temperature_T": targets_r.temperature_T,
+            }
             logits_rv = write_logits(
                 hidden_cD[rows],
                 weight_VD[columns],
@@ -339,22 +347,14 @@ def _score_tiles(
             )
             statistics = cross_entropy_fwd(
                 logits_rv,
-                local.labels_T,
-                options=scoring.options,
-                temperature_T=local.temperature_T,
+                targets_r.labels_T,
                 class_weight_V=head.class_weight(scoring, columns),
                 outputs=scoring.outputs,
                 exponentials_TV=None if exponentials_cV is None else exponentials_cV[rows, columns],
                 backend=scoring.backend,
+                **located,
             )
-            chosen = choose_logits(
-                logits_rv,
-                local.token_ids_TK,
-                scoring.top_k,
-                start=head.start + columns.start,
-                options=scoring.options,
-                temperature_T=local.temperature_T,
-            )
+            chosen = choose_logits(logits_rv, targets_r.token_ids_TK, scoring.top_k, **located)
             tiles.append((statistics, chosen))
         stacked = _columns([statistics for statistics, _ in tiles], torch.stack)
         merged = merge_statistics(SoftmaxStatistics(*stacked), scoring.backend) if len(tiles) > 1 else tiles[0][0]

@@ -26,9 +26,8 @@ from .options import LossOptions
 def inverse_temperature_of(row, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
     """1 / temperature of a row: a number, or a vector with one for each token."""
     dtype = tl.float64 if FP64 else tl.float32
-    if PER_TOKEN:
-        return tl.load(inverse_temperature + row).to(dtype)
-    return number(inverse_temperature, dtype)
+    inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
+    return inverse
 
 
 @triton.jit
@@ -53,13 +52,17 @@ def load_probabilities(
 ):  # fmt: skip
     """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``
     without a soft-cap: then ``z`` is not used."""
+    dtype = tl.float64 if FP64 else tl.float32
     if EXPONENTIALS:
-        dtype = tl.float64 if FP64 else tl.float32
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
         p = e * exp_of_difference(anchor, lse)
-        return p, p, p * 0.0 + inverse_temperature * number(scale, dtype)
-    z, slope = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
-    return exp_of_difference(z, lse), z, slope
+        z, slope = p, p * 0.0 + inverse_temperature * number(scale, dtype)
+    else:
+        z, slope = load_logits(
+            row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
+        )
+        p = exp_of_difference(z, lse)
+    return p, z, slope
 
 
 @triton.jit
@@ -160,7 +163,7 @@ def write_gradient_of_piece(
     )  # fmt: skip
     target_gradient = mass * (1.0 - miss) - nll * miss
     if HAS_ENTROPY:
-        target_gradient += tl.where(miss < 1.0, entropy * (1.0 - miss) * target, 0.0)
+        target_gradient += entropy * (1.0 - miss) * tl.maximum(target, -1e30)
     if HAS_SQUARE:
         target_gradient += square * (1.0 - miss) * (1.0 - miss)
     if HAS_SMOOTHING:
@@ -179,7 +182,7 @@ def write_gradient_of_piece(
         )  # fmt: skip
         gradient = (nll + mass) * p
         if HAS_ENTROPY:
-            gradient += tl.where(p > 0.0, entropy * p * z, 0.0)
+            gradient += entropy * p * tl.maximum(z, -1e30)
         if HAS_SQUARE:
             gradient += square * p * p
         if HAS_SMOOTHING:

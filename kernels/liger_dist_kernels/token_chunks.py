@@ -84,18 +84,6 @@ class TokenTargets(NamedTuple):
         """Those of some of the tokens."""
         return TokenTargets(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
-    def of_slice(self, start: int, num_columns: int) -> TokenTargets:
-        """With classes relative to a slice of the vocabulary: a label outside of it becomes ``num_columns``, a negative
-        one stays."""
-        local_T = self.labels_T - start
-        is_here_T = (local_T >= 0) & (local_T < num_columns)
-        labels_T = torch.where(self.labels_T < 0, self.labels_T, torch.where(is_here_T, local_T, num_columns))
-        ids_TK = self.token_ids_TK
-        if ids_TK is not None:
-            ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - start)
-            ids_TK = torch.where(ids_TK < num_columns, ids_TK, -1)
-        return TokenTargets(labels_T, self.temperature_T, ids_TK)
-
 
 class TokenChunks(Protocol):
     """The tokens that are scored, chunk by chunk (c tokens each), and the caller's share of them (T tokens).
