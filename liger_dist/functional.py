@@ -66,7 +66,7 @@ def linear_cross_entropy(
         token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
         top_k: number of classes for "top_k".
         logits_dtype: see :class:`WrapConfig`.
-        memory_budget: bytes of the buffer of logits; None for 1 GiB, without gradients 64 MiB (128 MiB of fp32).
+        memory_budget: bytes of the buffer of logits; None for 1 GiB, without gradients 128 MiB (256 MiB of fp32).
         max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
             among them; an assertion on the device fails when more have one.
 

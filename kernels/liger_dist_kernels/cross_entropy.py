@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, runs_triton, statistics_dtype
+from ._triton_utils import Backend, dense, exp_of_difference, runs_triton, statistics_dtype
 from .logit_rows import (
     inverse_temperature_of,
+    load_logits,
     statistics_of_piece,
     target_logit,
     tile_arguments,
     transform_arguments,
     transformed,
-    write_exponentials,
     write_gradient_of_piece,
     write_zeros_of_piece,
 )
@@ -98,12 +98,12 @@ class Anchors(NamedTuple):
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, exponentials_ptr, stride_exponentials_t,
+    logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
     V: tl.constexpr, scale, softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, WRITES_EXPONENTIALS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_t
@@ -125,11 +125,45 @@ def _statistics_kernel(
         tl.store(weighted_sum_ptr + row, weighted_sum)
     if WITH_SQUARES:
         tl.store(square_other_ptr + row, square_other)
-    if WRITES_EXPONENTIALS:
-        write_exponentials(
-            exponentials_ptr + row * stride_exponentials_t, row_ptr, row_max, scale, softcap, inverse, V, LANES,
-            VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP,
-        )  # fmt: skip
+
+
+@triton.jit
+def _exponentials_kernel(
+    logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, exponentials_ptr, stride_exponentials_t,
+    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
+    V: tl.constexpr, scale, softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    # As _statistics_kernel, for rows of one tile: each logit is read once.
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int32) - first_class
+    inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
+    offs_v = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    mask_v = offs_v < V
+    z, _ = load_logits(
+        logits_ptr + row * stride_t, offs_v, mask_v, scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
+    )
+    row_max = tl.max(tl.max(z, 1))
+    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
+    e = exp_of_difference(z, anchor)
+    out_row_ptr = exponentials_ptr + row * stride_exponentials_t
+    tl.store(out_row_ptr + offs_v, e.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+    is_target = offs_v == label
+    e = tl.where(is_target, 0.0, e)
+    tl.store(max_ptr + row, row_max)
+    tl.store(sum_other_ptr + row, tl.sum(tl.sum(e, 1)))
+    tl.store(target_ptr + row, tl.sum(tl.sum(tl.where(is_target & mask_v, z, 0.0), 1)))
+    if WITH_ENTROPY:
+        tl.store(dot_other_ptr + row, tl.sum(tl.sum(e * tl.maximum(z - anchor, -1e4), 1)))
+    if WITH_SMOOTHING:
+        counted = tl.where(mask_v, z, 0.0)
+        if HAS_CLASS_WEIGHT:
+            counted *= tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
+        tl.store(weighted_sum_ptr + row, tl.sum(tl.sum(counted, 1)))
+    if WITH_SQUARES:
+        tl.store(square_other_ptr + row, tl.sum(tl.sum(e * e, 1)))
 
 
 @triton.jit
@@ -209,7 +243,7 @@ def cross_entropy_fwd(
         class_weight_V: ``[V]`` floating, used for label smoothing.
         outputs: also sum what these need.
         exponentials_TV: ``[T, V]`` of any floating dtype, where ``exp(z - max)`` is written; see [Note: Exponentials of
-            fp32 logits].
+            fp32 logits]. V is then small enough for one program, :data:`.token_chunks.TILE_COLUMNS`.
         backend: see :func:`runs_triton`.
     """
     T, V = logits_TV.shape
@@ -231,24 +265,24 @@ def cross_entropy_fwd(
     fields_6T = logits_TV.new_empty((6, T), dtype=statistics_dtype(logits_TV.dtype))
     labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
-        _statistics_kernel[(T,)](
-            logits_TV,
-            logits_TV.stride(0),
-            labels_T,
-            first_class,
-            class_weight_V if class_weight_V is not None else logits_TV,
-            exponentials_TV if exponentials_TV is not None else logits_TV,
-            exponentials_TV.stride(0) if exponentials_TV is not None else 0,
-            *fields_6T,
-            V,
-            WITH_ENTROPY=outputs.entropy,
-            WITH_SMOOTHING=outputs.sums_logits(options),
-            WITH_SQUARES=outputs.sum_sq_prob,
-            HAS_CLASS_WEIGHT=class_weight_V is not None,
-            WRITES_EXPONENTIALS=exponentials_TV is not None,
+        row: tuple[Any, ...] = (logits_TV, logits_TV.stride(0), labels_T, first_class)
+        row += (class_weight_V if class_weight_V is not None else logits_TV,)
+        described: dict[str, Any] = {
+            "WITH_ENTROPY": outputs.entropy,
+            "WITH_SMOOTHING": outputs.sums_logits(options),
+            "WITH_SQUARES": outputs.sum_sq_prob,
+            "HAS_CLASS_WEIGHT": class_weight_V is not None,
             **transform_arguments(options, temperature_T, logits_TV.dtype),
-            **tile_arguments(logits_TV, STATISTICS_COLUMNS),
-        )
+        }
+        if exponentials_TV is None:
+            described |= tile_arguments(logits_TV, STATISTICS_COLUMNS)
+            _statistics_kernel[(T,)](*row, *fields_6T, V, **described)
+        else:
+            vector = 16 // logits_TV.element_size()
+            lanes = max(triton.next_power_of_2(V) // vector, 1)
+            described |= {"VECTOR": vector, "LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
+            out = (exponentials_TV, exponentials_TV.stride(0))
+            _exponentials_kernel[(T,)](*row, *out, *fields_6T, V, **described)
     return statistics_of_fields(fields_6T, options, outputs)
 
 

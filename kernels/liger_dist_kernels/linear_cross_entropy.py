@@ -42,6 +42,7 @@ from .token_chunks import (
     TokenChunks,
     TokenTargets,
     plan_chunks,
+    plan_exponentials,
     plan_tiles,
 )
 from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
@@ -61,7 +62,7 @@ class Scoring:
     """``torch.float32`` keeps logits of 16-bit operands as the products' fp32 sums; None rounds them to the operands'
     dtype"""
     memory_budget: int | None = None
-    """bytes of the buffer of logits; None for 1 GiB with gradients, 64 MiB (fp32: 128 MiB) without"""
+    """bytes of the buffer of logits; None for 1 GiB with gradients, 128 MiB (fp32: 256 MiB) without"""
     backend: Backend = "auto"
 
     def keeps_fp32(self, hidden: Tensor) -> bool:
@@ -327,6 +328,8 @@ def _score_tiles(
     (weight_VD, bias_V), (c, V) = operands, (len(hidden_cD), head.weight_VD.shape[0])
     dtype = torch.float32 if scoring.keeps_fp32(hidden_cD) else hidden_cD.dtype
     plan = plan_tiles(c, V, dtype.itemsize, scoring.memory_budget, rows=TILE_ROWS)
+    if exponentials_cV is not None:
+        plan = plan_exponentials(c, V)
     buffer = hidden_cD.new_empty(min(plan.rows, c) * min(plan.columns, V), dtype=dtype)
     blocks = []
     for rows in plan.row_slices(c):

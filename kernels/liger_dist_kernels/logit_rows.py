@@ -26,8 +26,7 @@ from .options import LossOptions
 def inverse_temperature_of(row, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
     """1 / temperature of a row: a number, or a vector with one for each token."""
     dtype = tl.float64 if FP64 else tl.float32
-    inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
-    return inverse
+    return tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
 
 
 @triton.jit
@@ -127,21 +126,6 @@ def target_logit(
     """``z`` of the label, and 0 where it is not here."""
     z, _ = load_logits(row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
     return tl.where(is_here, z, 0.0)
-
-
-@triton.jit
-def write_exponentials(
-    out_row_ptr, row_ptr, row_max, scale, softcap, inverse_temperature, V: tl.constexpr, LANES: tl.constexpr,
-    VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """``exp(z - row_max)`` of a whole row."""
-    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for start in range(0, V, LANES * VECTOR):
-        offs_v = start + offs
-        mask_v = offs_v < V
-        z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
-        tl.store(out_row_ptr + offs_v, exp_of_difference(z, anchor).to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit

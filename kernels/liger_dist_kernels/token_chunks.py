@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 DEFAULT_MEMORY_BUDGET = 2**30
-TILE_ROWS, TILE_COLUMNS = 4096, 8192
-"""Tokens and classes whose logits exist at once where no gradient is made: 64 MiB of bf16. On an H200 (D = 2048 and
-4096, V = 128256) larger and smaller ones are slower, and products of this size as fast as one over all classes."""
+TILE_ROWS, TILE_COLUMNS = 4096, 16384
+"""Tokens and classes whose logits exist at once where no gradient is made: 128 MiB of bf16. Products of this size are
+as fast as one over all classes; with fewer classes the kernels' starts and ends show (H200, D = 2048 and 4096)."""
+EXPONENTIAL_COLUMNS = 8192
+"""Classes of a tile whose exponentials are kept: as many as one program holds."""
 SMALLEST_TILE = 128
 
 
@@ -44,7 +46,7 @@ def plan_chunks(num_tokens: int, vocab_size: int, itemsize: int, memory_budget: 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a block of logits is cut: tiles of ``rows`` tokens and ``columns`` classes, a power of two."""
+    """How a block of logits is cut: tiles of ``rows`` tokens and ``columns`` classes."""
 
     rows: int
     columns: int
@@ -60,14 +62,21 @@ class TilePlan:
 
 
 def plan_tiles(num_rows: int, num_columns: int, itemsize: int, memory_budget: int | None, *, rows: int) -> TilePlan:
-    """Tiles of at most ``rows`` tokens and ``TILE_COLUMNS`` classes, fewer where they would exceed ``memory_budget``
-    bytes (a tile of one token and ``SMALLEST_TILE`` classes may)."""
-    rows = max(1, min(rows, num_rows))
-    columns = min(TILE_COLUMNS, 2 ** max(num_columns - 1, 0).bit_length())
+    """Equal tiles of at most ``rows`` tokens and ``TILE_COLUMNS`` classes, fewer where they would exceed
+    ``memory_budget`` bytes (a tile of one token and ``SMALLEST_TILE`` classes may)."""
+    rows, most = max(1, min(rows, num_rows)), TILE_COLUMNS
     if memory_budget is not None:
         rows = max(1, min(rows, memory_budget // (SMALLEST_TILE * itemsize)))
-        columns = min(columns, 2 ** max((memory_budget // (rows * itemsize)).bit_length() - 1, 0))
+        most = min(most, max(memory_budget // (rows * itemsize), SMALLEST_TILE))
+    num_tiles = -(-num_columns // most) or 1
+    columns = -(-num_columns // (num_tiles * SMALLEST_TILE)) * SMALLEST_TILE
     return TilePlan(rows=rows, columns=max(columns, SMALLEST_TILE))
+
+
+def plan_exponentials(num_rows: int, num_columns: int) -> TilePlan:
+    """Tiles of a power of two of classes, as many as one program holds."""
+    columns = min(EXPONENTIAL_COLUMNS, max(2 ** max(num_columns - 1, 0).bit_length(), SMALLEST_TILE))
+    return TilePlan(rows=max(1, min(TILE_ROWS, num_rows)), columns=columns)
 
 
 class TokenTargets(NamedTuple):
