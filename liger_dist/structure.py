@@ -81,7 +81,7 @@ def find_structure(model: nn.Module) -> Structure:
             "liger_dist.unwrap on that one first."
         )
     own_forward = vars(head).get("forward")
-    is_changed = own_forward is not None and not is_tensor_parallel_forward(own_forward)
+    is_changed = own_forward is not None and not is_linear_forward(own_forward)
     is_linear = isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward
     if not isinstance(head, nn.Linear) or not is_linear or is_changed:
         raise LigerDistError(
@@ -115,10 +115,18 @@ def head_shape(head: nn.Linear) -> tuple[int, int]:
     return (shape[0], shape[1]) if len(shape) == 2 else (head.out_features, head.in_features)
 
 
-def is_tensor_parallel_forward(forward: object) -> bool:
-    """True for the forward that transformers' tensor parallelism sets on an lm_head: it only moves and gathers."""
-    module = getattr(forward, "__module__", "")
-    return module.startswith("transformers.") and module.endswith(".tensor_parallel")
+def is_linear_forward(forward: object) -> bool:
+    """True for a forward on an lm_head that other code has set and that computes the same linear map: of transformers'
+    tensor parallelism, which only moves and gathers, or of TRL's fp32 head."""
+    module = getattr(forward, "__module__", None) or ""
+    is_tensor_parallel = module.startswith("transformers.") and module.endswith(".tensor_parallel")
+    return is_tensor_parallel or is_fp32_forward(forward)
+
+
+def is_fp32_forward(forward: object) -> bool:
+    """True for the forward that TRL's ``cast_lm_head_to_fp32`` sets on an lm_head: its operands are fp32."""
+    module = getattr(forward, "__module__", None) or ""
+    return module.startswith("trl.") and getattr(forward, "__name__", "") == "cast_forward_to_fp32"
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:

@@ -20,10 +20,8 @@ from test_linear_cross_entropy import test_true_class_gradient_as_its_probabilit
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
 cross_entropy = import_module("liger_dist_kernels.cross_entropy")
 with_gradient = import_module("liger_dist_kernels.cross_entropy_fwd_bwd")
-own_load, own_write = (
-    cross_entropy.load_logits,
-    cross_entropy.write_gradient_of_piece,
-)
+logit_rows = import_module("liger_dist_kernels.logit_rows")
+own_load, own_write = logit_rows.load_logits, logit_rows.write_gradient_of_piece
 
 
 @triton.jit
@@ -37,17 +35,17 @@ def zeros_beside_the_vocabulary(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def half_of_the_upstream_gradient(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, *others
 ):
-    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll * 0.5, *others)
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll * 0.5, *others)
 
 
 @triton.jit
 def target_by_difference(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, *others
 ):
     probability = tl.exp2((tl.load(row_ptr + label) - lse) * 1.4426950408889634)
-    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, 1.0 - probability, nll, *others)
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, 1.0 - probability, nll, *others)
 
 
 def options_with_a_tail() -> None:
@@ -69,7 +67,7 @@ MUTATIONS: dict[str, tuple[str, Any, Callable[[], None]]] = {
 def test_a_changed_kernel_is_noticed(name: str) -> None:
     function, changed, compares = MUTATIONS[name]
     compares()
-    modules = [module for module in (cross_entropy, with_gradient) if hasattr(module, function)]
+    modules = [module for module in (logit_rows, cross_entropy, with_gradient) if hasattr(module, function)]
     patches = [mock.patch.object(module, function, changed) for module in modules]
     for patch in patches:
         patch.start()

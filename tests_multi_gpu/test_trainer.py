@@ -44,10 +44,17 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         return self.rows[index]
 
 
-@pytest.mark.parametrize(("engine", "head"), [*((engine, "gather") for engine in ENGINES), ("fsdp2", "vocab_parallel")])
-def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, workers_2: Workers) -> None:
+@pytest.mark.parametrize(
+    ("engine", "head", "how"),
+    [
+        *((engine, "gather", how) for engine in ENGINES for how in ("fuse", "wrapped first")),
+        ("fsdp2", "vocab_parallel", "fuse"),
+    ],
+)
+def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, how: str, workers_2: Workers) -> None:
+    """Metrics and predictions too, also of a model that was wrapped before the trainer was made."""
     with tempfile.TemporaryDirectory() as folder:
-        for fused, unfused in workers_2.run(trained_twice, engine, head, folder):
+        for fused, unfused in workers_2.run(trained_twice, engine, head, folder, how):
             assert unfused["fused calls"] == 0
             # Two steps of three micro-batches, and evaluation of two; metrics and predictions are from logits.
             assert fused["fused calls"] == 6 + 2
@@ -61,15 +68,15 @@ def test_a_trainer_trains_and_evaluates_as_before(engine: str, head: str, worker
             np.testing.assert_allclose(fused["predictions"], unfused["predictions"], rtol=1e-3, atol=1e-4)
 
 
-def trained_twice(engine: str, head: Any, folder: str) -> list[dict[str, Any]]:
-    return [trained(engine, head, folder, fused=fused) for fused in (True, False)]
+def trained_twice(engine: str, head: Any, folder: str, how: str) -> list[dict[str, Any]]:
+    return [trained(engine, head, folder, how) for how in (how, "as before")]
 
 
-def trained(engine: str, head: Any, folder: str, *, fused: bool) -> dict[str, Any]:
+def trained(engine: str, head: Any, folder: str, how: str) -> dict[str, Any]:
     from liger_dist.integrations.trainer import fuse
 
-    trainer = make_trainer(engine, folder)
-    if fused:
+    trainer = make_trainer(engine, folder, wraps=how == "wrapped first")
+    if how == "fuse":
         assert fuse(trainer, CONFIG, lm_head=head) is trainer
     with watched() as seen:
         trainer.train()
@@ -285,7 +292,9 @@ def arguments_of(engine: str | None, layer: str) -> dict[str, Any]:
     return {}
 
 
-def make_trainer(engine: str | None, folder: str, *, section: dict[str, Any] | None = None, **options: Any) -> Any:
+def make_trainer(
+    engine: str | None, folder: str, *, section: dict[str, Any] | None = None, wraps: bool = False, **options: Any
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     forget_earlier_trainers()
@@ -298,7 +307,8 @@ def make_trainer(engine: str | None, folder: str, *, section: dict[str, Any] | N
         {name: options.pop(name) for name in ("compute_loss_func", "model_init") if name in options},
     )
     if "model_init" not in others:
-        others["model"] = make_model("llama", dtype=torch.float32).cpu()
+        model = make_model("llama", dtype=torch.float32).cpu()
+        others["model"] = liger_dist.wrap(model, config=CONFIG) if wraps else model
     with pretended_gpus() if is_sharded else nullcontext():
         trainer = Trainer(
             args=TrainingArguments(

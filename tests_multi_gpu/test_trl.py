@@ -9,7 +9,7 @@ import tempfile
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -31,8 +31,28 @@ HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="TRL 1.16 is not installed")
 ROWS = 8
 CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
-KINDS = ("SFT", "SFT by dft", "SFT packed", "SFT padding-free", "DPO", "KTO", "GRPO", "RLOO")
+KINDS = (
+    "SFT",
+    "SFT by dft",
+    "SFT packed",
+    "SFT padding-free",
+    "DPO",
+    "DPO weighted",
+    "KTO",
+    "GRPO",
+    "GRPO with an fp32 head",
+    "RLOO",
+)
+NO_REFERENCE: dict[str, Any] = {"beta": 0.0}
+FURTHER: dict[str, dict[str, Any]] = {
+    "GRPO without a reference": NO_REFERENCE,
+    "RLOO without a reference": NO_REFERENCE,
+    "DPO weighted": {"use_weighting": True},
+    "GRPO with an fp32 head": NO_REFERENCE | {"cast_lm_head_to_fp32": True},
+}
+WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER)) if kind not in ("GRPO", "RLOO")]
 PADDING_FREE = {"padding_free": True, "max_length": None}
+How = Literal["TRL's own", "fused_heads", "wrapped first"]
 UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
 """in the names of what is no result; the kl of equal models is noise"""
 
@@ -42,6 +62,24 @@ UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
 def test_one_process(kind: str) -> None:
     with InThisProcess() as here:
         check(here.run(trained_twice, kind, None))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in KINDS if not kind.startswith(("GRPO", "RLOO"))), *list(FURTHER)[:2]]
+)
+def test_wrapped_first(kind: str) -> None:
+    """Without another line: the trainer gets a wrapped model. GRPO and RLOO load their references themselves."""
+    with InThisProcess() as here:
+        check(here.run(functools.partial(trained_twice, kind, None, how="wrapped first")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("SFT", "ddp"), ("SFT", "fsdp1"), ("DPO", "fsdp2"), ("GRPO without a reference", "zero3")],
+)
+def test_wrapped_first_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
+    check(workers_2.run(trained_twice, kind, engine, None, False, "gather", "wrapped first"))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +103,7 @@ def test_documents_without_padding_are_those_with_padding() -> None:
     """The same documents in the same steps: attention between them would change every loss and weight."""
     with InThisProcess() as here:
         padded, padding_free = (
-            here.run(functools.partial(trained, kind, None, fused=True, adapted=False))[0]
+            here.run(functools.partial(trained, kind, None, how="fused_heads", adapted=False))[0]
             for kind in ("SFT", "SFT padding-free")
         )
     losses = [name for name in padded["log"] if name.endswith("loss")]
@@ -93,14 +131,6 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     from liger_dist.integrations.trl import fused_heads
 
     own = utils.add_fused_lm_head
-    for kind, option, sentence in (
-        ("DPO", {"use_weighting": True}, "'log_sum_sq_probs'"),
-        ("GRPO", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is True"),
-    ):
-        forget_earlier_trainers()
-        with pytest.raises(liger_dist.LigerDistError, match=sentence), fused_heads():
-            make_trainer(kind, {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **option}, False)
-        assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
     forget_earlier_trainers()
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
     with (
@@ -110,11 +140,10 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     ):
         make_trainer("SFT", dict(arguments), False)
     assert not is_wrapped(wrapping.call_args.args[1])
-    forget_earlier_trainers()
-    with fused_heads():
-        model = liger_dist.unwrap(make_trainer("SFT", dict(arguments), False).model)
-    with pytest.raises(liger_dist.LigerDistError, match="unwrapped since"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4), fused_lm_head=True)
+    assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
+    model = liger_dist.wrap(make_model("qwen2"))
+    with pytest.raises(liger_dist.LigerDistError, match="to which TRL has not added its head"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4).long(), fused_lm_head=True)
     forget_earlier_trainers()
     trainer = make_trainer("DPO", arguments, False)
     with pytest.raises(liger_dist.LigerDistError, match="fused_heads"):
@@ -205,12 +234,13 @@ def trained_twice(
     engine_of_truth: str | None = None,
     adapted: bool = False,
     lm_head: LMHead = "gather",
+    how: How = "fused_heads",
 ) -> list[dict[str, Any]]:
-    fused = trained(kind, engine, fused=True, adapted=adapted, lm_head=lm_head)
-    return [fused, trained(kind, engine_of_truth or engine, fused=False, adapted=adapted)]
+    fused = trained(kind, engine, how=how, adapted=adapted, lm_head=lm_head)
+    return [fused, trained(kind, engine_of_truth or engine, how="TRL's own", adapted=adapted)]
 
 
-def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool, lm_head: LMHead = "gather") -> dict[str, Any]:
+def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: LMHead = "gather") -> dict[str, Any]:
     from liger_dist.integrations.trl import fused_heads
 
     forget_earlier_trainers()
@@ -236,8 +266,8 @@ def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool, lm_hea
         **arguments_of(engine, "Qwen2DecoderLayer"),
     }
     with pretended_gpus() if is_sharded else nullcontext():
-        with fused_heads(CONFIG, lm_head=lm_head) if fused else nullcontext():
-            trainer = make_trainer(kind, arguments, adapted)
+        with fused_heads(CONFIG, lm_head=lm_head) if how == "fused_heads" else nullcontext():
+            trainer = make_trainer(kind, arguments, adapted, wraps=how == "wrapped first")
         with watched() as seen:
             trainer.train()
     log = {
@@ -260,7 +290,7 @@ def trained(kind: str, engine: str | None, *, fused: bool, adapted: bool, lm_hea
     return {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
 
 
-def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
+def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
     import trl
     from datasets import Dataset
 
@@ -286,7 +316,7 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
         ]
         arguments |= {"assistant_only_loss": True, "loss_type": "dft" if kind.endswith("dft") else "nll"}
         arguments |= {"SFT packed": {"packing": True, "max_length": 24}, "SFT padding-free": PADDING_FREE}.get(kind, {})
-    elif kind == "DPO":
+    elif kind.startswith("DPO"):
         rows = [
             {"prompt": "abc"[: 1 + n % 3], "chosen": "hello"[: 3 + n % 2], "rejected": "world!"[: 2 + n % 4]}
             for n in numbers
@@ -309,14 +339,16 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool) -> Any:
         # They load it with device_map="auto", which puts one model on all GPUs that a process sees.
         arguments |= {"model_init_kwargs": {"device_map": None}}
         arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
-    if kind in ("DPO", "KTO"):
+    if kind.startswith(("DPO", "KTO")):
         extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()
+    for name in ("model", "ref_model") if wraps else ():
+        if name in extra:
+            extra[name] = liger_dist.wrap(extra[name], config=CONFIG)
+    arguments |= FURTHER.get(kind, {})
     name = kind.split()[0]
     data = Dataset.from_list(rows)
-    trainer: Any = getattr(trl, f"{name}Trainer")(
-        args=getattr(trl, f"{name}Config")(**arguments), train_dataset=data, eval_dataset=data, **extra
-    )
-    return trainer
+    settings = getattr(trl, f"{name}Config")(**arguments)
+    return getattr(trl, f"{name}Trainer")(args=settings, train_dataset=data, eval_dataset=data, **extra)
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:

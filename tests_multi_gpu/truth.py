@@ -78,8 +78,7 @@ def cross_entropy_truth(
         z_term = z_losses.sum()
         loss = losses.sum() + z_term
     else:
-        z_term = z_losses
-        loss = losses + z_losses
+        loss, z_term = losses + z_losses, z_losses
     at = top = None
     if token_ids is not None:
         is_one = valid[:, None] & (token_ids >= 0)

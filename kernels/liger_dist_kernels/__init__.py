@@ -40,6 +40,7 @@ from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
 from .scale import scale_in_place as scale_in_place
 from .token_chunks import DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET
+from .token_chunks import SMALLEST_TILE as SMALLEST_TILE
 from .token_chunks import LocalTokens as LocalTokens
 from .token_chunks import TokenChunks as TokenChunks
 from .token_chunks import TokenTargets as TokenTargets

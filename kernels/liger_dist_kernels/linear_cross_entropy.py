@@ -329,7 +329,7 @@ def _score_tiles(
     dtype = torch.float32 if scoring.keeps_fp32(hidden_cD) else hidden_cD.dtype
     plan = plan_tiles(c, V, dtype.itemsize, scoring.memory_budget, rows=TILE_ROWS)
     if exponentials_cV is not None:
-        plan = plan_exponentials(c, V)
+        plan = plan_exponentials(c, V, scoring.memory_budget)
     buffer = hidden_cD.new_empty(min(plan.rows, c) * min(plan.columns, V), dtype=dtype)
     blocks = []
     for rows in plan.row_slices(c):

@@ -73,10 +73,11 @@ def plan_tiles(num_rows: int, num_columns: int, itemsize: int, memory_budget: in
     return TilePlan(rows=rows, columns=max(columns, SMALLEST_TILE))
 
 
-def plan_exponentials(num_rows: int, num_columns: int) -> TilePlan:
-    """Tiles of a power of two of classes, as many as one program holds."""
+def plan_exponentials(num_rows: int, num_columns: int, memory_budget: int | None) -> TilePlan:
+    """Tiles of fp32 logits, a power of two of classes wide, at most as many as one program holds."""
     columns = min(EXPONENTIAL_COLUMNS, max(2 ** max(num_columns - 1, 0).bit_length(), SMALLEST_TILE))
-    return TilePlan(rows=max(1, min(TILE_ROWS, num_rows)), columns=columns)
+    most = TILE_ROWS if memory_budget is None else max(memory_budget // (4 * columns), 1)
+    return TilePlan(rows=max(1, min(TILE_ROWS, most, num_rows)), columns=columns)
 
 
 class TokenTargets(NamedTuple):

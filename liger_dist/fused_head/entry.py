@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_dist.config import LOGITS, WrapConfig
+from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
@@ -28,6 +28,7 @@ from liger_dist.structure import Structure, embedding_of
 from liger_dist.tracing import in_backward, is_transformed
 
 from .head_access import HeadAccess
+from .lm_head import computes_in_fp32
 from .loss_call import GivenLabels, LossCall
 from .recipe import LossRecipe
 from .signature import IGNORE_INDEX, Call, Signature, options_for
@@ -175,10 +176,11 @@ class Entry:
         if with_summary:
             labels = checked.labels if checked.is_aligned else checked.labels[..., 1:]
             summary = LabelSummary.start(labels, call.ignore_index)
+        in_fp32: LogitsDtype = "fp32_operands" if computes_in_fp32(base_head(checked.head)) else None
         return Execution(
             backend=self.config.backend,
             memory_budget=self.config.memory_budget,
-            logits_dtype=self.config.logits_dtype,
+            logits_dtype=in_fp32 or call.logits_dtype or self.config.logits_dtype,
             pending=self._pending,
             label_summary=summary,
             max_valid_tokens=self.config.max_valid_tokens,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from liger_dist.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import is_tensor_parallel_forward
+from liger_dist.structure import is_fp32_forward, is_linear_forward
 from liger_dist.tracing import untraced
 
 from .loss_call import take_call
@@ -42,7 +42,7 @@ class ComputesLoss(nn.Module):
 
     @property
     def _logits(self) -> Callable[..., Tensor]:
-        """The forward without a loss: of transformers' tensor parallelism, or of the module's own class."""
+        """The forward without a loss: one that other code has set, or that of the module's own class."""
         installed: Callable[..., Tensor] | None = vars(self).get(_INSTALLED)
         return super().forward if installed is None else installed
 
@@ -53,15 +53,21 @@ class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
 
 
 def fuse_head(head: nn.Module, seam: object) -> None:
-    """Swaps the class of ``head`` in place; FSDP2's class stays on top. The forward that transformers' tensor
-    parallelism has set on the instance becomes the one for logits."""
+    """Swaps the class of ``head`` in place; FSDP2's class stays on top. A linear forward that other code has set on the
+    instance becomes the one for logits."""
     if not isinstance(head, ComputesLoss):
         own = below_wrappers(type(head))
         fused = FusedLMHead if own is nn.Linear else subclass_of(own, ComputesLoss)
         head.__class__ = with_base(type(head), own, fused)
-        if is_tensor_parallel_forward(vars(head).get("forward")):
-            vars(head)[_INSTALLED] = vars(head).pop("forward")
+    # Also one that other code has set since: TRL's trainers do for an fp32 head.
+    if is_linear_forward(vars(head).get("forward")):
+        vars(head)[_INSTALLED] = vars(head).pop("forward")
     vars(head)[_SEAM] = seam
+
+
+def computes_in_fp32(head: nn.Module) -> bool:
+    """True for an lm_head that computes with operands in fp32, as TRL's ``cast_lm_head_to_fp32`` makes it."""
+    return is_fp32_forward(vars(head).get(_INSTALLED))
 
 
 def is_fused_by(head: nn.Module, seam: object) -> bool:

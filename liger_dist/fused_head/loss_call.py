@@ -116,6 +116,8 @@ class LossCall:
     """True if the loss function computes the loss from full logits, and lm_head only these"""
     alters_loss: bool
     """with ``on_logits``: True if the loss differs from the model's own"""
+    answer: Callable[[Any], Any] | None = None
+    """what the caller gets, from the output of the fused call; None for that output itself"""
     pending: list[PendingLoss] = field(default_factory=list)
     """the losses of lm_head's calls; one, as long as a model has one head"""
 

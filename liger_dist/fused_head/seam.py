@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,14 @@ from liger_dist.tracing import untraced
 
 from .entry import Entry
 from .head_access import HeadAccess
+from .host_calls import returns_logits
 from .lm_head import fuse_head, is_fused_by, restore_head
 from .logits import FusedLogits
 from .loss_call import NO_HEAD, LossCall, PendingLoss, current_call, enter, is_running, leave, set_call
 from .output import fused_output
 from .recipe import LossRecipe
 from .signature import LOSS_KEYWORDS, Call
+from .trl_calls import read_call
 from .wrapped_calls import WrappedCalls
 
 _PAUSED: ContextVar[frozenset[int]] = ContextVar("liger_dist_paused", default=frozenset())
@@ -114,7 +117,9 @@ class Seam:
         # gathers their outputs, so that zero-width logits must not be among them.
         is_replica = called is not self.model
         is_paused = id(self) in _PAUSED.get() or (is_replica and self._pauses > 0)
-        return is_paused or LOGITS in call.outputs or (is_replica and not torch.is_grad_enabled())
+        if is_paused or LOGITS in call.outputs:
+            return True
+        return not torch.is_grad_enabled() and (is_replica or returns_logits())
 
     @untraced
     def _before_forward(
@@ -123,11 +128,15 @@ class Seam:
         enter(self)
         goes_to_wrapper = self.wrapped_calls is not None and self.wrapped_calls.takes(args, kwargs)
         wants_logits = partial(self._wants_logits, model)
+        call_of_trl, kwargs = read_call(model, kwargs)
         call, checked = self.entry.read(args, kwargs, wants_logits=wants_logits)
         if goes_to_wrapper:
             return None  # The wrapper calls this model again, with all its arguments.
+        if call_of_trl is not None and call_of_trl.operands_in_fp32:
+            call = replace(call, logits_dtype="fp32_operands")
         loss_call, kwargs = self.entry.decide(call, checked, wants_logits=wants_logits(call))
         if loss_call is not None:
+            loss_call.answer = None if call_of_trl is None else call_of_trl.answer
             set_call(loss_call)
         return call.args, kwargs
 
@@ -211,7 +220,8 @@ class Seam:
                 return None
             reports = call.reports()
             name = type(model).__name__
-            return fused_output(output, reports, model_name=name, without_logits=not call.on_logits)
+            answer = fused_output(output, reports, model_name=name, without_logits=not call.on_logits)
+            return answer if call.answer is None else call.answer(answer)
         finally:
             # Pending losses refer to their call: the cycle would keep both until the garbage collector runs.
             call.pending.clear()

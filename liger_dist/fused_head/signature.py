@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from liger_dist.config import LOGITS
+from liger_dist.config import LOGITS, LogitsDtype
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import (
     DIFFERENTIABLE_OUTPUTS,
@@ -40,7 +40,6 @@ LOSS_KEYWORDS = (
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have"""
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """keywords that transformers' models pass to their losses"""
-FLAG_OF_TRL = "fused_lm_head"
 TOKEN_ACCURACY = "token_accuracy"
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
 
@@ -61,6 +60,8 @@ class Call:
     model_name: str
     own_smoothing: float
     """label smoothing of the model's own loss"""
+    logits_dtype: LogitsDtype = None
+    """instead of the config's; None for that"""
 
     @property
     def asks_of_the_loss(self) -> tuple[str, ...]:
@@ -119,6 +120,12 @@ class Signature:
         self._owner = type(model).__name__
         self._outputs = as_output_names(outputs)
         check_outputs(self._outputs)
+        for output in ("log_prob_at", "top_k"):
+            if output in self._outputs:
+                raise LigerDistError(
+                    f"outputs of the WrapConfig contains {output!r}, which needs an argument of the call; ask for it "
+                    "in the call, by outputs= along with token_ids= or top_k=."
+                )
         self._known = frozenset(_keywords_below(model))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -167,12 +174,6 @@ class Signature:
         # A forward that is not transformers' may read any of them.
         is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
         unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
-        if FLAG_OF_TRL in unknown:
-            raise LigerDistError(
-                f"{self._owner} was called with fused_lm_head=True: a trainer of TRL asks the wrapped model for TRL's "
-                "own head. Make the trainer within `with liger_dist.integrations.trl.fused_heads():`, and leave the "
-                "wrapping to it."
-            )
         if unknown:
             raise LigerDistError(
                 f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import full_logits
 
 from .accelerate import wrap_for
 
@@ -38,7 +34,6 @@ def fuse(trainer: AnyTrainer, config: WrapConfig | None = None, *, lm_head: LMHe
     for objection in _objections(trainer):
         raise LigerDistError(objection)
     wrap_for(trainer.accelerator.state, trainer.model, config, lm_head)
-    trainer.prediction_step = _with_logits(trainer)
     return trainer
 
 
@@ -70,17 +65,3 @@ def _objections(trainer: Trainer) -> list[str]:
     if trainer.model_init is not None:
         found.append("model_init is given and makes another model for every run; give the model itself.")
     return found
-
-
-def _with_logits(trainer: Trainer) -> Callable[..., Any]:
-    """``prediction_step`` whose model computes full logits where they are returned."""
-    own = trainer.prediction_step
-
-    @functools.wraps(own)
-    def prediction_step(
-        model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> Any:
-        with nullcontext() if prediction_loss_only else full_logits(trainer.model):
-            return own(model, inputs, prediction_loss_only, ignore_keys)
-
-    return prediction_step

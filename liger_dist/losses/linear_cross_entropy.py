@@ -19,6 +19,7 @@ from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import (
+    SMALLEST_TILE,
     GradientCoefficients,
     GradientNeeds,
     HeadSlice,
@@ -77,11 +78,12 @@ class HeadRows:
 
     def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> TokenChunks:
         """The tokens that are scored against these rows."""
-        rows = None
-        if isinstance(gradients, TokenGradients):
-            budget = problem.execution.memory_budget
-            rows = plan_chunks(len(hidden_TD), self.largest, hidden_TD.element_size(), budget).rows
-        return LocalTokens(hidden_TD, problem.targets, gradients, rows)
+        if gradients is None:
+            return LocalTokens(hidden_TD, problem.targets)
+        # What is recomputed has all tokens of a chunk in a tile of a few classes.
+        columns = self.largest if isinstance(gradients, TokenGradients) else min(self.largest, SMALLEST_TILE)
+        plan = plan_chunks(len(hidden_TD), columns, hidden_TD.element_size(), problem.execution.memory_budget)
+        return LocalTokens(hidden_TD, problem.targets, gradients, plan.rows)
 
     def score(
         self,

@@ -1,0 +1,111 @@
+"""Calls of TRL's trainers: ``model(..., labels=labels, fused_lm_head=True)``.
+
+TRL 1.x patches the forward of its models (``trl.trainer.utils.add_fused_lm_head``), which then returns per-token
+log-probabilities instead of logits. A wrapped model answers those calls itself, with what the trainer has asked TRL's
+head for: it is read from the variables of the patched forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+
+FLAG = "fused_lm_head"
+FIELDS = {
+    "log_probs": "log_prob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+"""fields of TRL's output, and the outputs of a wrapped model"""
+
+
+@dataclass(frozen=True)
+class CallOfTRL:
+    """One call with ``fused_lm_head=True``."""
+
+    fields: tuple[str, ...]
+    """fields of TRL's output that are asked for"""
+    label_mask: Tensor
+    """bool ``[B, S - 1]``, or ``[B, S]`` for shifted labels: True for a token with a label"""
+    is_aligned: bool
+    """True for labels that are shifted already"""
+    operands_in_fp32: bool
+
+    def answer(self, output: Any) -> Any:
+        """TRL's output from that of the wrapped model."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        values: dict[str, Tensor] = {}
+        for field in self.fields:
+            value: Tensor = getattr(output, FIELDS[field])
+            values[field] = value if self.is_aligned else value[:, :-1]
+        if "log_sum_sq_probs" in values:
+            values["log_sum_sq_probs"] = torch.where(self.label_mask, values["log_sum_sq_probs"], 1.0).log()
+        aux_loss = getattr(output, "aux_loss", None)
+        return FusedCausalLMOutput(loss=output.loss, label_mask=self.label_mask, aux_loss=aux_loss, **values)
+
+
+def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | None, dict[str, Any]]:
+    """The call of a trainer, None if it is not one, and the keywords for the wrapped model.
+
+    Raises:
+        LigerDistError: the flag without TRL's head or without labels, or a field that is not known here.
+    """
+    if FLAG not in kwargs:
+        return None, kwargs
+    kwargs = dict(kwargs)
+    if not kwargs.pop(FLAG):
+        return None, kwargs
+    name = type(model).__name__
+    asked = next(_asked_of_head(model), None)
+    if asked is None:
+        raise LigerDistError(
+            f"{FLAG}=True was given to a {name} to which TRL has not added its head; call "
+            "trl.trainer.utils.add_fused_lm_head(model) or give the model to a trainer of TRL first."
+        )
+    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+    if labels is None and shifted is None:
+        raise LigerDistError(f"{FLAG}=True was given to {name} without labels; pass labels.")
+    if labels is None:
+        kwargs["labels"] = shifted
+    fields = ("log_probs", *(field for field in asked["outputs"] if field != "log_probs"))
+    unknown = [field for field in fields if field not in FIELDS]
+    if unknown:
+        raise LigerDistError(
+            f"TRL's head of {name} was asked for {unknown[0]!r}; expected fields among {', '.join(FIELDS)}. Unwrap the "
+            "model, or use a release of TRL that this one knows."
+        )
+    text_config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    if getattr(text_config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    kwargs |= {
+        "outputs": tuple(FIELDS[field] for field in fields),
+        "differentiable": torch.is_grad_enabled(),
+        "use_cache": False,
+        "return_dict": True,
+    }
+    if asked["temperature"] != 1.0:
+        kwargs["temperature"] = asked["temperature"]
+    mask = (labels[:, 1:] if shifted is None else shifted) != -100  # type: ignore[index]
+    return CallOfTRL(fields, mask, shifted is not None, asked["cast_lm_head_to_fp32"]), kwargs
+
+
+def _asked_of_head(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The arguments of ``add_fused_lm_head``, from the forward that it has put on the model. Accelerate may have
+    wrapped that forward since."""
+    function: Any = model.forward
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if "cast_lm_head_to_fp32" in names:
+            cells = function.__closure__ or ()
+            yield {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+        function = getattr(function, "__wrapped__", None)
