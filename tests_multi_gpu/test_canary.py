@@ -115,8 +115,8 @@ NAMES: dict[tuple[str, str], str] = {
 ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     # module whose source sets them on instances: the attributes, and what breaks without them
     "torch.distributed.fsdp._fully_shard._fsdp_state": (
-        ("_fsdp_param_group",),
-        "fsdp2.py finds no parameter groups: no adapter serves FSDP2",
+        ("_fsdp_param_group", "_mp_policy", "_state_ctx", "all_states"),
+        "fsdp2.py finds no parameter groups: no adapter serves FSDP2; under Accelerate losses are rounded to 16 bits",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
         (

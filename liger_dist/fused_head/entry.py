@@ -20,7 +20,7 @@ from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
 from liger_dist.peft_layers import TRAINED_ROWS, base_head, has_active_dropout
-from liger_dist.sharding import ddp, deepspeed
+from liger_dist.sharding import ddp, deepspeed, fsdp2
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import row_shards_of
@@ -132,6 +132,8 @@ class Entry:
             self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {TRAINED_ROWS}.")
             return None, kwargs | (self._keywords_of_own_loss(call, asked, TRAINED_ROWS) if asked else {})
         self.access.adapter(checked.head)
+        if not self._has_scored:
+            fsdp2.return_losses_unrounded(self.model)
         self._check_wrapper(checked.head)
         reason = "logits are asked for" if wants_logits else self._reason_to_leave(checked.head)
         if reason is not None and not wants_logits:

@@ -9,9 +9,10 @@ all-reduce of one number for ``token_mean="global"``. For a vocab-parallel lm_he
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal, get_args
@@ -295,6 +296,21 @@ def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
 def _num_shards(weight: DTensor) -> int:
     sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def return_losses_unrounded(model: nn.Module) -> None:
+    """Undoes the rounding of a model's outputs that Accelerate's policy asks FSDP2 for, so that losses and
+    log-probabilities stay fp32. To be called within the forward; a policy that other code gave to FSDP2 is obeyed."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    plugin = None if accelerate is None else accelerate.AcceleratorState._shared_state.get("fsdp_plugin")
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if not isinstance(policy, MixedPrecisionPolicy) or policy.output_dtype is None:
+        return
+    for state in {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}:
+        # With those of the modules around the model, such as PEFT's.
+        for shared in (state, *state._state_ctx.all_states):
+            if shared._mp_policy == policy:
+                shared._mp_policy = replace(policy, output_dtype=None)
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
