@@ -26,7 +26,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: Tensor | float = 1.0,
+    temperature: Tensor | Sequence[float] | float = 1.0,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     reduction: Reduction = "mean",
@@ -54,8 +54,8 @@ def linear_cross_entropy(
         z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
         softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
         logit_scale: factor of the raw logits.
-        temperature: divisor of the transformed logits: a number, or a tensor of the labels' shape or of its first
-            dimensions, floating, above 0, without gradient.
+        temperature: divisor of the transformed logits: a number, or an fp32 or fp64 tensor of the labels' shape or of
+            its first dimensions, above 0, without gradient; a list of numbers is such a tensor.
         class_weight: ``[V]``; weighs each token by its label, and the mean with it.
         token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
         reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
@@ -114,7 +114,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: Tensor | float = 1.0,
+    temperature: Tensor | Sequence[float] | float = 1.0,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     reduction: Reduction = "mean",

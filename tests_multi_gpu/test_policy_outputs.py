@@ -111,6 +111,12 @@ def test_a_temperature_for_the_call_the_sequence_or_the_token(shape: tuple[int, 
     got = liger_dist.linear_cross_entropy(
         hidden.reshape(3, 4, D), weight, labels.reshape(3, 4), temperature=temperature, outputs=("log_prob",)
     )
+    if shape == (3,):
+        listed = liger_dist.linear_cross_entropy(
+            hidden.reshape(3, 4, D), weight, labels.reshape(3, 4), temperature=temperature.tolist(), outputs="log_prob"
+        )
+        assert isinstance(listed, liger_dist.LossOutput)
+        assert torch.equal(listed.log_prob, got.log_prob)  # type: ignore[union-attr,arg-type]
     each = temperature.reshape(*shape, *[1] * (2 - len(shape))).expand(3, 4).reshape(-1)
     truth, _ = truth_of(hidden, weight, None, labels, temperature=each)
     assert isinstance(got, liger_dist.LossOutput)
@@ -123,6 +129,7 @@ def test_a_temperature_for_the_call_the_sequence_or_the_token(shape: tuple[int, 
         ({"temperature": torch.ones(2)}, r"temperature has shape \(2,\) and labels have shape \(19,\)"),
         ({"temperature": torch.ones(T, dtype=torch.int64)}, "temperature has dtype torch.int64"),
         ({"temperature": torch.ones(T, requires_grad=True)}, "temperature requires a gradient"),
+        ({"temperature": torch.full((T,), 0.7).bfloat16()}, r"dtype torch.bfloat16, in which 0\.7 is 0\.699"),
         ({"token_ids": torch.zeros(T, 2).long()}, r"token_ids was given and outputs is \(\)"),
         ({"outputs": ("log_prob_at",)}, "outputs contains 'log_prob_at' and token_ids is missing"),
         ({"token_ids": torch.zeros(T, 2), "outputs": "log_prob_at"}, "token_ids have shape"),
