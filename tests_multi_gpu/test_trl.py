@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from truth import relative_error
 
 import liger_dist
+from liger_dist.fused_head.scored_logits import ScoredLogits
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped
 
@@ -42,15 +44,22 @@ KINDS = (
     "GRPO",
     "GRPO with an fp32 head",
     "RLOO",
+    "CPO",
+    "ORPO",
+    "OnlineDPO",
 )
 NO_REFERENCE: dict[str, Any] = {"beta": 0.0}
 FURTHER: dict[str, dict[str, Any]] = {
     "GRPO without a reference": NO_REFERENCE,
     "RLOO without a reference": NO_REFERENCE,
     "DPO weighted": {"use_weighting": True},
+    "SimPO": {"loss_type": "simpo", "cpo_alpha": 0.0},
+    "OnlineDPO": {"max_new_tokens": 6, "eval_strategy": "no"},
     "GRPO with an fp32 head": NO_REFERENCE | {"cast_lm_head_to_fp32": True},
 }
-WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER)) if kind not in ("GRPO", "RLOO")]
+WITHOUT_A_HEAD = ("CPO", "SimPO", "ORPO", "OnlineDPO")
+"""trainers that compute log-probabilities from full logits"""
+WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER, *WITHOUT_A_HEAD)) if kind not in ("GRPO", "RLOO")]
 PADDING_FREE = {"padding_free": True, "max_length": None}
 How = Literal["TRL's own", "fused_heads", "wrapped first"]
 UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
@@ -65,9 +74,7 @@ def test_one_process(kind: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
-@pytest.mark.parametrize(
-    "kind", [*(kind for kind in KINDS if not kind.startswith(("GRPO", "RLOO"))), *list(FURTHER)[:2]]
-)
+@pytest.mark.parametrize("kind", WRAPPED_FIRST)
 def test_wrapped_first(kind: str) -> None:
     """Without another line: the trainer gets a wrapped model. GRPO and RLOO load their references themselves."""
     with InThisProcess() as here:
@@ -76,7 +83,16 @@ def test_wrapped_first(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "engine"),
-    [("SFT", "ddp"), ("SFT", "fsdp1"), ("DPO", "fsdp2"), ("GRPO without a reference", "zero3")],
+    [
+        ("SFT", "ddp"),
+        ("SFT", "fsdp1"),
+        ("DPO", "fsdp2"),
+        ("GRPO without a reference", "zero3"),
+        ("CPO", "fsdp2"),
+        ("SimPO", "ddp"),
+        ("ORPO", "zero3"),
+        ("OnlineDPO", "fsdp2"),
+    ],
 )
 def test_wrapped_first_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
     check(workers_2.run(trained_twice, kind, engine, None, False, "gather", "wrapped first"))
@@ -141,6 +157,14 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
         make_trainer("SFT", dict(arguments), False)
     assert not is_wrapped(wrapping.call_args.args[1])
     assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
+    trainer_of_cpo = classes_of("CPO")[1]
+    with pytest.raises(liger_dist.LigerDistError, match="model is 'a path', which CPOTrainer would"), fused_heads():
+        trainer_of_cpo("a path")
+    with (
+        pytest.raises(liger_dist.LigerDistError, match=r"'vocab_parallel', which fused_heads.* CPOTrainer"),
+        fused_heads(lm_head="vocab_parallel"),
+    ):
+        trainer_of_cpo(make_model("qwen2"))
     model = liger_dist.wrap(make_model("qwen2"))
     with pytest.raises(liger_dist.LigerDistError, match="to which TRL has not added its head"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4).long(), fused_lm_head=True)
@@ -266,7 +290,7 @@ def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: 
         **arguments_of(engine, "Qwen2DecoderLayer"),
     }
     with pretended_gpus() if is_sharded else nullcontext():
-        with fused_heads(CONFIG, lm_head=lm_head) if how == "fused_heads" else nullcontext():
+        with fused_heads(config_for(kind), lm_head=lm_head) if how == "fused_heads" else nullcontext():
             trainer = make_trainer(kind, arguments, adapted, wraps=how == "wrapped first")
         with watched() as seen:
             trainer.train()
@@ -290,8 +314,22 @@ def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: 
     return {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
 
 
-def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
+def config_for(kind: str) -> liger_dist.WrapConfig:
+    """Metrics of some average logits of padding, which the library's own attention computes in another way."""
+    return replace(CONFIG, varlen_attention=kind not in WITHOUT_A_HEAD)
+
+
+def classes_of(kind: str) -> tuple[Any, Any]:
+    """Settings and trainer; those without TRL's fused head are experimental."""
     import trl
+
+    name = {"SimPO": "CPO"}.get(kind.split()[0], kind.split()[0])
+    folder = {"CPO": "cpo", "ORPO": "orpo", "OnlineDPO": "online_dpo"}.get(name)
+    module = trl if folder is None else importlib.import_module(f"trl.experimental.{folder}")
+    return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
+
+
+def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
     from datasets import Dataset
 
     model = make_model("qwen2", dtype=torch.float32).cpu()
@@ -316,7 +354,7 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: 
         ]
         arguments |= {"assistant_only_loss": True, "loss_type": "dft" if kind.endswith("dft") else "nll"}
         arguments |= {"SFT packed": {"packing": True, "max_length": 24}, "SFT padding-free": PADDING_FREE}.get(kind, {})
-    elif kind.startswith("DPO"):
+    elif kind.startswith(("DPO", "CPO", "SimPO", "ORPO")):
         rows = [
             {"prompt": "abc"[: 1 + n % 3], "chosen": "hello"[: 3 + n % 2], "rejected": "world!"[: 2 + n % 4]}
             for n in numbers
@@ -337,18 +375,18 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: 
         extra["model"] = type(model).from_pretrained(folders[0], attn_implementation="eager")  # type: ignore[attr-defined]
         extra["reward_funcs"] = rewards
         # They load it with device_map="auto", which puts one model on all GPUs that a process sees.
-        arguments |= {"model_init_kwargs": {"device_map": None}}
-        arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
+        arguments |= {"model_init_kwargs": {"device_map": None}} if kind != "OnlineDPO" else {}
+        if kind != "OnlineDPO":
+            arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
     if kind.startswith(("DPO", "KTO")):
         extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()
     for name in ("model", "ref_model") if wraps else ():
         if name in extra:
-            extra[name] = liger_dist.wrap(extra[name], config=CONFIG)
+            extra[name] = liger_dist.wrap(extra[name], config=config_for(kind))
     arguments |= FURTHER.get(kind, {})
-    name = kind.split()[0]
     data = Dataset.from_list(rows)
-    settings = getattr(trl, f"{name}Config")(**arguments)
-    return getattr(trl, f"{name}Trainer")(args=settings, train_dataset=data, eval_dataset=data, **extra)
+    settings, trainer = classes_of(kind)
+    return trainer(args=settings(**arguments), train_dataset=data, eval_dataset=data, **extra)
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
@@ -371,3 +409,28 @@ def make_tokenizer() -> Any:
         "{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     return fast
+
+
+def test_logits_that_stand_for_log_probs() -> None:
+    """What trainers read of them is what log-probabilities say; anything else is refused."""
+    ids, log_prob, mean = torch.tensor([[3, 1, 2], [2, 2, 1]]), -torch.rand(2, 3), torch.rand(2, 3)
+    logits: Any = ScoredLogits(ids, log_prob, mean, 7)
+    assert logits.shape == (2, 3, 7)
+    assert torch.equal(torch.gather(logits[:, :-1, :], -1, ids[:, :-1, None])[..., 0], log_prob[:, :-1])
+    assert torch.equal(torch.stack([torch.logsumexp(row, dim=-1) for row in logits]), torch.zeros(2, 3))
+    taken = torch.take_along_dim(logits.log_softmax(dim=-1), ids[..., None], dim=2)
+    assert torch.equal(taken[..., 0], log_prob)
+    targets = ids.masked_fill(ids == 2, -100)
+    loss = torch.nn.functional.cross_entropy(logits.view(-1, 7), targets.view(-1))
+    assert torch.allclose(loss, -log_prob[ids != 2].mean())
+    assert torch.equal(logits[:1].detach().mean(), mean[:1].mean())
+    for reads in (
+        lambda: torch.gather(logits, -1, (ids + 1)[..., None]),
+        lambda: torch.nn.functional.cross_entropy(logits.view(-1, 7), (ids + 1).view(-1)),
+        lambda: torch.nn.functional.cross_entropy(logits.view(-1, 7), ids.view(-1), label_smoothing=0.1),
+        lambda: logits[..., 0],
+        lambda: logits.argmax(-1),
+        lambda: torch.softmax(logits, -1),
+    ):
+        with pytest.raises(liger_dist.LigerDistError):
+            reads()

@@ -87,6 +87,13 @@ def fused_output(output: Any, reports: dict[str, Tensor], *, model_name: str, wi
     return output
 
 
+def with_logits(output: WithReports, logits: Any) -> Any:
+    """A fused output with ``logits`` that stand for those that were never computed."""
+    cls, reports = type(output)._liger_dist_made_of  # type: ignore[attr-defined]
+    made = _class_of(cls, reports, without_logits=False)
+    return made(**(dict(output.items()) | {"logits": logits}))
+
+
 @lru_cache(maxsize=256)
 def _class_of(cls: Any, reports: tuple[str, ...], *, without_logits: bool) -> Any:
     kept = [field.name for field in dataclasses.fields(cls) if not (without_logits and field.name == "logits")]

@@ -31,7 +31,7 @@ from .loss_call import NO_HEAD, LossCall, PendingLoss, current_call, enter, is_r
 from .output import fused_output
 from .recipe import LossRecipe
 from .signature import LOSS_KEYWORDS, Call
-from .trl_calls import read_call
+from .trl_calls import read_call, read_scored_call
 from .wrapped_calls import WrappedCalls
 
 _PAUSED: ContextVar[frozenset[int]] = ContextVar("liger_dist_paused", default=frozenset())
@@ -129,6 +129,9 @@ class Seam:
         goes_to_wrapper = self.wrapped_calls is not None and self.wrapped_calls.takes(args, kwargs)
         wants_logits = partial(self._wants_logits, model)
         call_of_trl, kwargs = read_call(model, kwargs)
+        scored_call, kwargs = read_scored_call(
+            model, args, kwargs, self.entry.signature.names, self.entry.structure.vocab_size
+        )
         call, checked = self.entry.read(args, kwargs, wants_logits=wants_logits)
         if goes_to_wrapper:
             return None  # The wrapper calls this model again, with all its arguments.
@@ -136,7 +139,8 @@ class Seam:
             call = replace(call, logits_dtype="fp32_operands")
         loss_call, kwargs = self.entry.decide(call, checked, wants_logits=wants_logits(call))
         if loss_call is not None:
-            loss_call.answer = None if call_of_trl is None else call_of_trl.answer
+            host_call = call_of_trl or scored_call
+            loss_call.answer = None if host_call is None else host_call.answer
             set_call(loss_call)
         return call.args, kwargs
 

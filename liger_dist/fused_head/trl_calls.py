@@ -1,4 +1,4 @@
-"""Calls of TRL's trainers: ``model(..., labels=labels, fused_lm_head=True)``.
+"""Calls of TRL's trainers: ``model(..., labels=labels, fused_lm_head=True)``, and calls without labels.
 
 TRL 1.x patches the forward of its models (``trl.trainer.utils.add_fused_lm_head``), which then returns per-token
 log-probabilities instead of logits. A wrapped model answers those calls itself, with what the trainer has asked TRL's
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+
+from .host_calls import reads_log_probs_of_its_input
+from .output import with_logits
+from .scored_logits import ScoredLogits
 
 FLAG = "fused_lm_head"
 FIELDS = {
@@ -96,6 +100,40 @@ def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | Non
         kwargs["temperature"] = asked["temperature"]
     mask = (labels[:, 1:] if shifted is None else shifted) != -100  # type: ignore[index]
     return CallOfTRL(fields, mask, shifted is not None, asked["cast_lm_head_to_fp32"]), kwargs
+
+
+@dataclass(frozen=True)
+class ScoredCall:
+    """One call without labels of a trainer that reads log-probabilities of the input ids from the logits."""
+
+    next_ids: Tensor
+    """``[B, S]``: the token after each; the first one after the last"""
+    vocab_size: int
+
+    def answer(self, output: Any) -> Any:
+        """The output with logits that stand for those of the call."""
+        logits = ScoredLogits(self.next_ids, output.log_prob, output.mean_logit, self.vocab_size)
+        return with_logits(output, logits)
+
+
+def read_scored_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], vocab_size: int
+) -> tuple[ScoredCall | None, dict[str, Any]]:
+    """The call of such a trainer, None if it is not one, and the keywords for the wrapped model: every token is scored,
+    padding too, so that the means are those of all logits."""
+    named = dict(zip(names, args, strict=False)) | kwargs
+    ids: Any = named.get("input_ids")
+    is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if named.get("labels") is not None or ids is None or not is_decoder or not reads_log_probs_of_its_input():
+        return None, kwargs
+    next_ids = ids.roll(-1, 1)
+    return ScoredCall(next_ids, vocab_size), kwargs | {
+        "labels": ids,
+        "shift_labels": next_ids,
+        "outputs": ("log_prob", "mean_logit"),
+        "differentiable": torch.is_grad_enabled(),
+        "return_dict": True,
+    }
 
 
 def _asked_of_head(model: nn.Module) -> Iterator[dict[str, Any]]:
