@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
+import torch.utils.checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +21,13 @@ def is_transformed() -> bool:
     """True under ``torch.func`` or forward-mode differentiation, where the kernels are not defined."""
     is_functorch: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
     return bool(is_functorch and is_functorch()) or getattr(fwAD, "_current_level", -1) >= 0
+
+
+def in_checkpoint() -> bool:
+    """True in what ``torch.utils.checkpoint`` computes twice (``use_reentrant=False``), both times."""
+    ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if ask is None else ask(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def in_backward() -> bool:

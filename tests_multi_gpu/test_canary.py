@@ -52,7 +52,8 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "torch._C._autograd",
         "_top_saved_tensors_default_hooks",
-    ): "recompute.py saves outputs of norms and activations instead of recomputing them",
+    ): "recompute.py saves outputs of norms and activations instead of recomputing them; tracing.py does not see "
+    "checkpoints, in which a second loss before a backward then fails",
     ("torch._C", "_storage_Use_Count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     ("torch", "Tensor._use_count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",

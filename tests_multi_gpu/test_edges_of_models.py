@@ -263,14 +263,6 @@ def test_rows_trained_after_wrapping_stay_unfused_and_unwrap() -> None:
         liger_dist.wrap(adapted)
 
 
-def test_a_call_of_trls_head_names_the_way_out() -> None:
-    trl = pytest.importorskip("trl.trainer.utils")
-    model = liger_dist.wrap(make_model("llama"))
-    trl.add_fused_lm_head(model)
-    with pytest.raises(liger_dist.LigerDistError, match=r"fused_heads\(\)"):
-        model(**make_batch(0), fused_lm_head=True)
-
-
 def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.zeros(2, 8)
     assert tile_arguments(logits)["maxnreg"] == 64

@@ -5,7 +5,8 @@ Legend: T tokens with a label, D hidden, V vocabulary.
 A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token outputs carry
 gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward, and the
 backward recomputes the logits. So does a scalar loss whose model has an earlier one that still holds its gradients: see
-:class:`.pending_gradients.PendingGradients`.
+:class:`.pending_gradients.PendingGradients`; and one inside a checkpoint, which would drop the gradients of its first
+forward.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
+from liger_dist.tracing import in_checkpoint
 from liger_dist_kernels import (
     SMALLEST_TILE,
     GradientCoefficients,
@@ -270,7 +272,7 @@ def _problem(
         memory_budget=execution.memory_budget,
         backend=execution.backend,
     )
-    in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD), 0
+    in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD) and not in_checkpoint(), 0
     if in_forward and needs.weight and execution.pending is not None:
         number, in_forward = execution.pending.begin()
     return Problem(
