@@ -24,7 +24,10 @@ def is_transformed() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """True in what ``torch.utils.checkpoint`` computes twice (``use_reentrant=False``), both times."""
+    """True in what ``torch.utils.checkpoint`` computes twice (``use_reentrant=False``), both times; False in a compiled
+    graph, whose compiler decides what is computed again."""
+    if torch.compiler.is_compiling():
+        return False
     ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if ask is None else ask(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__

@@ -23,8 +23,10 @@ axolotl = pytest.importorskip("axolotl.integrations.base", reason="Axolotl is no
 PLUGIN = "liger_dist.integrations.axolotl.LigerDistPlugin"
 ROWS = 8
 COUNTING = """
+import json
 from pathlib import Path
 
+import torch
 from axolotl.integrations.base import BasePlugin
 from hosts import watched
 
@@ -33,8 +35,13 @@ class Counting(BasePlugin):
         self.watching = watched()
         self.seen = self.watching.__enter__()
 
+    def post_model_load(self, cfg, model):
+        # The seed of the configuration comes after LoRA's initial values.
+        torch.manual_seed(0)
+
     def post_train(self, cfg, model):
-        Path(cfg.output_dir, "calls").write_text(str(self.seen.fused_calls))
+        seen = {"calls": self.seen.fused_calls, "rows": self.seen.most_logits}
+        Path(cfg.output_dir, "seen").write_text(json.dumps(seen))
 """
 
 
@@ -54,12 +61,69 @@ def test_its_own_command(options: dict[str, Any], tmp_path: Path) -> None:
     losses = []
     for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings_of_a_run(tmp_path, plugins) | options))
-        command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
-        printed = printed_by(command, tmp_path, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
-        assert (tmp_path / "out" / "calls").read_text() == str(3 * (name == "fused"))
-        losses.append([float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", printed)])
+        found, seen = run_of(tmp_path, name)
+        assert seen["calls"] == 3 * (name == "fused")
+        losses.append(found["loss"])
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def run_of(folder: Path, name: str) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """What Axolotl's command logs for ``name``.yaml, and what the second plugin counted."""
+    command = [sys.executable, "-m", "axolotl.cli.main", "train", f"{name}.yaml", "--launcher", "python"]
+    printed = printed_by(command, folder, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
+    logged: dict[str, list[float]] = {}
+    for key, value in re.findall(r"'([a-z_/]+)': '([-+0-9.e]+)'", printed):
+        logged.setdefault(key, []).append(float(value))
+    return logged, json.loads((folder / "out" / "seen").read_text())
+
+
+PAIRS = {"type": {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}}
+KTO = {"rl": "kto", "remove_unused_columns": False}
+RATED = {"type": {"field_prompt": "prompt", "field_completion": "chosen", "field_label": "label"}}
+LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({"rl": "dpo"}, 6),
+        ({"rl": "dpo", "dpo_use_weighting": True, **LORA}, 6),
+        ({"rl": "ipo"}, 6),
+        (KTO, 12),
+        (KTO | LORA, 12),
+        ({"rl": "simpo", "rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 0.2}, 3),
+        ({"rl": "orpo", "orpo_alpha": 0.1}, 3),
+    ],
+    ids=lambda options: " ".join(map(str, options.values())) if isinstance(options, dict) else str(options),
+)
+def test_preferences(options: dict[str, Any], calls: int, tmp_path: Path) -> None:
+    """Policy and reference, in two calls each for KTO: every number that is logged, and no full logits."""
+    make_model("llama", dtype=torch.float32).cpu().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [
+        {"prompt": "abc"[: 1 + n % 3], "chosen": "hello you"[: 3 + n % 6], "rejected": "no"[: 1 + n % 2]}
+        | {"label": n % 3 > 0}
+        for n in range(64)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    logs = []
+    for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
+        settings = settings_of_a_run(tmp_path, plugins) | options
+        data = {"path": str(tmp_path / "data.jsonl"), "ds_type": "json", "split": "train"}
+        settings["datasets"] = [data | (RATED if options["rl"] == "kto" else PAIRS)]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        logged, seen = run_of(tmp_path, name)
+        assert seen["calls"] == calls * (name == "fused")
+        assert (seen["rows"] <= ROWS) == (name == "fused")
+        logs.append(logged)
+    compared = [
+        key for key in logs[1] if not any(part in key for part in ("runtime", "per_second", "memory", "logits/"))
+    ]
+    assert len(compared) > 5
+    for key in compared:
+        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-3, abs=1e-5), key
 
 
 def settings_of_a_run(folder: Path, plugins: list[str]) -> dict[str, Any]:
@@ -158,7 +222,8 @@ def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
         ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "LigerPlugin"),
         ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, "CutCrossEntropyPlugin"),
         ({"chunked_cross_entropy": True}, "chunked_cross_entropy is True"),
-        ({"rl": "dpo"}, "rl is 'dpo'"),
+        ({"rl": "grpo"}, "rl is 'grpo'"),
+        ({"orpo_alpha": 0.1}, "orpo_alpha is 0.1"),
     ],
 )
 def test_other_losses_are_refused(cfg: dict[str, Any], sentence: str) -> None:

@@ -37,7 +37,37 @@ def test_three_steps_as_without_it(stage: str, tuning: str, tmp_path: Path) -> N
         assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def trained(folder: Path, stage: str, tuning: str, *, fused: bool, **options: Any) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("stage", "tuning", "options", "calls"),
+    [
+        ("dpo", "full", {}, 6),
+        ("dpo", "lora", {"pref_loss": "ipo", "pref_ftx": 0.2}, 6),
+        ("dpo", "full", {"pref_loss": "sigmoid", "ld_alpha": 0.5}, 6),
+        ("dpo", "full", {"pref_loss": "simpo"}, 3),
+        ("dpo", "lora", {"pref_loss": "orpo"}, 3),
+        ("kto", "full", {}, 12),
+        ("kto", "lora", {}, 12),
+    ],
+)
+def test_preferences(stage: str, tuning: str, options: dict[str, Any], calls: int, tmp_path: Path) -> None:
+    """Policy and reference, in two calls each for KTO; losses, weights and every metric. The means of logits have
+    padding in them, which attention without a mask leaves undefined."""
+    wrap = {"varlen_attention": False} if tuning == "full" else {}
+    fused, own = (trained(tmp_path, stage, tuning, fused=fused, wrap=wrap, **options) for fused in (True, False))
+    assert (fused["calls"], own["calls"]) == (calls, 0)
+    assert fused["rows"] <= ROWS < own["rows"]
+    assert len(own["metrics"]) > 8
+    for name, values in own["metrics"].items():
+        if name.startswith("logits/") and not wrap:
+            continue
+        assert fused["metrics"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+    for name, weight in own["weights"].items():
+        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+
+
+def trained(
+    folder: Path, stage: str, tuning: str, *, fused: bool, wrap: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from liger_dist.integrations.llamafactory import run_exp
@@ -48,13 +78,16 @@ def trained(folder: Path, stage: str, tuning: str, *, fused: bool, **options: An
     dense = mock.patch.object(collator, "prepare_4d_attention_mask", wraps=collator.prepare_4d_attention_mask)
     with watched() as seen, dense as dense_masks:
         if fused:
-            run_exp(arguments(folder, output, stage, **options), memory_budget=ROWS * VOCAB_SIZE * 4)
+            run_exp(arguments(folder, output, stage, **options), memory_budget=ROWS * VOCAB_SIZE * 4, **(wrap or {}))
         else:
             tuner.run_exp(arguments(folder, output, stage, **options))
-    state = json.loads((output / "trainer_state.json").read_text())
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "loss" in entry]
     name = "model.safetensors" if tuning == "full" else "adapter_model.safetensors"
     return {
-        "losses": [entry["loss"] for entry in state["log_history"] if "loss" in entry],
+        "losses": [entry["loss"] for entry in steps],
+        # A batch of KTO may have no rejected text.
+        "metrics": {name: [entry.get(name, 0.0) for entry in steps] for name in set().union(*steps)},
         "weights": load_file(output / name),
         "calls": seen.fused_calls,
         "rows": seen.most_logits,
@@ -72,14 +105,15 @@ def test_packed_documents_stay_apart(tmp_path: Path) -> None:
     assert fused["dense masks"] == 0 < own["dense masks"]
 
 
-def test_its_command_with_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_its_command_with_two_processes(stage: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weights = []
     for module in ("liger_dist.integrations.llamafactory", "llamafactory.launcher"):
         output = tmp_path / module
         settings = tmp_path / f"{module}.yaml"
-        settings.write_text(json.dumps(arguments(tmp_path, output, "sft")))
+        settings.write_text(json.dumps(arguments(tmp_path, output, stage)))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         subprocess.run([*launch, "-m", module, str(settings)], check=True, timeout=200, cwd=tmp_path)
         weights.append(load_file(output / "model.safetensors"))
@@ -90,8 +124,8 @@ def test_its_command_with_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"stage": "dpo"}, "stage is 'dpo'"),
-        ({"stage": "kto"}, "stage is 'kto'"),
+        ({"stage": "ppo", "reward_model": "none", "reward_model_type": "full"}, "stage is 'ppo'"),
+        ({"stage": "rm"}, "stage is 'rm'"),
         ({"enable_liger_kernel": True}, "enable_liger_kernel is true"),
         ({"use_dft_loss": True}, "compute_loss_func is given"),
     ],
@@ -112,9 +146,29 @@ def arguments(folder: Path, output: Path, stage: str, **options: Any) -> dict[st
         rows = [{"instruction": "abc"[: 1 + n % 3], "input": "", "output": "hello world"[: 3 + n]} for n in range(8)]
         (folder / "chats.json").write_text(json.dumps(rows))
         (folder / "texts.json").write_text(json.dumps([{"text": "a few words"[: 5 + n]} for n in range(8)]))
-        described = {
+        pairs = [
+            {
+                "instruction": "abc"[: 1 + n % 3],
+                "input": "",
+                "chosen": "hello you"[: 3 + n],
+                "rejected": "no"[: 1 + n % 2],
+            }
+            for n in range(8)
+        ]
+        (folder / "pairs.json").write_text(json.dumps(pairs))
+        (folder / "rated.json").write_text(json.dumps([row | {"kto_tag": n % 3 > 0} for n, row in enumerate(rows)]))
+        described: dict[str, Any] = {
             "chats": {"file_name": "chats.json"},
             "texts": {"file_name": "texts.json", "columns": {"prompt": "text"}},
+            "pairs": {
+                "file_name": "pairs.json",
+                "ranking": True,
+                "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
+            },
+            "rated": {
+                "file_name": "rated.json",
+                "columns": {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "kto_tag"},
+            },
         }
         (folder / "dataset_info.json").write_text(json.dumps(described))
     return {
@@ -123,7 +177,7 @@ def arguments(folder: Path, output: Path, stage: str, **options: Any) -> dict[st
         "do_train": True,
         "finetuning_type": "full",
         "lora_rank": 2,
-        "dataset": "texts" if stage == "pt" else "chats",
+        "dataset": {"pt": "texts", "dpo": "pairs", "kto": "rated"}.get(stage, "chats"),
         "dataset_dir": str(folder),
         "template": "empty",
         "cutoff_len": 32,

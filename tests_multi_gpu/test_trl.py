@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,10 +17,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import InThisProcess, Workers
 from hosts import watched
 from models import VOCAB_SIZE, make_config, make_model
 from test_trainer import arguments_of, forget_earlier_trainers, pretended_gpus
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from truth import relative_error
 
@@ -161,7 +164,7 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match="model is 'a path', which CPOTrainer would"), fused_heads():
         trainer_of_cpo("a path")
     with (
-        pytest.raises(liger_dist.LigerDistError, match=r"'vocab_parallel', which fused_heads.* CPOTrainer"),
+        pytest.raises(liger_dist.LigerDistError, match="'vocab_parallel', which CPOTrainer does not have"),
         fused_heads(lm_head="vocab_parallel"),
     ):
         trainer_of_cpo(make_model("qwen2"))
@@ -411,26 +414,58 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def test_logits_that_stand_for_log_probs() -> None:
-    """What trainers read of them is what log-probabilities say; anything else is refused."""
-    ids, log_prob, mean = torch.tensor([[3, 1, 2], [2, 2, 1]]), -torch.rand(2, 3), torch.rand(2, 3)
-    logits: Any = ScoredLogits(ids, log_prob, mean, 7)
-    assert logits.shape == (2, 3, 7)
-    assert torch.equal(torch.gather(logits[:, :-1, :], -1, ids[:, :-1, None])[..., 0], log_prob[:, :-1])
-    assert torch.equal(torch.stack([torch.logsumexp(row, dim=-1) for row in logits]), torch.zeros(2, 3))
-    taken = torch.take_along_dim(logits.log_softmax(dim=-1), ids[..., None], dim=2)
-    assert torch.equal(taken[..., 0], log_prob)
-    targets = ids.masked_fill(ids == 2, -100)
-    loss = torch.nn.functional.cross_entropy(logits.view(-1, 7), targets.view(-1))
-    assert torch.allclose(loss, -log_prob[ids != 2].mean())
-    assert torch.equal(logits[:1].detach().mean(), mean[:1].mean())
-    for reads in (
-        lambda: torch.gather(logits, -1, (ids + 1)[..., None]),
-        lambda: torch.nn.functional.cross_entropy(logits.view(-1, 7), (ids + 1).view(-1)),
-        lambda: torch.nn.functional.cross_entropy(logits.view(-1, 7), ids.view(-1), label_smoothing=0.1),
+def test_logits_of_which_only_what_is_read_was_computed() -> None:
+    """What trainers read of them is what they read of logits, by TRL's own functions too; anything else is refused."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    truth = torch.randn(4, 3, 7, dtype=torch.float64)
+    ids = torch.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]])
+    ids[1] = truth[1].argmax(-1)
+    logits = scored_as(truth, ids)
+    assert (logits.shape, logits.ndim, logits.dtype, len(logits)) == (truth.shape, 3, torch.float64, 4)
+    mask = ids % 2 == 0
+    reads: list[Callable[[Any], Tensor]] = [
+        lambda given: selective_log_softmax(given[..., :-1, :], ids[:, :-1]),
+        lambda given: torch.take_along_dim(given.log_softmax(dim=-1), ids[..., None], dim=2),
+        lambda given: F.cross_entropy(given.view(-1, 7), ids.masked_fill(mask, -100).view(-1)),
+        lambda given: F.cross_entropy(given[mask], ids[mask]),
+        lambda given: entropy_from_logits(given.detach(), chunk_size=5),
+        lambda given: given[:1].mean(),
+        lambda given: given.index_select(0, torch.tensor([2, 0])).chunk(2, dim=0)[1].mean(-1),
+        lambda given: given.to(torch.float32).split(3, dim=0)[1].nansum(),
+        lambda given: given[mask].mean(-1).sum(),
+        lambda given: torch.logsumexp(2.0 * given, dim=-1) - 2.0 * torch.logsumexp(given, dim=-1),
+        lambda given: given.argmax(dim=-1) == ids,
+    ]
+    for position, read in enumerate(reads):
+        assert torch.allclose(read(logits), read(truth), atol=1e-6), position
+    others: list[Callable[[], Any]] = [
+        lambda: torch.gather(logits, -1, (ids % 6 + 1)[..., None]),
+        lambda: F.cross_entropy(logits.view(-1, 7), (ids % 6 + 1).view(-1)),
+        lambda: F.cross_entropy(logits.view(-1, 7), ids.view(-1), label_smoothing=0.1),
         lambda: logits[..., 0],
-        lambda: logits.argmax(-1),
+        lambda: logits.view(-1),
+        lambda: logits.max(-1),
         lambda: torch.softmax(logits, -1),
-    ):
+        lambda: 3.0 * logits,
+        lambda: logits * logits,
+        lambda: torch.exp(logits).mean(),
+        lambda: (2 * logits).log_softmax(-1),
+        lambda: ScoredLogits(ids, {"log_prob": torch.zeros(4, 3)}, 7).argmax(-1),
+    ]
+    for read_other in others:
         with pytest.raises(liger_dist.LigerDistError):
-            reads()
+            read_other()
+
+
+def scored_as(logits: Tensor, ids: Tensor) -> Any:
+    """What stands for ``logits``, whose next tokens are ``ids``."""
+    log_probs = logits.log_softmax(-1)
+    outputs = {
+        "log_prob": log_probs.gather(-1, ids[..., None])[..., 0],
+        "mean_logit": logits.mean(-1),
+        "entropy": -(log_probs.exp() * log_probs).sum(-1),
+        "is_top1": logits.argmax(-1) == ids,
+        "sum_sq_prob": log_probs.exp().square().sum(-1),
+    }
+    return ScoredLogits(ids, outputs, logits.shape[-1])

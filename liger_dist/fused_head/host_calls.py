@@ -21,22 +21,35 @@ def returns_logits() -> bool:
     return False
 
 
-READERS = {
-    "trl.experimental.cpo.cpo_trainer": "concatenated_forward",
-    "trl.experimental.orpo.orpo_trainer": "concatenated_forward",
-    "trl.experimental.online_dpo.online_dpo_trainer": "_forward",
+_SUMS = ("log_prob", "mean_logit")
+_METRICS = (*_SUMS, "entropy", "is_top1", "sum_sq_prob")
+READERS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("trl.experimental.cpo.cpo_trainer", "concatenated_forward"): _SUMS,
+    ("trl.experimental.orpo.orpo_trainer", "concatenated_forward"): _SUMS,
+    ("trl.experimental.online_dpo.online_dpo_trainer", "_forward"): _SUMS,
+    # TRL before its trainers had a head of their own.
+    ("trl.trainer.dpo_trainer", "_compute_loss"): _METRICS,
+    ("trl.trainer.dpo_trainer", "compute_ref_log_probs"): _SUMS,
+    ("trl.trainer.kto_trainer", "_compute_loss"): _METRICS,
+    ("trl.trainer.kto_trainer", "_compute_kl_logps"): _SUMS,
+    ("trl.trainer.kto_trainer", "compute_ref_log_probs"): _SUMS,
+    ("llamafactory.train.dpo.trainer", "concatenated_forward"): _SUMS,
+    ("llamafactory.train.kto.trainer", "forward"): _SUMS,
 }
-"""By module: the function of a trainer that calls its model without labels, and reads of the logits nothing but
-log-probabilities of the call's own input ids, and means."""
+"""Functions of trainers, by module and name, that call their model without labels, and what they read of the logits:
+numbers of the call's own next tokens, named as outputs of a wrapped model."""
+_MODULES = {module for module, _ in READERS}
 
 
-def reads_log_probs_of_its_input() -> bool:
-    """True inside one of :data:`READERS`."""
-    if not READERS.keys() & sys.modules.keys():
-        return False
+def outputs_read_of_logits() -> tuple[str, ...] | None:
+    """What the trainer that runs will read of the logits of this call; None outside of :data:`READERS`, and where a
+    Trainer returns logits."""
+    if not _MODULES & sys.modules.keys():
+        return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if READERS.get(frame.f_globals.get("__name__", "")) == frame.f_code.co_name:
-            return True
+        outputs = READERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if outputs is not None:
+            return None if returns_logits() else outputs
         frame = frame.f_back
-    return False
+    return None

@@ -1,4 +1,4 @@
-"""Calls of TRL's trainers: ``model(..., labels=labels, fused_lm_head=True)``, and calls without labels.
+"""Calls of trainers for policies: TRL's ``model(..., labels=labels, fused_lm_head=True)``, and calls without labels.
 
 TRL 1.x patches the forward of its models (``trl.trainer.utils.add_fused_lm_head``), which then returns per-token
 log-probabilities instead of logits. A wrapped model answers those calls itself, with what the trainer has asked TRL's
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 
-from .host_calls import reads_log_probs_of_its_input
+from .host_calls import outputs_read_of_logits
 from .output import with_logits
 from .scored_logits import ScoredLogits
 
@@ -104,16 +104,17 @@ def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | Non
 
 @dataclass(frozen=True)
 class ScoredCall:
-    """One call without labels of a trainer that reads log-probabilities of the input ids from the logits."""
+    """One call without labels of a trainer that reads numbers of the next tokens from the logits."""
 
     next_ids: Tensor
     """``[B, S]``: the token after each; the first one after the last"""
+    outputs: tuple[str, ...]
     vocab_size: int
 
     def answer(self, output: Any) -> Any:
         """The output with logits that stand for those of the call."""
-        logits = ScoredLogits(self.next_ids, output.log_prob, output.mean_logit, self.vocab_size)
-        return with_logits(output, logits)
+        values = {name: getattr(output, name) for name in self.outputs}
+        return with_logits(output, ScoredLogits(self.next_ids, values, self.vocab_size))
 
 
 def read_scored_call(
@@ -124,13 +125,16 @@ def read_scored_call(
     named = dict(zip(names, args, strict=False)) | kwargs
     ids: Any = named.get("input_ids")
     is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if named.get("labels") is not None or ids is None or not is_decoder or not reads_log_probs_of_its_input():
+    if named.get("labels") is not None or ids is None or not is_decoder:
+        return None, kwargs
+    outputs = outputs_read_of_logits()
+    if outputs is None:
         return None, kwargs
     next_ids = ids.roll(-1, 1)
-    return ScoredCall(next_ids, vocab_size), kwargs | {
+    return ScoredCall(next_ids, outputs, vocab_size), kwargs | {
         "labels": ids,
         "shift_labels": next_ids,
-        "outputs": ("log_prob", "mean_logit"),
+        "outputs": outputs,
         "differentiable": torch.is_grad_enabled(),
         "return_dict": True,
     }

@@ -8,6 +8,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from liger_dist.errors import LigerDistError
+from liger_dist.peft_layers import call_with_hooks
+from liger_dist.wrap import inner_model, is_wrapped, wrap
 
 from .deepspeed_section import Section
 from .trainer import fuse
@@ -19,8 +21,8 @@ OTHER_LOSSES = (
     "cut_cross_entropy",
     "chunked_cross_entropy",
     "use_eaft",
-    "orpo_alpha",
 )
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 
 
 class LigerDistArgs(BaseModel):
@@ -30,7 +32,8 @@ class LigerDistArgs(BaseModel):
 
 
 class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
-    """The model of Axolotl's trainer computes its loss fused, under DDP, FSDP1, FSDP2 or DeepSpeed."""
+    """The model of Axolotl's trainer computes its loss fused, or the log-probabilities of policy and reference (rl:
+    dpo, ipo, kto, orpo, simpo), under DDP, FSDP1, FSDP2 or DeepSpeed."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{LigerDistArgs.__name__}"
@@ -44,10 +47,28 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
             for objection in _objections(cfg):
                 raise LigerDistError(f"{objection}, or set liger_dist.enabled to false.")
 
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Of the policy and of the reference: TRL's trainers shard references as soon as they get them."""
+        section = _section(cfg)
+        if section.enabled and cfg.rl:
+            wrap(model, config=section.wrap_config())
+
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        section = Section.model_validate(dict(cfg.liger_dist or {}))
-        if section.enabled:
+        section = _section(cfg)
+        if not section.enabled:
+            return
+        if not cfg.rl:
             fuse(trainer, section.wrap_config())
+            return
+        # TRL has put LoRA's adapters around the wrapped model, and KTO has loaded its reference itself.
+        call_with_hooks(trainer.model, inner_model(trainer.model))
+        reference = getattr(trainer, "ref_model", None)
+        if reference is not None and not is_wrapped(reference):
+            wrap(reference, config=section.wrap_config())
+
+
+def _section(cfg: Any) -> Section:
+    return Section.model_validate(dict(cfg.liger_dist or {}))
 
 
 def _objections(cfg: dict[str, Any]) -> list[str]:
@@ -57,6 +78,12 @@ def _objections(cfg: dict[str, Any]) -> list[str]:
         if str(plugin).rsplit(".", 1)[-1] in OTHER_PLUGINS
     ]
     found += [f"{key} is {cfg[key]!r} and computes another loss; leave it out" for key in OTHER_LOSSES if cfg.get(key)]
-    if cfg.get("rl"):
-        found.append(f"rl is {cfg['rl']!r}, whose loss is TRL's; train without this plugin")
+    rl = cfg.get("rl")
+    if rl and str(rl) not in PREFERENCES:
+        found.append(
+            f"rl is {rl!r}, which reads more of its logits than log-probabilities; expected one of "
+            f"{', '.join(PREFERENCES)}. Train without this plugin"
+        )
+    if cfg.get("orpo_alpha") and not rl:
+        found.append(f"orpo_alpha is {cfg['orpo_alpha']!r} and computes another loss; set rl to orpo")
     return found

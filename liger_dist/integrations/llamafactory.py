@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import inner_model, record_of
 
+from .patches import models_wrapped_for, patched
 from .trainer import fuse
 
-FUSED_STAGES = {"pt": CustomTrainer, "sft": CustomSeq2SeqTrainer}
-OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
+TOKEN_LOSSES = {"pt": CustomTrainer, "sft": CustomSeq2SeqTrainer}
+PREFERENCES = {"dpo": "CustomDPOTrainer", "kto": "CustomKTOTrainer"}
+OTHER_STAGES = ("rm", "ppo")
 
 
 def run_exp(
@@ -40,34 +43,26 @@ def run_exp(
 
 @contextmanager
 def fused_trainers(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
-    """Within, the models of LLaMA-Factory's trainers (stages pt and sft) compute their loss fused, under DDP, FSDP1,
-    FSDP2 or DeepSpeed.
+    """Within, the models of LLaMA-Factory's trainers compute their loss fused (stages pt and sft), or the
+    log-probabilities of policy and reference (dpo with all its losses, kto), under DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Args:
-        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
+        lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings, and token losses, only.
 
     Raises:
         LigerDistError: another stage, or Liger's loss; before a model is loaded.
     """
     with ExitStack() as stack:
-        for trainer in FUSED_STAGES.values():
-            stack.enter_context(_patched(trainer, "__init__", _fusing(trainer.__init__, config, lm_head)))
+        for trainer in TOKEN_LOSSES.values():
+            stack.enter_context(patched(trainer, "__init__", _fusing(trainer.__init__, config, lm_head)))
+        for stage in PREFERENCES:
+            run = _wrapping(stage, getattr(tuner, f"run_{stage}"), config, lm_head)
+            stack.enter_context(patched(tuner, f"run_{stage}", run))
         for stage in OTHER_STAGES:
-            stack.enter_context(_patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
+            stack.enter_context(patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
         own = loader.apply_liger_kernel
-        stack.enter_context(_patched(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
+        stack.enter_context(patched(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
         yield
-
-
-@contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within: ``owner.name`` is ``value``."""
-    own = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
@@ -79,6 +74,17 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
             self.data_collator = _without_dense_mask(self.data_collator)
 
     return make_and_fuse
+
+
+def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> None:
+        # LLaMA-Factory imports it here too: not every release of TRL has what its module needs.
+        trainer = getattr(import_module(f"llamafactory.train.{stage}.trainer"), PREFERENCES[stage])
+        with models_wrapped_for(trainer, config, lm_head):
+            own(*args, **kwargs)
+
+    return run
 
 
 def _has_varlen(model: Any) -> bool:
@@ -104,8 +110,8 @@ def _without_dense_mask(collator: Any) -> Callable[[list[dict[str, Any]]], dict[
 
 def _refuse(stage: str, *_: Any) -> None:
     raise LigerDistError(
-        f"stage is {stage!r}, whose loss LLaMA-Factory computes from full logits; expected one of "
-        f"{', '.join(FUSED_STAGES)}. Run it with llamafactory-cli."
+        f"stage is {stage!r}, which needs a value for each token; expected one of "
+        f"{', '.join((*TOKEN_LOSSES, *PREFERENCES))}. Run it with llamafactory-cli."
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -23,9 +22,10 @@ from trl.trainer import utils
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import is_wrapped, record_of, unwrap, wrap
+from liger_dist.wrap import is_wrapped, record_of, unwrap
 
 from .accelerate import wrap_for
+from .patches import models_wrapped_for
 
 ADD = "add_fused_lm_head"
 WITHOUT_A_HEAD = {"cpo": "CPOTrainer", "orpo": "ORPOTrainer", "online_dpo": "OnlineDPOTrainer"}
@@ -57,7 +57,7 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
         with ExitStack() as stack:
             for folder, name in WITHOUT_A_HEAD.items():
                 trainer = getattr(import_module(f"trl.experimental.{folder}"), name)
-                stack.enter_context(_wrapping(trainer, config, lm_head))
+                stack.enter_context(models_wrapped_for(trainer, config, lm_head))
             yield
     finally:
         # Also where TRL's modules were first imported within.
@@ -75,36 +75,6 @@ def _wrap(model: nn.Module, *, config: WrapConfig | None, lm_head: LMHead) -> No
             f"the loss of {type(model).__name__} is not fused: {reason}. Make its trainer outside of fused_heads(); "
             "TRL then scores it with its own head."
         )
-
-
-@contextmanager
-def _wrapping(trainer: Any, config: WrapConfig | None, lm_head: LMHead) -> Iterator[None]:
-    """Within, a trainer of this class gets wrapped models. Its constructor copies and shards reference models, so they
-    are wrapped before it runs."""
-    own = trainer.__init__
-
-    @functools.wraps(own)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if lm_head != "gather":
-            raise LigerDistError(
-                f"lm_head is {lm_head!r}, which fused_heads() does not have for {trainer.__name__}; leave it out."
-            )
-        given = signature(own).bind(self, *args, **kwargs)
-        for name in ("model", "ref_model"):
-            model = given.arguments.get(name)
-            if isinstance(model, str):
-                raise LigerDistError(
-                    f"{name} is {model!r}, which {trainer.__name__} would load unwrapped; load it and pass the model."
-                )
-            if isinstance(model, nn.Module) and not is_wrapped(model):
-                wrap(model, config=config)
-        own(*given.args, **given.kwargs)
-
-    trainer.__init__ = init
-    try:
-        yield
-    finally:
-        trainer.__init__ = own
 
 
 def _put(function: Any, *, instead_of: Any) -> None:

@@ -1,0 +1,52 @@
+"""Changes to the classes of hosts, for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.wrap import is_wrapped, wrap
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within: ``owner.name`` is ``value``."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+@contextmanager
+def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead) -> Iterator[None]:
+    """Within, trainers of this class get a wrapped ``model`` and ``ref_model``. Their constructors copy and shard
+    reference models, so both are wrapped before those run."""
+    own = trainer.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if lm_head != "gather":
+            raise LigerDistError(f"lm_head is {lm_head!r}, which {trainer.__name__} does not have; leave it out.")
+        given = signature(own).bind(self, *args, **kwargs)
+        for name in ("model", "ref_model"):
+            model = given.arguments.get(name)
+            if isinstance(model, str):
+                raise LigerDistError(
+                    f"{name} is {model!r}, which {trainer.__name__} would load unwrapped; load it and pass the model."
+                )
+            if isinstance(model, nn.Module) and not is_wrapped(model):
+                wrap(model, config=config)
+        own(*given.args, **given.kwargs)
+
+    with patched(trainer, "__init__", init):
+        yield
