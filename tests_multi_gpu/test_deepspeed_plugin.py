@@ -58,30 +58,41 @@ def test_what_a_section_says() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_only_the_configuration_changes(stage: int, workers_2: Workers) -> None:
-    for with_section, disabled, without in workers_2.run(trained_thrice, stage):
-        assert with_section["fused calls"] == 3
-        assert 0 < with_section["most logits"] <= ROWS
+    """Or the model is wrapped first, and given to DeepSpeed's own ``initialize``."""
+    for with_section, wrapped_first, disabled, without in workers_2.run(trained_in_four_ways, stage):
+        for fused in (with_section, wrapped_first):
+            assert fused["fused calls"] == 3
+            assert 0 < fused["most logits"] <= ROWS
+            assert fused["losses"] == pytest.approx(without["losses"], rel=1e-5)
+            for name, weight in without["weights"].items():
+                assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
         assert without["fused calls"] == disabled["fused calls"] == 0
         assert without["most logits"] > ROWS
         assert without["losses"] == disabled["losses"]
-        assert with_section["losses"] == pytest.approx(without["losses"], rel=1e-5)
         assert without["losses"][0] != without["losses"][2]
-        for name, weight in without["weights"].items():
-            assert torch.allclose(with_section["weights"][name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def trained_thrice(stage: int) -> list[dict[str, Any]]:
-    sections: list[dict[str, Any]] = [{"liger_dist": SECTION}, {"liger_dist": {"enabled": False}}, {}]
-    return [trained(stage, section) for section in sections]
+def trained_in_four_ways(stage: int) -> list[dict[str, Any]]:
+    return [
+        trained(stage, {"liger_dist": SECTION}),
+        trained(stage, {}, is_wrapped_first=True),
+        trained(stage, {"liger_dist": {"enabled": False}}),
+        trained(stage, {}),
+    ]
 
 
-def trained(stage: int, section: dict[str, Any]) -> dict[str, Any]:
+def trained(stage: int, section: dict[str, Any], *, is_wrapped_first: bool = False) -> dict[str, Any]:
     settings = zero_settings({"stage": stage}) | section
+    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from liger_dist.integrations.deepspeed import initialize
+    from liger_dist.integrations import deepspeed as plugin
 
     model = make_model("llama", dtype=torch.float32)
+    initialize = plugin.initialize
+    if is_wrapped_first:
+        liger_dist.wrap(model, config=liger_dist.WrapConfig(**SECTION))
+        initialize = deepspeed.initialize
     with watched() as seen:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)

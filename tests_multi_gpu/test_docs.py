@@ -338,6 +338,16 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
             assert fragment in joined, message
 
 
+def test_every_row_of_the_table_of_policy_trainers_has_tests() -> None:
+    rows = re.findall(r"^\| .* \|$", (DOCS / "rl.md").read_text().split("## Trainers")[1].split("## ")[0], re.MULTILINE)
+    assert len(rows) > 8
+    for row in rows[2:]:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests_multi_gpu" / file).read_text(), test
+
+
 def test_every_row_of_the_table_of_options_has_a_test() -> None:
     rows = [line for line in (DOCS / "training_options.md").read_text().splitlines() if line.startswith("| ")]
     named = [re.search(r"`(test_\w+\.py)::(test_\w+)` \|$", row) for row in rows if not row.startswith("| | ")]

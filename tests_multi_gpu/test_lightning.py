@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness import Workers
 from hosts import watched
 from models import VOCAB_SIZE, full, make_batch, make_model
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import liger_dist
@@ -21,8 +22,12 @@ SIZES: Any = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 CONFIG = liger_dist.WrapConfig(memory_budget=8 * VOCAB_SIZE * 4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "model parallel", "fabric, model parallel"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "model parallel", "fabric, model parallel", "ddp, wrapped first", "model parallel, wrapped first"],
+)
 def test_it_trains_as_before(strategy: str, workers_2: Workers) -> None:
+    """Wrapped first: by ``liger_dist.wrap(model)`` alone, after which the module's own code shards."""
     for fused, unfused in workers_2.run(trained_twice, strategy):
         assert fused["fused calls"] == 3
         assert unfused["fused calls"] == 0
@@ -50,15 +55,22 @@ def by_trainer(strategy: str, folder: str, *, fused: bool) -> dict[str, Any]:
 
     from liger_dist.integrations.lightning import wrap_in
 
+    is_wrapped_first = strategy.endswith("wrapped first")
+
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model: Any = make_model("llama", dtype=torch.float32)
+            if fused and is_wrapped_first:
+                liger_dist.wrap(self.model, config=CONFIG)
             self.losses: list[float] = []
 
         def configure_model(self) -> None:
-            config = CONFIG if fused else liger_dist.WrapConfig(fused_loss=False, layer_kernels=False)
-            self.model = wrap_in(self, self.model, config)
+            if not is_wrapped_first:
+                config = CONFIG if fused else liger_dist.WrapConfig(fused_loss=False, layer_kernels=False)
+                self.model = wrap_in(self, self.model, config)
+            elif strategy.startswith("model parallel"):
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, _: int) -> Any:
             loss = self.model(**batch, use_cache=False).loss
@@ -73,7 +85,7 @@ def by_trainer(strategy: str, folder: str, *, fused: bool) -> dict[str, Any]:
         accelerator="auto",
         devices=2,
         strategy=DDPStrategy()
-        if strategy == "ddp"
+        if strategy.startswith("ddp")
         else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         max_epochs=1,
         logger=False,

@@ -414,6 +414,28 @@ def make_tokenizer() -> Any:
     return fast
 
 
+def test_a_classifier(tmp_path: Path) -> None:
+    """RewardTrainer's model has no token loss: wrapping says so before it changes anything, and it trains as before."""
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    forget_earlier_trainers()
+    config = make_config("llama")
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(liger_dist.LigerDistError, match="a classifier has no token loss to fuse"):
+        liger_dist.wrap(model)
+    rows = {"chosen": ["abcd", "bcd", "ab"], "rejected": ["dcba", "d", "bca"]}
+    arguments = RewardConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1, logging_steps=1
+    )
+    data = Dataset.from_dict(rows)
+    trainer = RewardTrainer(model, arguments, train_dataset=data, processing_class=make_tokenizer())
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+
+
 def test_logits_of_which_only_what_is_read_was_computed() -> None:
     """What trainers read of them is what they read of logits, by TRL's own functions too; anything else is refused."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
