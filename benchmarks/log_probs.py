@@ -22,9 +22,9 @@ CHECKED = 512
 Outputs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def ours(logits_dtype: LogitsDtype = None) -> Outputs:
+def ours(logits_dtype: LogitsDtype = None, memory_budget: int | None = None) -> Outputs:
     loss = LossArguments(outputs=("log_prob", "entropy"))
-    execution = Execution(logits_dtype=logits_dtype)
+    execution = Execution(logits_dtype=logits_dtype, memory_budget=memory_budget)
 
     def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=loss, execution=execution)
@@ -141,8 +141,12 @@ def main() -> None:
         inputs = Inputs.random(*shape, peaked=True)
         upstream = (torch.randn(shape[0], device="cuda"), 0.1 * torch.randn(shape[0], device="cuda"))
         truth = Truth(inputs, upstream)
-        found = [("liger_dist", ours(), "bf16 logits"), ("liger_dist, fp32 logits", ours(torch.float32), "fp32 logits")]
-        found += peers.log_probs()
+        found = [
+            ("liger_dist", ours(), "bf16 logits"),
+            ("liger_dist, 128 MiB", ours(memory_budget=2**27), "bf16 logits"),
+            ("liger_dist, fp32 logits", ours(torch.float32), "fp32 logits"),
+            *peers.log_probs(),
+        ]
         scored = [(label, scoring(inputs, outputs), kind) for label, outputs, kind in found]
         trained = [(label, both_ways(inputs, outputs, upstream), kind) for label, outputs, kind in found]
         tables = [

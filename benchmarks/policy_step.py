@@ -7,7 +7,6 @@ FSDP2 and bf16 with fp32 masters under ZeRO-3; both heads are called as TRL's tr
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ def steps(engine: str, head: str, objective: str, layers: int) -> tuple[Callable
 
 def measured(engine: str, head: str, objective: str, layers: int, rounds: int) -> Row:
     row = Row(f"{objective} under {engine}, {layers} layers, {dist.get_world_size()} GPUs", head, "")
-    step, kept = steps(engine, head, objective, layers)
+    step, _kept = steps(engine, head, objective, layers)
     losses = [float(step()) for _ in range(3)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -157,9 +156,29 @@ def measured(engine: str, head: str, objective: str, layers: int, rounds: int) -
     times.sort()
     row.median_ms, row.p20_ms, row.p80_ms = times[rounds // 2], times[rounds // 5], times[-1 - rounds // 5]
     row.figures = {"peak GiB": torch.cuda.max_memory_allocated() / 2**30, "first loss": losses[0]}
-    destroy: Any = getattr(kept, "destroy", None)
-    if destroy is not None:
-        destroy()
+    return row
+
+
+def work(results: Any, port: int, candidate: tuple[str, str, str, int, int]) -> None:
+    """One candidate, in a process of its own: DeepSpeed frees an engine's memory only with its process."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world_size)
+    results.put(measured(*candidate))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured_alone(port: int, candidate: tuple[str, str, str, int, int]) -> Row:
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=work, args=(results, port, candidate))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"{candidate} ended with exit code {process.exitcode}; its output is above.")
+    row: Row = results.get()
     return row
 
 
@@ -168,25 +187,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--engines", default="fsdp2,zero3", help="comma-separated")
     given = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    port = int(os.environ["MASTER_PORT"])
     for engine in given.engines.split(","):
         for objective in OBJECTIVES:
             rows = []
-            # Two passes over both: the first one warms the machine.
-            for head in ("TRL", "liger_dist", "TRL", "liger_dist"):
-                rows.append(measured(engine, head, objective, given.layers, given.rounds))
-                gc.collect()
-                torch.cuda.empty_cache()
-            rows = rows[2:]
+            for head in ("TRL", "liger_dist"):
+                port += 1
+                rows.append(measured_alone(port, (engine, head, objective, given.layers, given.rounds)))
             for row in rows:
                 row.figures["ratio"] = row.median_ms / rows[0].median_ms
                 row.figures["peak ratio"] = row.figures["peak GiB"] / rows[0].figures["peak GiB"]
-            if dist.get_rank() == 0:
+            if os.environ["RANK"] == "0":
                 print(rows[0].problem)
                 show(rows, ("ratio", "peak GiB", "peak ratio", "first loss"))
                 save("policy_step", rows, given.results)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

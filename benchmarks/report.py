@@ -61,6 +61,20 @@ under activation checkpointing. Memory is the peak of a step above the weights, 
 
 ![Time and memory](plots/sequences.png)
 """
+POLICIES = """## Log-probabilities and entropies
+
+bf16 operands. `scoring`: without gradients, `ratio` to one bare cuBLAS GEMM. `forward and backward`: with fresh
+gradients, to four. `training`: the scalar loss with fp32 logits to that with bf16 logits. `extra`: peak memory
+beyond inputs and gradients, in MiB. Errors are relative (L2) to fp64, on 512 tokens of peaked distributions. `512
+tokens at a time`: full logits of a chunk, its log-softmax by torch, checkpointed, as verl's fallback does.
+
+![Time and memory](plots/log_probs.png)
+"""
+POLICY_STEPS = """## Steps of DPO and GRPO
+
+Of a model of Llama 8B's layers and vocabulary with random weights, on stored completions: 8 x 1024 tokens for each GPU,
+AdamW; GRPO scores, then trains. Both heads are called as TRL's trainers call them. Every row has a process of its own.
+"""
 LARGE = """## Eight billion parameters
 
 `launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
@@ -203,6 +217,47 @@ def plot_sequences(problems: Problems, path: Path) -> None:
         line[0].invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def policies_section(problems: Problems) -> str:
+    """One table for each shape and use."""
+    parts = [POLICIES]
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            figures = row["figures"]
+            time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
+            cells = [row["name"], row["failure"] or time]
+            cells += [number(figures.get("ratio"), ".3f"), number(figures.get("extra MiB"), ".0f")]
+            cells += [number(figures.get(f"{of} error"), ".1e") for of in ("log_prob", "entropy", "dX")]
+            rows.append(cells)
+        header = ("implementation", "ms", "ratio", "extra", "log_prob error", "entropy error", "dX error")
+        parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
+    return "\n".join(parts)
+
+
+def plot_policies(problems: Problems, path: Path) -> None:
+    """Time and memory of every implementation."""
+    import matplotlib.pyplot as plt
+
+    shown = {name: problem for name, problem in problems.items() if not name.startswith("training")}
+    figure, axes = plt.subplots(len(shown), 2, figsize=(11, 2.2 * len(shown)), squeeze=False, sharey="row")
+    for line, (name, problem) in zip(axes, shown.items(), strict=True):
+        rows = [row for row in problem["rows"] if not row["failure"] and row["name"] != "bare GEMMs"]
+        names = [row["name"].split(" (")[0] for row in rows]
+        values = [[row["figures"]["ratio"] for row in rows], [row["extra_mib"] for row in rows]]
+        for axis, what, form, bars in zip(
+            line, ("time / bare GEMMs", "extra MiB"), ("%.2f", "%.0f"), values, strict=True
+        ):
+            drawn = axis.barh(names, bars, color=["C0" if own.startswith(OURS) else "C7" for own in names])
+            axis.bar_label(drawn, fmt=form, fontsize=7)
+            axis.set_title(f"{name}: {what}", fontsize=9)
+            axis.tick_params(labelsize=7)
+            axis.margins(x=0.12)
+        line[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
@@ -385,6 +440,13 @@ def main() -> None:
     if sequences:
         plot_sequences(sequences, plots / "sequences.png")
         sections.append(sequences_section(sequences))
+    policies, policy_steps = read("log_probs", given.results), read("policy_step", given.results)
+    if policies:
+        plot_policies(policies, plots / "log_probs.png")
+        sections.append(policies_section(policies))
+    if policy_steps:
+        columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "peak ratio": ("peak ratio", ".3f")}
+        sections.append(timed_section(POLICY_STEPS, policy_steps, columns, "head"))
     large = read("large_model", given.results)
     if large:
         plot_steps(large, plots / "large_model.png")
