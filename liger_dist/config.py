@@ -59,9 +59,9 @@ class WrapConfig:
     "global" costs an all-reduce of one number."""
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
-    "sum_sq_prob", "log_prob", "mean_logit" and "z_loss" (the labels' shape; all without gradient), or "logits" alone:
-    then evaluation computes the model's own loss and full logits, and training stays fused. ``outputs=`` of a call
-    comes first."""
+    "sum_sq_prob", "log_prob", "mean_logit", "log_sum_exp" and "z_loss" (the labels' shape; all without gradient), or
+    "logits" alone: then evaluation computes the model's own loss and full logits, and training stays fused.
+    ``outputs=`` of a call comes first."""
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)

@@ -62,7 +62,7 @@ def linear_cross_entropy(
             valid tokens (the sum of their class weights); the mean of no token is 0.
         num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
         outputs: names among "log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "z_loss",
-            "mean_logit" to return beside the loss.
+            "mean_logit", "log_sum_exp" to return beside the loss.
         token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
         top_k: number of classes for "top_k".
         logits_dtype: see :class:`WrapConfig`.

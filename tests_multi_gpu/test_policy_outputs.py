@@ -18,7 +18,7 @@ from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
 T, D, V, K = 19, 10, 331, 5
-NAMES = ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit")
+NAMES = ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperatures": {"temperature": True},
@@ -137,6 +137,15 @@ def test_a_temperature_for_the_call_the_sequence_or_the_token(shape: tuple[int, 
         ({"outputs": ("top_k",), "top_k": V + 1}, "top_k is 332 but lm_head has 331 rows"),
         ({"outputs": ("top_k",), "top_k": -1}, "top_k is -1; expected a number of classes above 0"),
         ({"logits_dtype": torch.bfloat16}, "logits_dtype is torch.bfloat16; expected one of None, torch.float32"),
+        ({"temperature": "0.7"}, "temperature is '0.7'; expected a number above 0, a list"),
+        ({"temperature": [0.7, "a"]}, "temperature is .*; expected a number above 0, a list"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; expected at least"),
+        ({"token_ids": torch.ones(T, 0).long(), "outputs": ("log_prob_at",)}, "expected K > 0 class indices"),
+        ({"token_ids": [[1]], "outputs": ("log_prob_at",)}, "token_ids is of type list; expected a torch.Tensor"),
+        ({"class_weight": [1.0]}, "class_weight is of type list; expected a torch.Tensor"),
+        ({"top_k": 0, "outputs": ("top_k",)}, "top_k is 0; expected a number of classes above 0"),
+        ({"top_k": 0}, "top_k was given and outputs is"),
+        ({"outputs": 5}, "outputs is 5; expected a sequence of names"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -150,7 +159,7 @@ def test_refused(given: dict[str, Any], sentence: str) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="an assertion on the device ends the program")
 def test_numbers_out_of_range_are_refused() -> None:
     hidden, weight, _, labels = make_inputs(T, D, V, bias=False)
-    with pytest.raises(liger_dist.LigerDistError, match=r"not above 0; expected divisors .* smallest is 0\.0"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"not above 0 by at least 1e-06; .* smallest is 0\.0"):
         liger_dist.linear_cross_entropy(hidden, weight, labels, temperature=torch.zeros(T))
     ids = torch.full((T, 1), V)
     with pytest.raises(liger_dist.LigerDistError, match="token_ids has an id of 331 or more"):

@@ -28,6 +28,9 @@ def test_different_tokens_are_refused_at_any_step(workers_2: Workers) -> None:
             assert "see different tokens" in sentence, name
         assert "hidden states do not" in sentences["inputs"]
         assert "hidden states do not" in sentences["dropout"]
+        assert len(sentences) == 9
+        for name in list(sentences)[3:]:
+            assert "their temperature, token_ids or outputs do not" in sentences[name], name
 
 
 def with_different_tokens() -> dict[str, str]:
@@ -51,6 +54,16 @@ def with_different_tokens() -> dict[str, str]:
     model = liger_dist.wrap(model, "tp").train()
     torch.manual_seed(rank)
     attempt("dropout", model, batch)
+    model = liger_dist.wrap(make_model("llama"), "tp")
+    ids = torch.randint(100, (*batch["labels"].shape, 3), generator=torch.Generator().manual_seed(rank))
+    ids = ids.to(batch["labels"].device)
+    at = batch | {"outputs": ("log_prob_at",)}
+    attempt("other ids", model, at | {"token_ids": ids})
+    attempt("more ids", model, at | {"token_ids": ids[..., : rank + 1]})
+    attempt("temperature", model, batch | {"temperature": 0.7 + rank})
+    attempt("temperatures", model, batch | {"temperature": [0.7 + rank, 1.0, 1.0]})
+    attempt("outputs", model, batch | {"outputs": ("entropy", "log_prob")[rank:]})
+    attempt("classes", model, batch | {"outputs": ("top_k",), "top_k": rank + 1})
     return sentences
 
 

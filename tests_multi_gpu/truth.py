@@ -25,6 +25,7 @@ class Truth:
     is_top1: Tensor
     z_loss: Tensor
     mean_logit: Tensor
+    log_sum_exp: Tensor
     sum_sq_prob: Tensor
     log_prob_at: Tensor | None
     top_k: TopK | None
@@ -94,6 +95,7 @@ def cross_entropy_truth(
         is_top1=valid & (z.gather(1, safe[:, None])[:, 0] >= z.amax(-1)),
         z_loss=z_term,
         mean_logit=z.mean(-1).where(valid, 0.0),
+        log_sum_exp=z.logsumexp(-1).where(valid, 0.0),
         sum_sq_prob=log_probs.exp().square().sum(-1).where(valid, 0.0),
         log_prob_at=at,
         top_k=top,

@@ -242,6 +242,10 @@ class Entry:
                 "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
             )
 
+    def is_fused_now(self) -> bool:
+        """True if the loss of a call would be fused, and no warning would say otherwise."""
+        return not self.access.has_trained_rows() and self._reason_to_leave(self.access.in_use()) is None
+
     def _reason_to_leave(self, head: nn.Module) -> str | None:
         """Why this call's loss is the model's own, from what may have changed since wrapping."""
         if has_active_dropout(head):

@@ -39,17 +39,22 @@ READERS: dict[tuple[str, str], tuple[str, ...]] = {
 """Functions of trainers, by module and name, that call their model without labels, and what they read of the logits:
 numbers of the call's own next tokens, named as outputs of a wrapped model."""
 _MODULES = {module for module, _ in READERS}
+_BETWEEN = ("torch", "transformers", "accelerate", "deepspeed", "peft", "contextlib", "functools", "liger_dist")
+"""packages that wrap a model or its forward: their functions may stand between a trainer's and the model's"""
 
 
 def outputs_read_of_logits() -> tuple[str, ...] | None:
-    """What the trainer that runs will read of the logits of this call; None outside of :data:`READERS`, and where a
-    Trainer returns logits."""
+    """What the trainer that makes this call will read of its logits; None for calls by others than :data:`READERS`, and
+    where a Trainer returns logits."""
     if not _MODULES & sys.modules.keys():
         return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        outputs = READERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        module = frame.f_globals.get("__name__", "")
+        outputs = READERS.get((module, frame.f_code.co_name))
         if outputs is not None:
             return None if returns_logits() else outputs
+        if module.partition(".")[0] not in _BETWEEN:
+            return None
         frame = frame.f_back
     return None

@@ -1,7 +1,7 @@
 """Logits of which only what a trainer reads was computed: per-token numbers such as the next token's log-probability.
 
 The trainers of :data:`.host_calls.READERS` call a model without labels and compute log-probabilities of its own input
-ids from the logits. A wrapped model computes those in its lm_head, and returns them as logits whose log-sum-exp is 0.
+ids from the logits. A wrapped model computes those in its lm_head, and returns an object that answers their reads.
 """
 
 from __future__ import annotations
@@ -25,17 +25,54 @@ _OTHER_TOKENS = (
     "log-probabilities of other tokens than the model's next input ids were read from a fused call; unwrap the model "
     "for such a trainer"
 )
+_GRADIENT = (
+    "a loss was computed from the means of logits, or from logits that are not normalised, whose gradients a fused "
+    "call does not compute; unwrap the model for such a trainer"
+)
 _CROSS_ENTROPY = signature(F.cross_entropy)
-LOGITS, DOUBLED, PROBABILITIES, ENTROPY_TERMS = "logits", "2 * logits", "probabilities", "probabilities * logits"
+_CLASS_0 = 0
+"""the class that trainers name where they mask the result"""
+LOGITS, DOUBLED, LOG_PROBS, PROBABILITIES, ENTROPY_TERMS = (
+    "logits",
+    "2 * logits",
+    "log-probabilities",
+    "probabilities",
+    "probabilities * log-probabilities",
+)
+SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
+"""outputs of a wrapped model that every object has; of ``log_prob_at`` class 0 alone"""
+
+
+class _Constant(torch.autograd.Function):
+    """Identity for numbers whose gradient was not computed: it has to cancel, as that of a log-sum-exp does in the
+    difference of a logit and it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, log_prob: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        _check((gradient.nan_to_num() == 0).all(), _GRADIENT)
+        return None, None
 
 
 class ScoredLogits:
-    """Stands for logits ``[..., V]``, or for one of the products that entropies and squared probabilities are summed
-    from."""
+    """Stands for logits ``[..., V]``, or for what trainers compute of them for each class."""
+
+    @staticmethod
+    def of(ids: Tensor, outputs: dict[str, Tensor], vocab_size: int) -> ScoredLogits:
+        """``ids`` ``[...]``, and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others."""
+        values = dict(outputs)
+        values["log_prob_at"] = values["log_prob_at"][..., 0]
+        log_prob = values["log_prob"]
+        if log_prob.requires_grad:
+            for name in {"log_sum_exp", "mean_logit"} & values.keys():
+                values[name] = _Constant.apply(values[name], log_prob)  # type: ignore[no-untyped-call]
+        return ScoredLogits(ids, values, vocab_size)
 
     def __init__(self, ids: Tensor, outputs: dict[str, Tensor], vocab_size: int, *, kind: str = LOGITS) -> None:
-        """``ids`` and the ``outputs`` of a wrapped model for them, ``log_prob`` and ``mean_logit`` at least, are
-        ``[...]``."""
+        """All tensors are ``[...]``."""
         self._ids, self._outputs, self._vocab_size, self._kind = ids, outputs, vocab_size, kind
 
     @property
@@ -96,6 +133,8 @@ class ScoredLogits:
         return self._each(Tensor.detach)
 
     def to(self, dtype: torch.dtype) -> ScoredLogits:
+        if not isinstance(dtype, torch.dtype):
+            raise LogitsNotComputedError(f"{self._kind} were moved to {dtype}: {NOT_COMPUTED}")
         return self._each(lambda values: values.to(dtype) if values.is_floating_point() else values)
 
     def float(self) -> ScoredLogits:
@@ -109,10 +148,11 @@ class ScoredLogits:
     reshape = view
 
     def index_select(self, dim: int, index: Tensor) -> ScoredLogits:
+        self._over_tokens(dim)
         return self._each(lambda values: values.index_select(dim, index))
 
     def split(self, size: int, dim: int = 0) -> tuple[ScoredLogits, ...]:
-        starts = range(0, self.shape[dim], size)
+        starts = range(0, self.shape[self._over_tokens(dim)], size)
         return tuple(
             self._each(lambda values, start=start: values.narrow(dim, start, min(size, values.shape[dim] - start)))  # type: ignore[misc]
             for start in starts
@@ -123,20 +163,34 @@ class ScoredLogits:
 
     # Over the classes.
 
-    def _output(self, name: str, of: str = LOGITS) -> Tensor:
-        if self._kind != of or name not in self._outputs:
+    def _output(self, name: str, *kinds: str) -> Tensor:
+        if self._kind not in (kinds or (LOGITS,)) or name not in self._outputs:
             raise LogitsNotComputedError(f"{name} of {self._kind} was read: {NOT_COMPUTED}")
         return self._outputs[name]
 
-    def _becomes(self, kind: str, *, of: str = LOGITS) -> ScoredLogits:
-        if self._kind != of:
+    def _becomes(self, kind: str, *kinds: str) -> ScoredLogits:
+        if self._kind not in (kinds or (LOGITS,)):
             raise LogitsNotComputedError(f"{kind} were computed from {self._kind}: {NOT_COMPUTED}")
         return ScoredLogits(self._ids, self._outputs, self._vocab_size, kind=kind)
 
+    def _over_classes(self, dim: Any) -> None:
+        if dim not in (-1, self.ndim - 1):
+            raise LogitsNotComputedError(f"dim {dim} of {self._kind} was reduced: {NOT_COMPUTED}")
+
+    def _over_tokens(self, dim: int) -> int:
+        if not 0 <= dim < self.ndim - 1:
+            raise LogitsNotComputedError(f"dim {dim} of {self._kind} was indexed: {NOT_COMPUTED}")
+        return dim
+
     def mean(self, dim: int | None = None) -> Tensor:
         """Over the classes for ``dim`` -1, ``[...]``; over all tokens and classes for None, 0-d."""
-        mean_logit = self._output("mean_logit")
-        return mean_logit.mean() if dim is None else mean_logit
+        mean_logit = self._output("mean_logit", LOGITS, LOG_PROBS)
+        if self._kind == LOG_PROBS:
+            mean_logit = mean_logit - self._outputs["log_sum_exp"]
+        if dim is None:
+            return mean_logit.mean()
+        self._over_classes(dim)
+        return mean_logit
 
     def nansum(self) -> Tensor:
         """0-d."""
@@ -144,25 +198,30 @@ class ScoredLogits:
 
     def argmax(self, dim: int) -> Tensor:
         """The likeliest class, -1 where it is not the next token, ``[...]``."""
-        return torch.where(self._output("is_top1").bool(), self._ids, -1)
+        self._over_classes(dim)
+        return torch.where(self._output("is_top1", LOGITS, LOG_PROBS).bool(), self._ids, -1)
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> ScoredLogits:
-        return self._becomes(LOGITS)
+        self._over_classes(dim)
+        found = self._becomes(LOG_PROBS, LOGITS, LOG_PROBS)
+        return found if dtype is None else found.to(dtype)
 
     def logsumexp(self, dim: int) -> Tensor:
         """``[...]``"""
-        if self._kind == DOUBLED:
-            return self._output("sum_sq_prob", of=DOUBLED).log()
-        return torch.zeros_like(self._output("log_prob"))
+        self._over_classes(dim)
+        log_sum_exp = self._output("log_sum_exp", LOGITS, DOUBLED)
+        if self._kind == LOGITS:
+            return log_sum_exp
+        return self._output("sum_sq_prob", DOUBLED).log() + 2 * log_sum_exp
 
     def exp(self) -> ScoredLogits:
-        return self._becomes(PROBABILITIES)
+        return self._becomes(PROBABILITIES, LOG_PROBS)
 
     def __mul__(self, other: Any) -> ScoredLogits:
         if isinstance(other, ScoredLogits):
-            other._becomes(LOGITS)
-            return self._becomes(ENTROPY_TERMS, of=PROBABILITIES)
-        if other != 2:
+            other._becomes(LOG_PROBS, LOG_PROBS)
+            return self._becomes(ENTROPY_TERMS, PROBABILITIES)
+        if isinstance(other, Tensor) or other != 2:
             raise LogitsNotComputedError(f"{other} * {self._kind} were read: {NOT_COMPUTED}")
         return self._becomes(DOUBLED)
 
@@ -170,30 +229,39 @@ class ScoredLogits:
 
     def sum(self, dim: int) -> Tensor:
         """``[...]``"""
-        return -self._output("entropy", of=ENTROPY_TERMS)
+        self._over_classes(dim)
+        return -self._output("entropy", ENTROPY_TERMS)
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
-        """``[..., 1]``: the log-probabilities of the next tokens, which ``index`` ``[..., 1]`` has to name, or 0 where
-        the trainer masks them afterwards."""
+        """``[..., 1]``: logits or log-probabilities of the next tokens, or of class 0, which ``index`` ``[..., 1]`` has
+        to name."""
+        self._over_classes(dim)
+        if index.shape != (*self._ids.shape, 1):
+            raise LogitsNotComputedError(
+                f"{self._kind} of classes of shape {tuple(index.shape)} were read: {NOT_COMPUTED}"
+            )
         named = index[..., 0]
-        self._check(((named == self._ids) | (named == 0)).all())
-        return self._output("log_prob")[..., None]
+        is_next = named == self._ids
+        _check((is_next | (named == _CLASS_0)).all(), _OTHER_TOKENS)
+        log_prob = torch.where(is_next, self._output("log_prob", LOGITS, LOG_PROBS), self._outputs["log_prob_at"])
+        return (log_prob if self._kind == LOG_PROBS else log_prob + self._outputs["log_sum_exp"])[..., None]
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         """0-d mean over the tokens that are not ignored."""
-        changed = {"weight": None, "label_smoothing": 0.0, "reduction": "mean"}
-        if any(options.get(name, usual) != usual for name, usual in changed.items()):
+        ignore_index = options.pop("ignore_index", -100)
+        usual = {"weight": None, "label_smoothing": 0.0, "reduction": "mean", "size_average": None, "reduce": None}
+        if any(value != usual[name] for name, value in options.items()):
             raise LogitsNotComputedError(f"a cross entropy with {', '.join(options)} was computed: {NOT_COMPUTED}")
-        counts = target != options.get("ignore_index", -100)
-        self._check(((target == self._ids) | ~counts).all())
-        loss: Tensor = -(self._output("log_prob") * counts).sum() / counts.sum()
+        counts = target != ignore_index
+        _check(((target == self._ids) | ~counts).all(), _OTHER_TOKENS)
+        loss: Tensor = -(self._output("log_prob", LOGITS, LOG_PROBS) * counts).sum() / counts.sum()
         return loss
 
-    def _check(self, same: Tensor) -> None:
-        if same.is_cuda:
-            device_assert(same, _OTHER_TOKENS)
-        elif not bool(same):
-            raise LogitsNotComputedError(f"{_OTHER_TOKENS}.")
+    def __eq__(self, other: object) -> Any:
+        raise LogitsNotComputedError(f"{self._kind} were compared: {NOT_COMPUTED}")
+
+    __ne__ = __eq__
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -201,14 +269,28 @@ class ScoredLogits:
         if func is F.cross_entropy:
             given = dict(_CROSS_ENTROPY.bind(*args, **kwargs).arguments)
             return given.pop("input").cross_entropy(given.pop("target"), **given)
-        logits, *others = args
-        if func in (torch.gather, torch.take_along_dim):
-            indices = (*others, kwargs.get("index"), kwargs.get("indices"))
-            return logits.gather(-1, next(value for value in indices if isinstance(value, Tensor)))
-        if func is torch.logsumexp:
-            return logits.logsumexp(-1)
-        if func is torch.exp:
-            return logits.exp()
-        if func in (F.log_softmax, torch.log_softmax):
-            return logits.log_softmax(-1)
-        raise LogitsNotComputedError(f"{getattr(func, '__name__', func)} was called on logits: {NOT_COMPUTED}")
+        method = _METHODS.get(func)
+        if method is None or not args or not isinstance(args[0], ScoredLogits):
+            raise LogitsNotComputedError(f"{getattr(func, '__name__', func)} was called on logits: {NOT_COMPUTED}")
+        if func is torch.take_along_dim:
+            kwargs = {"index" if name == "indices" else name: value for name, value in kwargs.items()}
+            args = (args[0], kwargs.pop("dim", -1), *args[1:2]) if len(args) < 3 else (args[0], args[2], args[1])
+        kwargs.pop("_stacklevel", None)
+        return method(*args, **kwargs)
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    torch.gather: ScoredLogits.gather,
+    torch.take_along_dim: ScoredLogits.gather,
+    torch.logsumexp: ScoredLogits.logsumexp,
+    torch.exp: ScoredLogits.exp,
+    torch.log_softmax: ScoredLogits.log_softmax,
+    F.log_softmax: ScoredLogits.log_softmax,
+}
+
+
+def _check(holds: Tensor, sentence: str) -> None:
+    if holds.is_cuda:
+        device_assert(holds, sentence)
+    elif not bool(holds):
+        raise LogitsNotComputedError(f"{sentence}.")

@@ -129,9 +129,12 @@ class Seam:
         goes_to_wrapper = self.wrapped_calls is not None and self.wrapped_calls.takes(args, kwargs)
         wants_logits = partial(self._wants_logits, model)
         call_of_trl, kwargs = read_call(model, kwargs)
-        scored_call, kwargs = read_scored_call(
+        scored_call, with_labels = read_scored_call(
             model, args, kwargs, self.entry.signature.names, self.entry.structure.vocab_size
         )
+        if scored_call is not None and not self.entry.is_fused_now():
+            scored_call = None
+        kwargs = kwargs if scored_call is None else with_labels
         call, checked = self.entry.read(args, kwargs, wants_logits=wants_logits)
         if goes_to_wrapper:
             return None  # The wrapper calls this model again, with all its arguments.

@@ -18,7 +18,7 @@ from liger_dist.errors import LigerDistError
 
 from .host_calls import outputs_read_of_logits
 from .output import with_logits
-from .scored_logits import ScoredLogits
+from .scored_logits import SCORES, ScoredLogits
 
 FLAG = "fused_lm_head"
 FIELDS = {
@@ -52,9 +52,11 @@ class CallOfTRL:
             value: Tensor = getattr(output, FIELDS[field])
             values[field] = value if self.is_aligned else value[:, :-1]
         if "log_sum_sq_probs" in values:
-            values["log_sum_sq_probs"] = torch.where(self.label_mask, values["log_sum_sq_probs"], 1.0).log()
+            values["log_sum_sq_probs"] = torch.where(self.label_mask, values["log_sum_sq_probs"].detach(), 1.0).log()
         aux_loss = getattr(output, "aux_loss", None)
-        return FusedCausalLMOutput(loss=output.loss, label_mask=self.label_mask, aux_loss=aux_loss, **values)
+        # 0 for a batch without labels, as with TRL's own head.
+        loss = torch.where(self.label_mask.any(), output.loss, torch.zeros_like(output.loss))
+        return FusedCausalLMOutput(loss=loss, label_mask=self.label_mask, aux_loss=aux_loss, **values)
 
 
 def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | None, dict[str, Any]]:
@@ -114,27 +116,32 @@ class ScoredCall:
     def answer(self, output: Any) -> Any:
         """The output with logits that stand for those of the call."""
         values = {name: getattr(output, name) for name in self.outputs}
-        return with_logits(output, ScoredLogits(self.next_ids, values, self.vocab_size))
+        return with_logits(output, ScoredLogits.of(self.next_ids, values, self.vocab_size))
 
 
 def read_scored_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], vocab_size: int
 ) -> tuple[ScoredCall | None, dict[str, Any]]:
     """The call of such a trainer, None if it is not one, and the keywords for the wrapped model: every token is scored,
-    padding too, so that the means are those of all logits."""
+    padding too, whose logits are in the trainer's means."""
     named = dict(zip(names, args, strict=False)) | kwargs
     ids: Any = named.get("input_ids")
     is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if named.get("labels") is not None or ids is None or not is_decoder:
+    # Of a whole sequence without a cache, as a ModelOutput.
+    has_rest = any(named.get(name) is not None for name in ("labels", "past_key_values"))
+    keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or named.get("logits_to_keep")
+    if ids is None or not is_decoder or has_rest or keeps_some or named.get("return_dict") is False:
         return None, kwargs
-    outputs = outputs_read_of_logits()
-    if outputs is None:
+    read = outputs_read_of_logits()
+    if read is None:
         return None, kwargs
+    outputs = (*SCORES, *(name for name in read if name not in SCORES))
     next_ids = ids.roll(-1, 1)
     return ScoredCall(next_ids, outputs, vocab_size), kwargs | {
         "labels": ids,
         "shift_labels": next_ids,
         "outputs": outputs,
+        "token_ids": torch.zeros_like(ids)[..., None],
         "differentiable": torch.is_grad_enabled(),
         "return_dict": True,
     }

@@ -12,7 +12,9 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
 NAME = "liger_dist"
-Output = Literal["token_accuracy", "is_top1", "entropy", "sum_sq_prob", "log_prob", "mean_logit", "z_loss", "logits"]
+Output = Literal[
+    "token_accuracy", "is_top1", "entropy", "sum_sq_prob", "log_prob", "mean_logit", "log_sum_exp", "z_loss", "logits"
+]
 
 
 class Section(BaseModel):
@@ -39,7 +41,7 @@ class Section(BaseModel):
     )
     outputs: list[Output] = Field(
         [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, "
-        "sum_sq_prob, log_prob, mean_logit, z_loss, or logits alone"
+        "sum_sq_prob, log_prob, mean_logit, log_sum_exp, z_loss, or logits alone"
     )  # fmt: skip
 
     def wrap_config(self) -> WrapConfig:

@@ -30,6 +30,7 @@ OUTPUTS: tuple[str, ...] = (
     "is_top1",
     "z_loss",
     "mean_logit",
+    "log_sum_exp",
 )
 DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "log_prob_at", "entropy", "sum_sq_prob"})
 
@@ -52,8 +53,8 @@ class LossArguments:
     """the labels' shape, or its first dimensions: divisor of each token's logits, instead of the one in ``options``"""
     token_ids: Tensor | None = None
     """the labels' shape and K: classes of ``log_prob_at``; negative for none"""
-    top_k: int = 0
-    """number of classes of ``top_k``; 0 without it"""
+    top_k: int | None = None
+    """number of classes of ``top_k``; None without it"""
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
@@ -78,9 +79,9 @@ class LossArguments:
         check_temperature(self.temperature, labels_shape)
         check_token_ids(self.token_ids, labels_shape, vocab_size)
         _check_given_with("token_ids", self.token_ids is not None, "log_prob_at", self.outputs)
-        _check_given_with("top_k", self.top_k != 0, "top_k", self.outputs)
-        check_count("top_k", self.top_k or None, "classes")
-        if self.top_k > vocab_size:
+        _check_given_with("top_k", self.top_k is not None, "top_k", self.outputs)
+        check_count("top_k", self.top_k, "classes")
+        if self.top_k is not None and self.top_k > vocab_size:
             raise LigerDistError(f"top_k is {self.top_k} but lm_head has {vocab_size} rows; ask for at most as many.")
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
@@ -144,6 +145,8 @@ class LossOutput:
     """the z-loss part of ``loss``, reduced alike"""
     mean_logit: Tensor | None = None
     """mean of each token's transformed logits over the vocabulary, the labels' shape"""
+    log_sum_exp: Tensor | None = None
+    """log-sum-exp of each token's transformed logits, the labels' shape"""
     log_prob_at: Tensor | None = None
     """log-probabilities of ``token_ids``, their shape; 0 where the id is negative"""
     sum_sq_prob: Tensor | None = None
@@ -175,8 +178,10 @@ def loss_arguments(
         LigerDistError: an option of :class:`LossOptions` that is out of its range.
     """
     names = as_output_names(outputs)
-    if isinstance(temperature, Sequence):
-        temperature = torch.tensor(temperature, dtype=torch.float32)
+    temperature = _as_temperature(temperature)
+    for name, tensor in (("class_weight", class_weight), ("token_weight", token_weight), ("token_ids", token_ids)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise LigerDistError(f"{name} is of type {type(tensor).__name__}; expected a torch.Tensor or None.")
     try:
         options = LossOptions(
             ignore_index=ignore_index,
@@ -198,12 +203,43 @@ def loss_arguments(
         reports_only=reports_only,
         temperature=temperature if isinstance(temperature, Tensor) else None,
         token_ids=token_ids,
-        top_k=0 if top_k is None else top_k,
+        top_k=top_k,
     )
+
+
+SMALLEST_TEMPERATURE = 1e-6
+"""below it scaled logits overflow"""
+
+
+def _as_temperature(temperature: Tensor | Sequence[float] | float) -> Tensor | float:
+    """A number, or an fp32 tensor for a list of numbers.
+
+    Raises:
+        LigerDistError: it is neither, or a number that is too small.
+    """
+    expected = (
+        "expected a number above 0, a list of numbers, or an fp32 tensor: one for the call, each sequence or token"
+    )
+    if isinstance(temperature, Sequence) and not isinstance(temperature, str):
+        try:
+            return torch.tensor(temperature, dtype=torch.float32)
+        except (ValueError, TypeError) as error:
+            raise LigerDistError(f"temperature is {temperature!r}; {expected}.") from error
+    if isinstance(temperature, Tensor):
+        return temperature
+    if not isinstance(temperature, Real):
+        raise LigerDistError(f"temperature is {temperature!r}; {expected}.")
+    if 0 < temperature < SMALLEST_TEMPERATURE:
+        raise LigerDistError(
+            f"temperature is {temperature!r}; expected at least {SMALLEST_TEMPERATURE}, because smaller ones overflow."
+        )
+    return temperature
 
 
 def as_output_names(outputs: Sequence[str]) -> tuple[str, ...]:
     """``outputs`` as a tuple; a single string counts as one name."""
+    if not isinstance(outputs, Sequence):
+        raise LigerDistError(f"outputs is {outputs!r}; expected a sequence of names among {', '.join(OUTPUTS)}.")
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
@@ -246,8 +282,13 @@ def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> N
             "expected fp32 or fp64. FSDP with mixed precision casts floating arguments of a model that it wraps: give "
             "a number, or a list of numbers, one for each sequence; or set cast_forward_inputs=False in its policy."
         )
-    is_valid = (torch.isfinite(temperature) & (temperature > 0)).all()
-    sentence = "temperature has a number that is not finite or not above 0; expected divisors of logits"
+    if torch.compiler.is_compiling():
+        return
+    is_valid = (torch.isfinite(temperature) & (temperature >= SMALLEST_TEMPERATURE)).all()
+    sentence = (
+        f"temperature has a number that is not finite or not above 0 by at least {SMALLEST_TEMPERATURE}; expected "
+        "divisors of logits"
+    )
     if temperature.is_cuda:
         device_assert(is_valid, sentence)
     elif not bool(is_valid):
@@ -259,11 +300,14 @@ def check_token_ids(token_ids: Tensor | None, labels_shape: torch.Size, vocab_si
     device."""
     if token_ids is None:
         return
-    if token_ids.dtype not in (torch.int64, torch.int32) or token_ids.shape[:-1] != labels_shape:
+    has_ids = token_ids.dim() > 0 and token_ids.shape[-1] > 0 and token_ids.shape[:-1] == labels_shape
+    if token_ids.dtype not in (torch.int64, torch.int32) or not has_ids:
         raise LigerDistError(
-            f"token_ids have shape {tuple(token_ids.shape)} and dtype {token_ids.dtype}; expected K class indices of "
-            f"dtype torch.int64 for each label, shape {(*labels_shape, 'K')}, negative for none."
+            f"token_ids have shape {tuple(token_ids.shape)} and dtype {token_ids.dtype}; expected K > 0 class indices "
+            f"of dtype torch.int64 or torch.int32 for each label, shape {(*labels_shape, 'K')}, negative for none."
         )
+    if torch.compiler.is_compiling():
+        return
     in_range = (token_ids < vocab_size).all()
     sentence = f"token_ids has an id of {vocab_size} or more; expected ids in [0, {vocab_size}), or negative for none"
     if token_ids.is_cuda:

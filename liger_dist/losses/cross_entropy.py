@@ -50,7 +50,9 @@ class _CrossEntropy(torch.autograd.Function):
         labels_T, temperature_T, token_ids_TK = problem.targets
         described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
         swept: dict[str, Any] = {"temperature_T": temperature_T, "outputs": token_outputs(loss), "backend": backend}
-        chosen = choose_logits(logits_TV, token_ids_TK, loss.top_k, options=loss.options, temperature_T=temperature_T)
+        chosen = choose_logits(
+            logits_TV, token_ids_TK, loss.top_k or 0, options=loss.options, temperature_T=temperature_T
+        )
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         if problem.gradient_in_forward:
@@ -67,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
         log_probs = chosen_log_probs(chosen, terms.lse_T, labels_T, token_ids_TK)
-        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss)
+        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
 

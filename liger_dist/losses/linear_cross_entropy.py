@@ -166,7 +166,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, *result.terms)
         loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
-        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.loss)
+        tensors, reports = returned_tensors(
+            loss, z_loss, result.terms, result.chosen, problem.loss, problem.targets.labels_T
+        )
         ctx.mark_non_differentiable(*reports)
         return tensors
 
@@ -266,7 +268,7 @@ def _problem(
     scoring = Scoring(
         options=loss.options,
         outputs=token_outputs(loss),
-        top_k=loss.top_k,
+        top_k=loss.top_k or 0,
         class_weight_V=loss.class_weight,
         logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
         memory_budget=execution.memory_budget,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, TokenTerms
@@ -15,7 +16,7 @@ from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, Tok
 from .arguments import LossArguments, LossOutput, TopK
 
 _ALWAYS = ("loss", "log_prob", "is_top1", "z_loss")
-_ASKED_FOR = ("entropy", "mean_logit", "sum_sq_prob", "log_prob_at")
+_ASKED_FOR = ("entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")
 _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 
 
@@ -34,9 +35,18 @@ def tensor_names(loss: LossArguments) -> tuple[str, ...]:
 
 
 def returned_tensors(
-    value: Tensor, z_loss: Tensor, terms: TokenTerms, chosen: ChosenLogProbs, loss: LossArguments
+    value: Tensor,
+    z_loss: Tensor,
+    terms: TokenTerms,
+    chosen: ChosenLogProbs,
+    loss: LossArguments,
+    labels_T: Tensor,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The tensors by :func:`tensor_names`, and those among them that carry no gradient."""
+    log_sum_exp_T = None
+    if "log_sum_exp" in loss.outputs:
+        # The backward reads the others' too.
+        log_sum_exp_T = torch.where(labels_T >= 0, terms.lse_T, 0.0)
     available = {
         "loss": value,
         "log_prob": terms.log_prob_T,
@@ -44,6 +54,7 @@ def returned_tensors(
         "z_loss": z_loss,
         "entropy": terms.entropy_T,
         "mean_logit": terms.mean_logit_T,
+        "log_sum_exp": log_sum_exp_T,
         "sum_sq_prob": terms.sum_sq_prob_T,
         "log_prob_at": chosen.at_TK,
         "top_k_ids": chosen.top_ids_Tk,

@@ -12,6 +12,7 @@ exchanged (:class:`.token_exchange.ExchangingShard`).
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,9 +123,11 @@ def vocab_parallel_linear_cross_entropy(
     )
 
 
-def check_same_tokens(hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, waits: bool) -> None:
-    """Refuses tokens that differ between ranks of a tensor-parallel group: their labels exactly, their hidden states
-    beyond rounding. One all-gather of seven numbers.
+def check_same_tokens(
+    hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, loss: LossArguments, waits: bool
+) -> None:
+    """Refuses tokens that differ between ranks of a tensor-parallel group: their labels, temperatures, token_ids and
+    outputs exactly, their hidden states beyond rounding. One all-gather of ten numbers.
 
     Args:
         waits: read the result now; otherwise, on a GPU, an assertion on the device fails.
@@ -132,21 +135,40 @@ def check_same_tokens(hidden_states: Tensor, labels: Tensor, group: dist.Process
     Raises:
         LigerDistError: on every rank of the group alike.
     """
-    gathered_GF = gather(_fingerprint(hidden_states, labels), group)
+    gathered_GF = gather(
+        torch.cat([_fingerprint(hidden_states, labels), _checksums(loss, hidden_states.device)]), group
+    )
     differences_GF = (gathered_GF - gathered_GF[0]).abs()
     other_labels = (differences_GF[:, :2] > 0).any()
-    other_hidden = (differences_GF[:, 2:] > 0.05 * gathered_GF[0, 2]).any()
+    other_hidden = (differences_GF[:, 2:7] > 0.05 * gathered_GF[0, 2]).any()
+    other_arguments = (differences_GF[:, 7:] > 0).any()
     sentence = (
         f"the {group.size()} ranks of the tensor-parallel group of lm_head see different tokens; expected one batch "
         "for all of them. Give the data loader's sampler, and the seeds of dropout, the rank of the data-parallel axis "
         "and not the global rank"
     )
     if not waits and hidden_states.is_cuda:
-        device_assert(~(other_labels | other_hidden), sentence)
+        device_assert(~(other_labels | other_hidden | other_arguments), sentence)
     elif bool(other_labels):
         raise LigerDistError(f"{sentence}. Their labels: (tokens, checksum) {gathered_GF[:, :2].long().tolist()}.")
     elif bool(other_hidden):
         raise LigerDistError(f"{sentence}. Their labels agree and their hidden states do not.")
+    elif bool(other_arguments):
+        raise LigerDistError(f"{sentence}. Their labels agree, and their temperature, token_ids or outputs do not.")
+
+
+def _checksums(loss: LossArguments, device: torch.device) -> Tensor:
+    """``[3]``: of the options and outputs, the temperatures and the token ids of a loss."""
+    shape = None if loss.token_ids is None else tuple(loss.token_ids.shape)
+    asked = f"{loss.options} {loss.reduction} {sorted(loss.outputs)} {loss.reports_only} {loss.top_k} {shape}"
+    sums = [torch.full((), float(zlib.crc32(asked.encode())), dtype=torch.float64, device=device)]
+    for values in (loss.temperature, loss.token_ids):
+        if values is None:
+            sums.append(torch.zeros((), dtype=torch.float64, device=device))
+            continue
+        positions = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device)
+        sums.append((values.detach().reshape(-1).double() * positions.sqrt()).sum().to(device))
+    return torch.stack(sums)
 
 
 def _fingerprint(hidden_states: Tensor, labels: Tensor) -> Tensor:
