@@ -8,7 +8,8 @@ class PendingGradients:
     until its own backward; those that follow recompute their logits in the backward, which costs a fourth product and
     holds nothing.
 
-    A holder that never sees its backward is given up when a later loss has had its own. All of this follows from the
+    A holder that never sees its backward is given up when a later loss has had its own; until its graph is freed, a
+    second gradient may then be held. All of this follows from the
     order of calls, which is the same on every rank; nothing depends on what the garbage collector has freed.
     """
 
