@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB_SIZE, gradient_errors, make_batch, make_model
+from test_trainer import forget_earlier_trainers
 from torch import Tensor, nn
 from truth import cross_entropy_truth
 
@@ -165,14 +166,14 @@ def test_a_forward_that_is_not_transformers_own_refuses_options(forward: str) ->
     liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
     if forward == "accelerate":
         accelerate = pytest.importorskip("accelerate")
+        forget_earlier_trainers()
         model = accelerate.Accelerator(mixed_precision="bf16", cpu=compute_device().type == "cpu").prepare(model)
     try:
         with pytest.raises(liger_dist.LigerDistError, match="label_smoothing was given"):
             model(**make_batch(0), label_smoothing=0.1)
     finally:
         if forward == "accelerate":
-            for state in ("AcceleratorState", "GradientState", "PartialState"):
-                getattr(accelerate.state, state)._shared_state.clear()
+            forget_earlier_trainers()
 
 
 def test_no_smoothing_is_another_loss_for_a_model_that_smooths() -> None:

@@ -88,10 +88,11 @@ def fused_output(output: Any, reports: dict[str, Tensor], *, model_name: str, wi
 
 
 def with_logits(output: WithReports, logits: Any) -> Any:
-    """The fused output of a call that had no labels, with ``logits`` that stand for those that were never computed."""
+    """The fused output of a call that had no labels, with ``logits`` that stand for those that were never computed. The
+    reports stay: DDP looks among the fields for the graph that the backward will run."""
     cls, reports = type(output)._liger_dist_made_of  # type: ignore[attr-defined]
-    own = {name: value for name, value in output.items() if name != "loss" and name not in reports}
-    return cls(**(own | {"logits": logits}))
+    made = _class_of(cls, reports, without_logits=False)
+    return made(**(dict(output.items()) | {"logits": logits, "loss": None}))
 
 
 @lru_cache(maxsize=256)
