@@ -72,9 +72,8 @@ def cross_entropy_truth(
     if num_items_in_batch is not None:
         count = weighted_count = torch.as_tensor(num_items_in_batch, device=logits.device).double()
     if reduction == "mean":
-        loss = losses.sum() / (weighted_count if weighted_count != 0 else 1)
         z_term = z_losses.sum() / (count if count != 0 else 1)
-        loss = loss + z_term
+        loss = losses.sum() / (weighted_count if weighted_count != 0 else 1) + z_term
     elif reduction == "sum":
         z_term = z_losses.sum()
         loss = losses.sum() + z_term
