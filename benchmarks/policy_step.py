@@ -160,7 +160,7 @@ def measured(engine: str, head: str, objective: str, layers: int, rounds: int) -
 
 
 def work(results: Any, port: int, candidate: tuple[str, str, str, int, int]) -> None:
-    """One candidate, in a process of its own: DeepSpeed frees an engine's memory only with its process."""
+    """One candidate, in a separate process: DeepSpeed frees an engine's memory only with its process."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     address = f"tcp://{os.environ['MASTER_ADDR']}:{port}"

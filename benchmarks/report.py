@@ -73,7 +73,7 @@ tokens at a time`: full logits of a chunk, its log-softmax by torch, checkpointe
 POLICY_STEPS = """## Steps of DPO and GRPO
 
 Of a model of Llama 8B's layers and vocabulary with random weights, on stored completions: 8 x 1024 tokens for each GPU,
-AdamW; GRPO scores, then trains. Both heads are called as TRL's trainers call them. Every row has a process of its own.
+AdamW; GRPO scores, then trains. Both heads are called as TRL's trainers call them. Each row is a separate process.
 """
 LARGE = """## Eight billion parameters
 
@@ -113,18 +113,21 @@ def footnote(environment: dict[str, Any]) -> str:
     return f"{environment['gpu']}, {versions}; {clocks}; {environment['date']}; `{environment['command']}`\n"
 
 
+def measured(row: dict[str, Any], errors: Sequence[str]) -> list[str]:
+    """The cells of a row: time, ratio, memory and the named errors."""
+    figures = row["figures"]
+    time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
+    cells = [row["failure"] or time, number(figures.get("ratio"), ".3f"), number(figures.get("extra MiB"), ".0f")]
+    return cells + [number(figures.get(f"{of} error"), ".1e") for of in errors]
+
+
 def linear_section(problems: Problems) -> str:
     """One table for each shape."""
     parts = [LINEAR]
     for name, problem in problems.items():
         rows = []
         for row in problem["rows"]:
-            figures = row["figures"]
-            time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
-            cells = [row["name"], row["accuracy"].removesuffix(" sum"), row["failure"] or time]
-            cells += [number(figures.get("ratio"), ".3f"), number(figures.get("extra MiB"), ".0f")]
-            cells += [number(figures.get(f"{of} error"), ".1e") for of in ("dW", "dX", "loss")]
-            rows.append(cells)
+            rows.append([row["name"], row["accuracy"].removesuffix(" sum"), *measured(row, ("dW", "dX", "loss"))])
         header = ("implementation", "sum", "ms", "ratio", "extra", "dW error", "dX error", "loss error")
         parts += [
             f"### (N, D, V) = {name.replace('x', ', ', 2)}\n",
@@ -226,12 +229,7 @@ def policies_section(problems: Problems) -> str:
     for name, problem in problems.items():
         rows = []
         for row in problem["rows"]:
-            figures = row["figures"]
-            time = f"{row['median_ms']:.2f} ({row['p20_ms']:.2f}–{row['p80_ms']:.2f})"
-            cells = [row["name"], row["failure"] or time]
-            cells += [number(figures.get("ratio"), ".3f"), number(figures.get("extra MiB"), ".0f")]
-            cells += [number(figures.get(f"{of} error"), ".1e") for of in ("log_prob", "entropy", "dX")]
-            rows.append(cells)
+            rows.append([row["name"], *measured(row, ("log_prob", "entropy", "dX"))])
         header = ("implementation", "ms", "ratio", "extra", "log_prob error", "entropy error", "dX error")
         parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
     return "\n".join(parts)

@@ -27,7 +27,7 @@ READERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("trl.experimental.cpo.cpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.orpo.orpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.online_dpo.online_dpo_trainer", "_forward"): _SUMS,
-    # TRL before its trainers had a head of their own.
+    # TRL before add_fused_lm_head.
     ("trl.trainer.dpo_trainer", "_compute_loss"): _METRICS,
     ("trl.trainer.dpo_trainer", "compute_ref_log_probs"): _SUMS,
     ("trl.trainer.kto_trainer", "_compute_loss"): _METRICS,
@@ -37,7 +37,7 @@ READERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("llamafactory.train.kto.trainer", "forward"): _SUMS,
 }
 """Functions of trainers, by module and name, that call their model without labels, and what they read of the logits:
-numbers of the call's own next tokens, named as outputs of a wrapped model."""
+numbers of the next input tokens, named as outputs of a wrapped model."""
 _MODULES = {module for module, _ in READERS}
 _BETWEEN = ("torch", "transformers", "accelerate", "deepspeed", "peft", "contextlib", "functools", "liger_dist")
 """packages that wrap a model or its forward: their functions may stand between a trainer's and the model's"""

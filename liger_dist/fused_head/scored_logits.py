@@ -1,6 +1,6 @@
 """Logits of which only what a trainer reads was computed: per-token numbers such as the next token's log-probability.
 
-The trainers of :data:`.host_calls.READERS` call a model without labels and compute log-probabilities of its own input
+The trainers of :data:`.host_calls.READERS` call a model without labels and compute log-probabilities of the input
 ids from the logits. A wrapped model computes those in its lm_head, and returns an object that answers their reads.
 """
 
@@ -67,7 +67,7 @@ class ScoredLogits:
         values["log_prob_at"] = values["log_prob_at"][..., 0]
         log_prob = values["log_prob"]
         if log_prob.requires_grad:
-            for name in {"log_sum_exp", "mean_logit"} & values.keys():
+            for name in (name for name in ("log_sum_exp", "mean_logit") if name in values):
                 values[name] = _Constant.apply(values[name], log_prob)  # type: ignore[no-untyped-call]
         return ScoredLogits(ids, values, vocab_size)
 
@@ -274,7 +274,7 @@ class ScoredLogits:
             raise LogitsNotComputedError(f"{getattr(func, '__name__', func)} was called on logits: {NOT_COMPUTED}")
         if func is torch.take_along_dim:
             kwargs = {"index" if name == "indices" else name: value for name, value in kwargs.items()}
-            args = (args[0], kwargs.pop("dim", -1), *args[1:2]) if len(args) < 3 else (args[0], args[2], args[1])
+            args = (args[0], kwargs.pop("dim", None), *args[1:2]) if len(args) < 3 else (args[0], args[2], args[1])
         kwargs.pop("_stacklevel", None)
         return method(*args, **kwargs)
 

@@ -1,0 +1,111 @@
+"""Logits of which only what a trainer reads was computed, against full logits and by TRL's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_dist
+from liger_dist.fused_head.scored_logits import ScoredLogits
+
+pytest.importorskip("trl")
+
+
+def test_logits_of_which_only_what_is_read_was_computed() -> None:
+    """What trainers read of them is what they read of logits, by TRL's own functions too; anything else is refused."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    truth = torch.randn(4, 3, 7, dtype=torch.float64)
+    ids = torch.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]])
+    ids[1] = truth[1].argmax(-1)
+    logits = scored_as(truth, ids)
+    assert (logits.shape, logits.ndim, logits.dtype, len(logits)) == (truth.shape, 3, torch.float64, 4)
+    mask = ids % 2 == 0
+    reads: list[Callable[[Any], Tensor]] = [
+        lambda given: selective_log_softmax(given[..., :-1, :], ids[:, :-1]),
+        lambda given: torch.take_along_dim(given.log_softmax(dim=-1), ids[..., None], dim=2),
+        lambda given: F.cross_entropy(given.view(-1, 7), ids.masked_fill(mask, -100).view(-1)),
+        lambda given: F.cross_entropy(given[mask], ids[mask]),
+        lambda given: entropy_from_logits(given.detach(), chunk_size=5),
+        lambda given: given[:1].mean(),
+        lambda given: given.index_select(0, torch.tensor([2, 0])).chunk(2, dim=0)[1].mean(-1),
+        lambda given: given.to(torch.float32).split(3, dim=0)[1].nansum(),
+        lambda given: given[mask].mean(-1).sum(),
+        lambda given: torch.logsumexp(2.0 * given, dim=-1) - 2.0 * torch.logsumexp(given, dim=-1),
+        lambda given: given.argmax(dim=-1) == ids,
+        lambda given: torch.gather(given, 2, ids[..., None]),
+        lambda given: torch.logsumexp(given, -1),
+        lambda given: given.log_softmax(-1).mean(-1),
+        lambda given: torch.gather(given.log_softmax(-1), -1, torch.zeros_like(ids)[..., None]),
+    ]
+    for position, read in enumerate(reads):
+        assert torch.allclose(read(logits), read(truth), atol=1e-6), position
+    others: list[Callable[[], Any]] = [
+        lambda: torch.gather(logits, -1, (ids % 6 + 1)[..., None]),
+        lambda: F.cross_entropy(logits.view(-1, 7), (ids % 6 + 1).view(-1)),
+        lambda: F.cross_entropy(logits.view(-1, 7), ids.view(-1), label_smoothing=0.1),
+        lambda: logits[..., 0],
+        lambda: logits.view(-1),
+        lambda: logits.max(-1),
+        lambda: torch.softmax(logits, -1),
+        lambda: 3.0 * logits,
+        lambda: logits * logits,
+        lambda: torch.exp(logits).mean(),
+        lambda: (2 * logits).log_softmax(-1),
+        lambda: ScoredLogits(ids, {"log_prob": torch.zeros(4, 3)}, 7).argmax(-1),
+        lambda: logits.mean(1),
+        lambda: logits.logsumexp(1),
+        lambda: logits.log_softmax(1),
+        lambda: logits.index_select(-1, ids[0]),
+        lambda: logits.chunk(2, dim=-1),
+        lambda: torch.gather(logits, -1, ids[..., None].expand(-1, -1, 2)),
+        lambda: F.cross_entropy(logits.view(-1, 7), ids.view(-1), reduce=False),
+        lambda: logits == logits,
+        lambda: torch.take_along_dim(logits, ids[..., None]),
+    ]
+    for read_other in others:
+        with pytest.raises(liger_dist.LigerDistError):
+            read_other()
+
+
+def test_gradients_of_reads() -> None:
+    """Those of normalised log-probabilities are right; those of raw logits and of their means are refused."""
+    from trl.trainer.utils import selective_log_softmax
+
+    truth = torch.randn(4, 3, 7, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]])
+    weights = torch.randn(4, 3, dtype=torch.float64)
+    found = []
+    for given in (scored_as(truth, ids), truth):
+        read = selective_log_softmax(given, ids) + given.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        found.append(torch.autograd.grad((weights * read).sum(), truth)[0])
+    assert torch.allclose(*found)
+    losses: list[Callable[[Any], Tensor]] = [
+        lambda given: given.mean(),
+        lambda given: given.log_softmax(-1).mean(-1).sum(),
+        lambda given: torch.gather(given, -1, ids[..., None]).sum(),
+        lambda given: torch.logsumexp(given, -1).sum(),
+    ]
+    for loss in losses:
+        with pytest.raises(liger_dist.LigerDistError, match="whose gradients a fused call does not compute"):
+            loss(scored_as(truth, ids)).backward()
+
+
+def scored_as(logits: Tensor, ids: Tensor) -> Any:
+    """What stands for ``logits``, whose next tokens are ``ids``."""
+    log_probs = logits.log_softmax(-1)
+    outputs = {
+        "log_prob": log_probs.gather(-1, ids[..., None])[..., 0],
+        "log_sum_exp": logits.detach().logsumexp(-1),
+        "log_prob_at": log_probs[..., :1],
+        "mean_logit": logits.detach().mean(-1),
+        "entropy": -(log_probs.exp() * log_probs).sum(-1),
+        "is_top1": logits.argmax(-1) == ids,
+        "sum_sq_prob": log_probs.exp().square().sum(-1),
+    }
+    return ScoredLogits.of(ids, outputs, logits.shape[-1])
