@@ -12,6 +12,7 @@ from .errors import LigerDistError
 from .losses.arguments import Execution, LossOutput, Reduction, loss_arguments
 from .losses.cross_entropy import fused_cross_entropy
 from .losses.linear_cross_entropy import check_tensors, fused_linear_cross_entropy
+from .losses.soft_labels import Remainder
 from .sharding.deepspeed import is_stored_by_zero3
 
 
@@ -34,6 +35,9 @@ def linear_cross_entropy(
     outputs: Sequence[str] = (),
     token_ids: Tensor | None = None,
     top_k: int | None = None,
+    soft_labels: tuple[Tensor, Tensor] | None = None,
+    soft_weight: float | None = None,
+    remainder: Remainder | None = None,
     logits_dtype: LogitsDtype = None,
     memory_budget: int | None = None,
     max_valid_tokens: int | None = None,
@@ -65,6 +69,13 @@ def linear_cross_entropy(
             "mean_logit", "log_sum_exp" to return beside the loss.
         token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
         top_k: number of classes for "top_k".
+        soft_labels: ``(ids, probs)``, both ``[..., K]`` (the labels' shape and K), integers and fp32 or fp64:
+            probabilities of some classes of each token, for the cross entropy ``sum_k probs_k * (lse - z_k)`` (Hinton
+            et al. 2015, arXiv:1503.02531). A negative id is none; probabilities of one id add up. Tokens with
+            ``ignore_index`` have none.
+        soft_weight: weight of this cross entropy, in [0, 1]; that of the labels has ``1 - soft_weight``. None for 1.
+        remainder: what becomes of 1 minus the sum of a token's ``probs``: "drop" (None) leaves it out, "renormalize"
+            divides by the sum, "spread" gives all classes without an id equal parts of it.
         logits_dtype: see :class:`WrapConfig`.
         memory_budget: bytes of the buffer of logits; None for 1 GiB, without gradients 128 MiB (256 MiB of fp32).
         max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
@@ -91,6 +102,9 @@ def linear_cross_entropy(
         outputs=outputs,
         token_ids=token_ids,
         top_k=top_k,
+        soft_labels=soft_labels,
+        soft_weight=soft_weight,
+        remainder=remainder,
     )
     if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise LigerDistError(
@@ -122,6 +136,9 @@ def cross_entropy(
     outputs: Sequence[str] = (),
     token_ids: Tensor | None = None,
     top_k: int | None = None,
+    soft_labels: tuple[Tensor, Tensor] | None = None,
+    soft_weight: float | None = None,
+    remainder: Remainder | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor | LossOutput:
     """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
@@ -149,6 +166,9 @@ def cross_entropy(
         outputs=outputs,
         token_ids=token_ids,
         top_k=top_k,
+        soft_labels=soft_labels,
+        soft_weight=soft_weight,
+        remainder=remainder,
     )
     result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
     return result if loss.outputs else result.loss

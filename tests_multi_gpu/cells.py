@@ -107,6 +107,8 @@ class Use:
     """before one backward"""
     policy: bool = False
     """True for an objective of log-probabilities, entropies and squared probabilities beside the loss"""
+    soft_labels: bool = False
+    """True for probabilities of four classes of each token beside its label"""
     logits_dtype: LogitsDtype = None
     unused_parameters: bool = False
     then: Literal["", "evaluate", "generate"] = ""
@@ -154,6 +156,7 @@ USE: dict[str, Use] = {
     "many chunks": Use(many_chunks=True),
     "two forwards": Use(forwards=2),
     "policy outputs": Use(policy=True, many_chunks=True),
+    "soft labels": Use(soft_labels=True, many_chunks=True),
     "fp32 logits": Use(logits_dtype=torch.float32),
     "fp32 operands": Use(logits_dtype="fp32_operands"),
     "unused parameters": Use(unused_parameters=True),
@@ -387,6 +390,7 @@ USES = (
     "many chunks",
     "two forwards",
     "policy outputs",
+    "soft labels",
 )
 
 

@@ -202,6 +202,32 @@ def true_policy_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     return truth.loss + policy_objective(output, batch), int((labels != -100).sum())
 
 
+def soft_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Keywords of a call with probabilities of four classes of each token: one of them the next token, one of them
+    twice, and none for some; the rest of the probability for all other classes."""
+    generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 991)
+    shape = batch["labels"].shape
+    ids = torch.randint(VOCAB_SIZE, (*shape, 4), generator=generator)
+    ids[:, :-1, 0] = batch["labels"][:, 1:].clamp_min(0).cpu()
+    ids[..., 2] = ids[..., 1]
+    ids[:, ::3, 3] = -1
+    probs = 0.8 * torch.randn((*shape, 4), generator=generator, dtype=torch.float64).softmax(-1)
+    return {
+        "soft_labels": (ids.to(compute_device()), probs.to(compute_device())),
+        "soft_weight": 0.6,
+        "remainder": "spread",
+    }
+
+
+def true_soft_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The sum of the token losses of :func:`soft_arguments`, from the logits of the unwrapped ``model``."""
+    given, labels = soft_arguments(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    given["soft_labels"] = tuple(values.flatten(0, 1) for values in given["soft_labels"])
+    truth = cross_entropy_truth(logits.flatten(0, 1), labels.flatten(), reduction="sum", **given)
+    return truth.loss, int((labels != -100).sum())
+
+
 def full(tensor: Tensor) -> Tensor:
     """A whole tensor from a possibly sharded one (a collective when it is)."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -18,7 +18,15 @@ from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world
 from harness import InThisProcess, Workers
 from layouts import SESSIONS, Session
 from matrix import Matrix, Outcomes
-from models import make_batch, policy_arguments, policy_objective, true_loss_sum, true_policy_sum
+from models import (
+    make_batch,
+    policy_arguments,
+    policy_objective,
+    soft_arguments,
+    true_loss_sum,
+    true_policy_sum,
+    true_soft_sum,
+)
 from torch import Tensor, nn
 
 MATRIX_FILE = Path(__file__).parent.parent / "docs" / "support_matrix.md"
@@ -188,6 +196,8 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
             extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         if cell.used.policy:
             extra |= policy_arguments(batch)
+        if cell.used.soft_labels:
+            extra |= soft_arguments(batch)
         output = session.forward(batch, outside=cell.used.outside, **extra)
         assert not (cell.fused and hasattr(output, "logits"))
         assert output.loss.dtype in (torch.float32, torch.float64)
@@ -217,11 +227,11 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     """Gradients of the unwrapped model as data parallelism defines them; what each rank's micro-batches should
     report."""
     world = len(batches)
+    true_sum = true_soft_sum if cell.used.soft_labels else true_policy_sum if cell.used.policy else true_loss_sum
     reports: list[list[float]] = []
     for rank_batches in batches:
         reports.append([])
         for micro, batch in enumerate(rank_batches):
-            true_sum = true_policy_sum if cell.used.policy else true_loss_sum
             total, count = true_sum(reference, batch)
             if cell.given.passes_items:
                 loss, factor = total * world / count_valid(batches), 1

@@ -30,7 +30,7 @@ def test_different_tokens_are_refused_at_any_step(workers_2: Workers) -> None:
         assert "hidden states do not" in sentences["dropout"]
         assert len(sentences) == 9
         for name in list(sentences)[3:]:
-            assert "their temperature, token_ids or outputs do not" in sentences[name], name
+            assert "their temperature, token_ids, soft_labels or outputs do not" in sentences[name], name
 
 
 def with_different_tokens() -> dict[str, str]:

@@ -52,6 +52,9 @@ def cross_entropy_truth(
     top_k: int | None = None,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
+    soft_labels: tuple[Tensor, Tensor] | None = None,
+    soft_weight: float = 1.0,
+    remainder: str = "drop",
     reduction: str = "mean",
     num_items_in_batch: Any = None,
 ) -> Truth:
@@ -64,6 +67,9 @@ def cross_entropy_truth(
         z, labels, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
     log_probs = F.log_softmax(z, -1)
+    if soft_labels is not None:
+        soft = -(dense_soft_labels(*soft_labels, z.shape[1], remainder) * log_probs).sum(-1).where(valid, 0.0)
+        losses = (1.0 - soft_weight) * losses + soft_weight * soft
     z_losses = torch.where(valid, z_loss * torch.logsumexp(z, -1) ** 2, 0.0)
     if token_weight is not None:
         losses, z_losses = losses * token_weight.double(), z_losses * token_weight.double()
@@ -99,6 +105,24 @@ def cross_entropy_truth(
         log_prob_at=at,
         top_k=top,
     )
+
+
+def dense_soft_labels(ids: Tensor, probs: Tensor, vocab_size: int, remainder: str) -> Tensor:
+    """``[T, V]`` target probabilities in fp64."""
+    dense = torch.zeros(len(ids), vocab_size, dtype=torch.float64, device=ids.device)
+    named = torch.zeros_like(dense)
+    for token_ids, token_probs in zip(ids.T, probs.double().T, strict=True):
+        is_one = token_ids >= 0
+        rows, columns = is_one.nonzero()[:, 0], token_ids[is_one]
+        dense[rows, columns] += token_probs[is_one]
+        named[rows, columns] = 1.0
+    sums = dense.sum(1, keepdim=True)
+    if remainder == "renormalize":
+        return dense / sums.where(sums > 0, 1.0)
+    if remainder == "spread":
+        unnamed = vocab_size - named.sum(1, keepdim=True)
+        return torch.where(named > 0, dense, (1.0 - sums) / unnamed.clamp_min(1.0))
+    return dense
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

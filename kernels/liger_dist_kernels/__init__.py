@@ -2,11 +2,13 @@
 
 from ._triton_utils import BACKENDS as BACKENDS
 from ._triton_utils import Backend as Backend
+from ._triton_utils import statistics_dtype as statistics_dtype
 from .chosen_logits import ChosenLogits as ChosenLogits
 from .chosen_logits import ChosenLogProbs as ChosenLogProbs
 from .chosen_logits import choose_logits as choose_logits
 from .chosen_logits import chosen_log_probs as chosen_log_probs
 from .chosen_logits import merge_chosen as merge_chosen
+from .chosen_logits import sum_of_same_ids as sum_of_same_ids
 from .cross_entropy import Anchors as Anchors
 from .cross_entropy import GradientCoefficients as GradientCoefficients
 from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
@@ -50,3 +52,4 @@ from .token_loss import TokenGradients as TokenGradients
 from .token_loss import TokenTerms as TokenTerms
 from .token_loss import gradient_coefficients as gradient_coefficients
 from .token_loss import token_terms as token_terms
+from .token_loss import with_soft_labels as with_soft_labels

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ._triton_utils import statistics_dtype
 from .logit_rows import transformed
 from .options import LossOptions
+from .token_chunks import TokenTargets
 
 
 class ChosenLogits(NamedTuple):
@@ -81,15 +82,15 @@ def merge_chosen(slices: Sequence[ChosenLogits]) -> ChosenLogits:
     return ChosenLogits(at_TK, top_Tk, torch.cat(top_ids, 1).gather(1, places_Tk))
 
 
-def chosen_log_probs(
-    chosen: ChosenLogits, lse_T: Tensor, labels_T: Tensor, token_ids_TK: Tensor | None
-) -> ChosenLogProbs:
-    """Log-probabilities from complete logits; all 0 for tokens with a negative label."""
-    is_ignored_T1 = labels_T[:, None] < 0
+def chosen_log_probs(chosen: ChosenLogits, lse_T: Tensor, targets: TokenTargets) -> ChosenLogProbs:
+    """Log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative label."""
+    is_ignored_T1 = targets.labels_T[:, None] < 0
     at_TK = top_Tk = top_ids_Tk = remainder_T = None
-    if chosen.at_TK is not None:
-        assert token_ids_TK is not None
-        at_TK = (chosen.at_TK - lse_T[:, None]).masked_fill_(is_ignored_T1 | (token_ids_TK < 0), 0.0)
+    token_ids_TK = targets.asked_ids_TK
+    if token_ids_TK is not None:
+        assert chosen.at_TK is not None
+        asked_TK = chosen.at_TK[:, : token_ids_TK.shape[1]]
+        at_TK = (asked_TK - lse_T[:, None]).masked_fill_(is_ignored_T1 | (token_ids_TK < 0), 0.0)
     if chosen.top_Tk is not None and chosen.top_ids_Tk is not None:
         top_Tk = (chosen.top_Tk - lse_T[:, None]).masked_fill_(is_ignored_T1, 0.0)
         top_ids_Tk = chosen.top_ids_Tk.masked_fill(is_ignored_T1, 0)
@@ -100,6 +101,6 @@ def chosen_log_probs(
 def sum_of_same_ids(values_TK: Tensor, token_ids_TK: Tensor) -> Tensor:
     """``[T, K]``: for each class the total of the values of all places that name it."""
     sorted_TK = token_ids_TK.sort(1).values
-    first_TK = torch.searchsorted(sorted_TK, token_ids_TK)
+    first_TK = torch.searchsorted(sorted_TK, token_ids_TK.contiguous())
     totals_TK = torch.zeros_like(values_TK).scatter_add_(1, first_TK, values_TK)
     return totals_TK.gather(1, first_TK)

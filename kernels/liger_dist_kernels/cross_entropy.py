@@ -30,6 +30,7 @@ from ._triton_utils import Backend, dense, exp_of_difference, runs_triton, stati
 from .logit_rows import (
     inverse_temperature_of,
     load_logits,
+    slope_of,
     statistics_of_piece,
     target_logit,
     tile_arguments,
@@ -295,6 +296,7 @@ def cross_entropy_bwd(
     first_class: int = 0,
     temperature_T: Tensor | None = None,
     token_ids_TK: Tensor | None = None,
+    token_logits_TK: Tensor | None = None,
     class_weight_V: Tensor | None = None,
     anchors: Anchors | None = None,
     out_TV: Tensor,
@@ -308,6 +310,7 @@ def cross_entropy_bwd(
         first_class: as for :func:`cross_entropy_fwd`.
         coefficients: see :class:`GradientCoefficients`; with ``anchors`` only those of a scalar loss.
         token_ids_TK: ``[T, K]`` int64, the classes of ``coefficients.at_TK`` in the full vocabulary, negative for none.
+        token_logits_TK: ``z`` of these classes; None to read it from ``logits_TV``. Required with ``anchors``.
         out_TV: ``[T, V]``, any floating dtype, unit stride along V.
     """
     described: dict[str, Any] = {
@@ -318,9 +321,12 @@ def cross_entropy_bwd(
     if coefficients.at_TK is not None and logits_TV.numel() > 0:
         assert token_ids_TK is not None
         local_ids_TK = token_ids_TK - first_class
-        entries = gradient_at(logits_TV, labels_T - first_class, local_ids_TK, coefficients, **described)
+        if token_logits_TK is None:
+            raw_TK = logits_TV.gather(1, local_ids_TK.clamp(0, logits_TV.shape[1] - 1))
+            token_logits_TK, _ = transformed(raw_TK, options, temperature_T)
+        entries = gradient_at(token_logits_TK, labels_T - first_class, local_ids_TK, coefficients, **described)
         entries.masked_fill_(labels_T[:, None] < 0, 0.0)
-        described["first_class"] = first_class
+        described |= {"first_class": first_class, "anchors": anchors}
         cross_entropy_bwd(
             logits_TV, labels_T, coefficients._replace(at_TK=None), out_TV=out_TV, backend=backend, **described
         )
@@ -442,7 +448,7 @@ def cross_entropy_bwd_reference(
 
 
 def gradient_at(
-    logits_TV: Tensor,
+    z_TK: Tensor,
     labels_T: Tensor,
     token_ids_TK: Tensor,
     coefficients: GradientCoefficients,
@@ -451,15 +457,14 @@ def gradient_at(
     temperature_T: Tensor | None,
     class_weight_V: Tensor | None,
 ) -> Tensor:
-    """``[T, K]``: the entries of the gradient by the raw logits at ``token_ids_TK``, in the dtype of the statistics;
-    labels and ids are relative to these columns. An
-    entry of the gradient in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two
-    as the class's probability nears 1. Entries of classes that are not here mean nothing."""
-    ids_TK = token_ids_TK.clamp(0, logits_TV.shape[1] - 1)
-    z_TK, slope = transformed(logits_TV.gather(1, ids_TK), options, temperature_T)
+    """``[T, K]``: the entries of the gradient by the raw logits at ``token_ids_TK``, whose transformed logits are
+    ``z_TK``, in the dtype of the statistics; labels and ids are relative to the columns of ``class_weight_V``. An entry
+    of the gradient in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two as
+    the class's probability nears 1. Entries of classes whose ``z`` is not known here mean nothing."""
+    slope = slope_of(z_TK, options, temperature_T)
     lse_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, at_TK = coefficients
     assert at_TK is not None
-    is_label_TK = ids_TK == labels_T[:, None]
+    is_label_TK = token_ids_TK == labels_T[:, None]
     p_TK = torch.where(is_label_TK, 1.0 - miss_T[:, None], (z_TK - lse_T[:, None]).exp())
     gradient_TK = torch.where(is_label_TK, -miss_T[:, None], p_TK) * nll_T[:, None] + at_TK
     if mass_T is not None:
@@ -469,7 +474,10 @@ def gradient_at(
     if square_T is not None:
         gradient_TK += square_T[:, None] * p_TK.square()
     if smoothing_T is not None:
-        gradient_TK -= smoothing_T[:, None] * (1.0 if class_weight_V is None else class_weight_V[ids_TK])
+        weight: Tensor | float = 1.0
+        if class_weight_V is not None:
+            weight = class_weight_V[token_ids_TK.clamp(0, len(class_weight_V) - 1)]
+        gradient_TK -= smoothing_T[:, None] * weight
     return gradient_TK * slope
 
 

@@ -45,7 +45,7 @@ from .token_chunks import (
     plan_exponentials,
     plan_tiles,
 )
-from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms
+from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token_terms, with_soft_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +287,7 @@ def _logits_to_gradient(
     else:
         write_logits(hidden_cD, *operands, d_logits_cV)
         chosen = choose_logits(d_logits_cV, targets_c.token_ids_TK, scoring.top_k, **located)
-        if head.complete_statistics is None and upstream is not None:
+        if head.complete_statistics is None and upstream is not None and targets_c.soft_TK is None:
             del located["first_class"]
             statistics = cross_entropy_fwd_bwd(
                 d_logits_cV,
@@ -308,9 +308,17 @@ def _logits_to_gradient(
             "class_weight_V": scoring.class_weight_V,
         }
         terms = token_terms(statistics, labels_c, **full, backend=scoring.backend)
-        coefficients = gradient_coefficients(terms, upstream, labels_c, **full)
+        coefficients = gradient_coefficients(terms, upstream, labels_c, **full, targets=targets_c)
         cross_entropy_bwd(
-            d_logits_cV, labels_c, coefficients, anchors=anchors, out_TV=d_logits_cV, **located, **described
+            d_logits_cV,
+            labels_c,
+            coefficients,
+            token_ids_TK=targets_c.token_ids_TK,
+            token_logits_TK=chosen.at_TK,
+            anchors=anchors,
+            out_TV=d_logits_cV,
+            **located,
+            **described,
         )
     return statistics, chosen
 
@@ -429,5 +437,6 @@ def _result(
         class_weight_V=scoring.class_weight_V,
         backend=scoring.backend,
     )
-    log_probs = chosen_log_probs(chosen, terms.lse_T, targets.labels_T, targets.token_ids_TK)
+    terms = with_soft_labels(terms, chosen, targets, options=scoring.options, vocab_size=head.vocab_size)
+    log_probs = chosen_log_probs(chosen, terms.lse_T, targets)
     return LinearCrossEntropyResult(terms, log_probs, None, None, None)

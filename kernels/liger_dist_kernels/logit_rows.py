@@ -227,13 +227,23 @@ def tile_arguments(logits_TV: Tensor, most_columns: int | None = None) -> dict[s
 
 def transformed(logits_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> tuple[Tensor, Tensor | float]:
     """``z`` of raw logits ``[T, ...]`` and its derivative, in the dtype of the statistics."""
-    dtype = statistics_dtype(logits_TV.dtype)
-    scaled = logits_TV.to(dtype) * options.logit_scale
-    temperature: Tensor | float = options.temperature
-    if temperature_T is not None:
-        temperature = temperature_T.to(dtype).reshape(-1, *(1 for _ in logits_TV.shape[1:]))
-    slope: Tensor | float = 1.0
+    scaled = logits_TV.to(statistics_dtype(logits_TV.dtype)) * options.logit_scale
     if options.softcap is not None:
-        tanh = torch.tanh(scaled / options.softcap)
-        scaled, slope = options.softcap * tanh, 1.0 - tanh * tanh
-    return scaled / temperature, slope * (options.logit_scale / temperature)
+        scaled = options.softcap * torch.tanh(scaled / options.softcap)
+    z_TV = scaled / _temperature(scaled, options, temperature_T)
+    return z_TV, slope_of(z_TV, options, temperature_T)
+
+
+def slope_of(z_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> Tensor | float:
+    """The derivative of ``z`` ``[T, ...]`` by the raw logit."""
+    temperature = _temperature(z_TV, options, temperature_T)
+    if options.softcap is None:
+        return options.logit_scale / temperature
+    tanh = z_TV * temperature / options.softcap
+    return (1.0 - tanh * tanh) * (options.logit_scale / temperature)
+
+
+def _temperature(z: Tensor, options: LossOptions, temperature_T: Tensor | None) -> Tensor | float:
+    if temperature_T is None:
+        return options.temperature
+    return temperature_T.to(z.dtype).reshape(-1, *(1 for _ in z.shape[1:]))

@@ -16,6 +16,9 @@ class LossOptions:
     and a token with label y then costs, with ``lse`` the log-sum-exp of its z and ``w`` the class weights,
 
     ``(1 - label_smoothing) * w_y * (lse - z_y) + label_smoothing / V * sum_v w_v * (lse - z_v) + z_loss * lse**2``.
+
+    Soft labels t add ``sum_v t_v * (lse - z_v)``; they are given with each token, times ``soft_weight``, and the first
+    two terms are then multiplied by ``1 - soft_weight``.
     """
 
     ignore_index: int = -100
@@ -30,12 +33,15 @@ class LossOptions:
     """Factor of the raw logits, before the soft-cap."""
     temperature: float = 1.0
     """Divisor of the logits, after the soft-cap; a temperature of each token takes its place."""
+    soft_weight: float = 0.0
+    """Weight of soft labels, in [0, 1] (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network")."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.ignore_index, int):
             raise ValueError(f"ignore_index is {self.ignore_index!r}; expected an integer.")
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}; expected a number in [0, 1].")
+        for name in ("label_smoothing", "soft_weight"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1].")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise ValueError(f"softcap is {self.softcap}; expected None or a finite number above 0.")
         if not (math.isfinite(self.temperature) and self.temperature > 0):

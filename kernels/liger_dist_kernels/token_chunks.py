@@ -88,7 +88,24 @@ class TokenTargets(NamedTuple):
     temperature_T: Tensor | None = None
     """``[T]`` floating, above 0; None for the one in the options"""
     token_ids_TK: Tensor | None = None
-    """``[T, K]`` int64 in ``[0, V)``, or negative: classes whose log-probabilities are asked for"""
+    """``[T, K]`` int64 in ``[0, V)``, or negative: classes whose log-probabilities are asked for, then those of soft
+    labels"""
+    soft_TK: Tensor | None = None
+    """``[T, k]`` floating: factors of ``lse - z`` of the last k classes in the cross entropy; 0 for negative ones"""
+    uniform_T: Tensor | None = None
+    """``[T]`` floating: factor of ``lse - z`` of every class, in addition"""
+
+    @property
+    def num_soft(self) -> int:
+        """k"""
+        return 0 if self.soft_TK is None else self.soft_TK.shape[1]
+
+    @property
+    def asked_ids_TK(self) -> Tensor | None:
+        """The classes whose log-probabilities are asked for."""
+        if self.token_ids_TK is None or self.token_ids_TK.shape[1] == self.num_soft:
+            return None
+        return self.token_ids_TK[:, : self.token_ids_TK.shape[1] - self.num_soft]
 
     def rows(self, rows: slice) -> TokenTargets:
         """Those of some of the tokens."""

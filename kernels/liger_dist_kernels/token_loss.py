@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import Backend, dense, number, runs_triton
-from .chosen_logits import sum_of_same_ids
+from .chosen_logits import ChosenLogits, sum_of_same_ids
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
+from .token_chunks import TokenTargets
 
 
 class TokenTerms(NamedTuple):
@@ -238,18 +239,23 @@ def gradient_coefficients(
     options: LossOptions,
     vocab_size: int,
     class_weight_V: Tensor | None = None,
-    token_ids_TK: Tensor | None = None,
+    targets: TokenTargets | None = None,
 ) -> GradientCoefficients:
-    """Coefficients of the logits' gradient for given upstream gradients of the terms; ``token_ids_TK`` are the classes
-    of ``gradients.at_TK``."""
+    """Coefficients of the logits' gradient for given upstream gradients of the terms; ``targets`` name the classes of
+    ``gradients.at_TK`` and of soft labels."""
     label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, terms.lse_T.dtype)
+    hard_weight = 1.0 - options.soft_weight
     nll_T = torch.zeros_like(terms.lse_T)
     mass_T = entropy_coefficient_T = square_T = smoothing_T = None
     if gradients.cross_entropy_T is not None:
-        nll_T = nll_T + gradients.cross_entropy_T * ((1.0 - options.label_smoothing) * label_weight)
+        nll_T = nll_T + gradients.cross_entropy_T * (hard_weight * (1.0 - options.label_smoothing) * label_weight)
         if options.label_smoothing > 0:
-            smoothing_T = gradients.cross_entropy_T * (options.label_smoothing / vocab_size)
+            smoothing_T = gradients.cross_entropy_T * (hard_weight * options.label_smoothing / vocab_size)
             mass_T = smoothing_T * total_weight
+        if targets is not None and targets.uniform_T is not None:
+            uniform_T = gradients.cross_entropy_T * targets.uniform_T
+            smoothing_T = uniform_T if smoothing_T is None else smoothing_T + uniform_T
+            mass_T = smoothing_T * vocab_size
     if gradients.log_prob_T is not None:
         nll_T = nll_T - gradients.log_prob_T
     if gradients.z_loss_T is not None and options.z_loss != 0:
@@ -266,12 +272,12 @@ def gradient_coefficients(
         square_T = 2.0 * gradients.sum_sq_prob_T
         square_mass_T = -square_T * terms.sum_sq_prob_T
         mass_T = square_mass_T if mass_T is None else mass_T + square_mass_T
-    at_TK = None
-    if gradients.at_TK is not None:
-        assert token_ids_TK is not None
-        at_TK = gradients.at_TK.masked_fill(token_ids_TK < 0, 0.0)
+    at_TK = _gradients_of_classes(gradients, targets)
+    if at_TK is not None:
+        assert targets is not None
+        assert targets.token_ids_TK is not None
         at_mass_T = -at_TK.sum(1)
-        at_TK = sum_of_same_ids(at_TK, token_ids_TK)
+        at_TK = sum_of_same_ids(at_TK, targets.token_ids_TK)
         mass_T = at_mass_T if mass_T is None else mass_T + at_mass_T
     return GradientCoefficients(
         lse_T=terms.lse_T,
@@ -283,3 +289,39 @@ def gradient_coefficients(
         smoothing_T=smoothing_T,
         at_TK=at_TK,
     )
+
+
+def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets | None) -> Tensor | None:
+    """``[T, K]``: upstream gradients of the log-probabilities of all classes of ``targets``; None where all are 0."""
+    if targets is None or targets.token_ids_TK is None:
+        return None
+    asked_TK = soft_TK = None
+    if gradients.at_TK is not None and targets.asked_ids_TK is not None:
+        asked_TK = gradients.at_TK.masked_fill(targets.asked_ids_TK < 0, 0.0)
+    if targets.soft_TK is not None and gradients.cross_entropy_T is not None:
+        soft_TK = -gradients.cross_entropy_T[:, None] * targets.soft_TK
+    if asked_TK is None and soft_TK is None:
+        return None
+    like_TK = soft_TK if asked_TK is None else asked_TK
+    assert like_TK is not None
+    if asked_TK is None:
+        asked_TK = like_TK.new_zeros((len(like_TK), targets.token_ids_TK.shape[1] - targets.num_soft))
+    if soft_TK is None:
+        soft_TK = like_TK.new_zeros((len(like_TK), targets.num_soft))
+    return torch.cat([asked_TK, soft_TK], 1)
+
+
+def with_soft_labels(
+    terms: TokenTerms, chosen: ChosenLogits, targets: TokenTargets, *, options: LossOptions, vocab_size: int
+) -> TokenTerms:
+    """``terms`` with the cross entropy of soft labels; ``chosen`` are complete logits of the classes of ``targets``."""
+    if targets.soft_TK is None:
+        return terms
+    assert chosen.at_TK is not None
+    z_TK = chosen.at_TK[:, chosen.at_TK.shape[1] - targets.num_soft :]
+    soft_T = (targets.soft_TK * (terms.lse_T[:, None] - z_TK)).sum(1)
+    if targets.uniform_T is not None:
+        assert terms.mean_logit_T is not None
+        soft_T += targets.uniform_T * vocab_size * (terms.lse_T - terms.mean_logit_T)
+    cross_entropy_T = (1.0 - options.soft_weight) * terms.cross_entropy_T
+    return terms._replace(cross_entropy_T=cross_entropy_T + torch.where(targets.labels_T >= 0, soft_T, 0.0))

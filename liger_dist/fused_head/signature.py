@@ -33,6 +33,9 @@ LOSS_KEYWORDS = (
     "temperature",
     "class_weight",
     "token_weight",
+    "soft_labels",
+    "soft_weight",
+    "remainder",
     "outputs",
     *ARGUMENTS_OF_OUTPUTS,
     DIFFERENTIABLE,
@@ -104,6 +107,9 @@ class Call:
             outputs=[name for name in OUTPUTS if name in token_outputs],
             token_ids=self.loss.get("token_ids"),
             top_k=self.loss.get("top_k"),
+            soft_labels=self.loss.get("soft_labels"),
+            soft_weight=self.loss.get("soft_weight"),
+            remainder=self.loss.get("remainder"),
             reports_only=not self.loss.get(DIFFERENTIABLE, False),
         )
 

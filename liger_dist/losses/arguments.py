@@ -13,11 +13,12 @@ from torch import Tensor
 
 from liger_dist.config import LogitsDtype, check_count
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import Backend, LossOptions
+from liger_dist_kernels import Backend, LossOptions, TokenTargets
 
 from .collectives import device_assert
-from .labels import LabelSummary
+from .labels import LabelSummary, Targets
 from .pending_gradients import PendingGradients
+from .soft_labels import Remainder, SoftLabels
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -55,11 +56,30 @@ class LossArguments:
     """the labels' shape and K: classes of ``log_prob_at``; negative for none"""
     top_k: int | None = None
     """number of classes of ``top_k``; None without it"""
+    soft_labels: SoftLabels | None = None
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
         """The outputs that carry gradients."""
         return frozenset() if self.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.outputs)
+
+    def token_targets(
+        self, targets: Targets, shape: torch.Size, *, vocab_size: int, dtype: torch.dtype
+    ) -> TokenTargets:
+        """What each token of ``targets`` is scored with, for labels of ``shape`` and numbers of ``dtype``."""
+        ids_TK, soft_TK, uniform_T, temperature_T = self.token_ids, None, None, self.temperature
+        if temperature_T is not None:
+            missing = len(shape) - temperature_T.dim()
+            expanded = temperature_T.reshape(*temperature_T.shape, *[1] * missing).expand(shape)
+            temperature_T = targets.of_tokens(expanded, shape)
+        if ids_TK is not None:
+            ids_TK = targets.of_tokens(ids_TK.long(), shape)
+        if self.soft_labels is not None:
+            soft_ids_TK = targets.of_tokens(self.soft_labels.ids.long(), shape)
+            probs_TK = targets.of_tokens(self.soft_labels.probs, shape)
+            soft_TK, uniform_T = self.soft_labels.factors(soft_ids_TK, probs_TK, vocab_size=vocab_size, dtype=dtype)
+            ids_TK = soft_ids_TK if ids_TK is None else torch.cat([ids_TK, soft_ids_TK], 1)
+        return TokenTargets(targets.labels_T, temperature_T, ids_TK, soft_TK, uniform_T)
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
         """Refuses arguments that contradict each other or the tensors.
@@ -83,6 +103,13 @@ class LossArguments:
         check_count("top_k", self.top_k, "classes")
         if self.top_k is not None and self.top_k > vocab_size:
             raise LigerDistError(f"top_k is {self.top_k} but lm_head has {vocab_size} rows; ask for at most as many.")
+        if self.soft_labels is not None:
+            self.soft_labels.check(vocab_size=vocab_size, labels_shape=labels_shape)
+            if self.class_weight is not None:
+                raise LigerDistError(
+                    "soft_labels and class_weight were given; expected one of them. Multiply the probabilities by the "
+                    "weights of their classes instead."
+                )
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
@@ -170,6 +197,9 @@ def loss_arguments(
     reduction: Reduction = "mean",
     token_ids: Tensor | None = None,
     top_k: int | None = None,
+    soft_labels: tuple[Tensor, Tensor] | None = None,
+    soft_weight: float | None = None,
+    remainder: Remainder | None = None,
     reports_only: bool = False,
 ) -> LossArguments:
     """:class:`LossArguments` from the keywords of a loss.
@@ -177,6 +207,7 @@ def loss_arguments(
     Raises:
         LigerDistError: an option of :class:`LossOptions` that is out of its range.
     """
+    soft = _as_soft_labels(soft_labels, soft_weight, remainder)
     names = as_output_names(outputs)
     temperature = _as_temperature(temperature)
     for name, tensor in (("class_weight", class_weight), ("token_weight", token_weight), ("token_ids", token_ids)):
@@ -190,6 +221,7 @@ def loss_arguments(
             softcap=softcap,
             logit_scale=logit_scale,
             temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+            soft_weight=0.0 if soft is None else soft.weight,
         )
     except (ValueError, TypeError) as error:
         raise LigerDistError(str(error)) from error
@@ -204,7 +236,33 @@ def loss_arguments(
         temperature=temperature if isinstance(temperature, Tensor) else None,
         token_ids=token_ids,
         top_k=top_k,
+        soft_labels=soft,
     )
+
+
+def _as_soft_labels(
+    soft_labels: tuple[Tensor, Tensor] | None, weight: float | None, remainder: Remainder | None
+) -> SoftLabels | None:
+    """Soft labels with the defaults of their options.
+
+    Raises:
+        LigerDistError: options without soft labels, or soft labels that are not two tensors.
+    """
+    if soft_labels is None:
+        for name, value in (("soft_weight", weight), ("remainder", remainder)):
+            if value is not None:
+                raise LigerDistError(f"{name} is {value!r} and soft_labels are missing; pass soft_labels=(ids, probs).")
+        return None
+    is_pair = isinstance(soft_labels, Sequence) and len(soft_labels) == 2
+    if not is_pair or not all(isinstance(tensor, Tensor) for tensor in soft_labels):
+        found = [type(item).__name__ for item in (soft_labels if isinstance(soft_labels, Sequence) else [soft_labels])]
+        raise LigerDistError(
+            f"soft_labels are {', '.join(found)}; expected two tensors (ids, probs): class indices and their "
+            "probabilities, the labels' shape and K."
+        )
+    given = {"weight": weight, "remainder": remainder}
+    ids, probs = soft_labels
+    return SoftLabels(ids=ids, probs=probs, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 SMALLEST_TEMPERATURE = 1e-6

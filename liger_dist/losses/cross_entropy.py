@@ -24,6 +24,8 @@ from liger_dist_kernels import (
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_fwd_bwd,
+    statistics_dtype,
+    with_soft_labels,
 )
 from liger_dist_kernels import gradient_coefficients as coefficients_of
 from liger_dist_kernels import token_terms as terms_of
@@ -47,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, ...]:
         loss, backend, V = problem.loss, problem.execution.backend, logits_TV.shape[1]
-        labels_T, temperature_T, token_ids_TK = problem.targets
+        labels_T, temperature_T, token_ids_TK, *_ = problem.targets
         described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
         swept: dict[str, Any] = {"temperature_T": temperature_T, "outputs": token_outputs(loss), "backend": backend}
         chosen = choose_logits(
@@ -66,9 +68,10 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             statistics = cross_entropy_fwd(logits_TV, labels_T, **described, **swept)
         terms = terms_of(statistics, labels_T, vocab_size=V, **described, backend=backend)
+        terms = with_soft_labels(terms, chosen, problem.targets, options=loss.options, vocab_size=V)
         ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
-        log_probs = chosen_log_probs(chosen, terms.lse_T, labels_T, token_ids_TK)
+        log_probs = chosen_log_probs(chosen, terms.lse_T, problem.targets)
         tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
@@ -93,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
             options=problem.loss.options,
             vocab_size=logits_TV.shape[1],
             class_weight_V=problem.loss.class_weight,
-            token_ids_TK=problem.targets.token_ids_TK,
+            targets=problem.targets,
         )
         d_logits_TV = cross_entropy_bwd(
             logits_TV,
@@ -129,7 +132,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     )
     token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
     problem = _Problem(
-        targets=targets.with_loss(loss.temperature, loss.token_ids, labels.shape),
+        targets=loss.token_targets(targets, labels.shape, vocab_size=vocab_size, dtype=statistics_dtype(logits.dtype)),
         scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
         loss=loss,
         execution=execution,
@@ -137,6 +140,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         and logits.requires_grad
         and loss.reduction != "none"
         and not loss.differentiable_outputs
+        and loss.soft_labels is None
         and vocab_size > 0,
     )
     logits_TV = logits.reshape(-1, vocab_size)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import TokenTargets
 
 from .collectives import device_assert
 
@@ -61,17 +60,10 @@ class Targets:
         """``[K, ...]``: the rows of these tokens; differentiable."""
         return values_T if self.index_T is None else take_rows(values_T, self.index_T)
 
-    def with_loss(self, temperature: Tensor | None, token_ids: Tensor | None, shape: torch.Size) -> TokenTargets:
-        """Labels, temperatures (the first dimensions of the labels' ``shape``) and ids (``shape`` and K) of these
-        tokens."""
-        device = self.labels_T.device
-        if temperature is not None:
-            missing = len(shape) - temperature.dim()
-            expanded = temperature.to(device).reshape(*temperature.shape, *[1] * missing).expand(shape)
-            temperature = self.take(expanded.reshape(-1))
-        if token_ids is not None:
-            token_ids = self.take(token_ids.to(device, torch.int64).reshape(-1, token_ids.shape[-1]))
-        return TokenTargets(self.labels_T, temperature, token_ids)
+    def of_tokens(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """``[K, ...]``: the values of these tokens, from values in the labels' ``shape`` (and more)."""
+        values = values.to(self.labels_T.device)
+        return self.take(values.reshape(shape.numel(), *values.shape[len(shape) :]))
 
     def spread(self, values_K: Tensor, shape: torch.Size) -> Tensor:
         """``values_K`` ``[K, ...]`` in the labels' ``shape``, zero for all other tokens."""

@@ -37,6 +37,7 @@ from liger_dist_kernels import (
     recompute_gradients,
     score,
     score_with_gradients,
+    statistics_dtype,
 )
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
@@ -147,7 +148,7 @@ class Problem:
             options=self.loss.options,
             vocab_size=self.rows.vocab_size,
             class_weight_V=self.loss.class_weight,
-            token_ids_TK=self.targets.token_ids_TK,
+            targets=self.targets,
         )
 
 
@@ -277,8 +278,9 @@ def _problem(
     in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD) and not in_checkpoint(), 0
     if in_forward and needs.weight and execution.pending is not None:
         number, in_forward = execution.pending.begin()
+    dtype = statistics_dtype(hidden_TD.dtype)
     return Problem(
-        targets=targets.with_loss(loss.temperature, loss.token_ids, shape),
+        targets=loss.token_targets(targets, shape, vocab_size=rows.vocab_size, dtype=dtype),
         scales=_scales(targets, hidden_TD, rows, loss, execution),
         loss=loss,
         execution=execution,

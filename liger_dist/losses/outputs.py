@@ -23,8 +23,9 @@ _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 def token_outputs(loss: LossArguments) -> TokenOutputs:
     """The outputs that need a sum of their own over the vocabulary."""
     names = loss.outputs
+    spreads = loss.soft_labels is not None and loss.soft_labels.remainder == "spread"
     return TokenOutputs(
-        entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit="mean_logit" in names
+        entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit=spreads or "mean_logit" in names
     )
 
 

@@ -126,8 +126,8 @@ def vocab_parallel_linear_cross_entropy(
 def check_same_tokens(
     hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, loss: LossArguments, waits: bool
 ) -> None:
-    """Refuses tokens that differ between ranks of a tensor-parallel group: their labels, temperatures, token_ids and
-    outputs exactly, their hidden states beyond rounding. One all-gather of ten numbers.
+    """Refuses tokens that differ between ranks of a tensor-parallel group: their labels, temperatures, token_ids, soft
+    labels and outputs exactly, their hidden states beyond rounding. One all-gather of twelve numbers.
 
     Args:
         waits: read the result now; otherwise, on a GPU, an assertion on the device fails.
@@ -154,15 +154,19 @@ def check_same_tokens(
     elif bool(other_hidden):
         raise LigerDistError(f"{sentence}. Their labels agree and their hidden states do not.")
     elif bool(other_arguments):
-        raise LigerDistError(f"{sentence}. Their labels agree, and their temperature, token_ids or outputs do not.")
+        given = "temperature, token_ids, soft_labels or outputs"
+        raise LigerDistError(f"{sentence}. Their labels agree, and their {given} do not.")
 
 
 def _checksums(loss: LossArguments, device: torch.device) -> Tensor:
-    """``[3]``: of the options and outputs, the temperatures and the token ids of a loss."""
-    shape = None if loss.token_ids is None else tuple(loss.token_ids.shape)
-    asked = f"{loss.options} {loss.reduction} {sorted(loss.outputs)} {loss.reports_only} {loss.top_k} {shape}"
+    """``[5]``: of the options and outputs, the temperatures, the token ids and the soft labels of a loss."""
+    soft = loss.soft_labels
+    given = (loss.temperature, loss.token_ids, *((None, None) if soft is None else (soft.ids, soft.probs)))
+    shapes = [None if values is None else tuple(values.shape) for values in given]
+    asked = f"{loss.options} {loss.reduction} {sorted(loss.outputs)} {loss.reports_only} {loss.top_k} {shapes}"
+    asked += "" if soft is None else soft.remainder
     sums = [torch.full((), float(zlib.crc32(asked.encode())), dtype=torch.float64, device=device)]
-    for values in (loss.temperature, loss.token_ids):
+    for values in given:
         if values is None:
             sums.append(torch.zeros((), dtype=torch.float64, device=device))
             continue

@@ -91,7 +91,7 @@ class ExchangedTokens:
         self._hidden_TD = hidden_TD
         self._places_Km = self._padded_places(hidden_TD.device)
         # Padding is an ignored token without classes, whose temperature does no harm.
-        fields: list[Any] = list(map(self._gathered, targets, (-1, 1, -1)))
+        fields: list[Any] = list(map(self._gathered, targets, (-1, 1, -1, 0, 0)))
         self._targets = TokenTargets(*fields)
         self._gradients: Gradients | None = None
         if gradients is not None:
@@ -282,7 +282,8 @@ def _described(problem: Problem, gradients: Gradients | None, dtype: torch.dtype
     classes = None if targets.token_ids_TK is None else targets.token_ids_TK.shape[1]
     return (
         f"a loss of {replace(loss.options, ignore_index=0)}, outputs {sorted(loss.outputs)} (top_k {loss.top_k}, "
-        f"{classes} token_ids), temperatures of tokens: {targets.temperature_T is not None}, {dtype}, logits "
+        f"{classes} classes of each token, {targets.num_soft} soft labels, spread: {targets.uniform_T is not None}), "
+        f"temperatures of tokens: {targets.temperature_T is not None}, {dtype}, logits "
         f"{problem.scoring.logits_dtype}, class weights: {loss.class_weight is not None}, memory budget "
         f"{memory_budget}, {needs}, upstream gradients {given}"
     )
