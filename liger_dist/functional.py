@@ -11,7 +11,8 @@ from .config import LOGITS_DTYPES, LogitsDtype, check_choice
 from .errors import LigerDistError
 from .losses.arguments import Execution, LossOutput, Reduction, loss_arguments
 from .losses.cross_entropy import fused_cross_entropy
-from .losses.linear_cross_entropy import check_tensors, fused_linear_cross_entropy
+from .losses.head_rows import check_tensors
+from .losses.linear_cross_entropy import fused_linear_cross_entropy
 from .losses.soft_labels import Remainder
 from .sharding.deepspeed import is_stored_by_zero3
 

@@ -15,6 +15,9 @@ from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
+from .divergence import DIVERGENCES as DIVERGENCES
+from .divergence import Divergence as Divergence
+from .divergence import DivergenceOptions as DivergenceOptions
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
@@ -27,6 +30,10 @@ from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import recompute_gradients as recompute_gradients
 from .linear_cross_entropy import score as score
 from .linear_cross_entropy import score_with_gradients as score_with_gradients
+from .linear_divergence import LinearDivergenceResult as LinearDivergenceResult
+from .linear_divergence import TeacherHead as TeacherHead
+from .linear_divergence import bytes_of_class as bytes_of_class
+from .linear_divergence import linear_divergence as linear_divergence
 from .merge import merge_statistics as merge_statistics
 from .norm import NormOptions as NormOptions
 from .norm import NormOutput as NormOutput

@@ -114,6 +114,8 @@ class HeadSlice:
     complete_statistics: Callable[[SoftmaxStatistics], SoftmaxStatistics] | None = None
     """statistics of full rows of logits from those of this slice of them; None where all rows are here"""
     complete_chosen: Callable[[ChosenLogits], ChosenLogits] | None = None
+    gather_slices: Callable[[Tensor], Tensor] | None = None
+    """``[F, T]`` of this slice to ``[G, F, T]`` of all slices, in their order; None where all rows are here"""
 
     @staticmethod
     def full(weight_VD: Tensor, bias_V: Tensor | None = None) -> HeadSlice:
@@ -198,7 +200,7 @@ def score_with_gradients(
         ValueError: fp32 logits of 16-bit operands with a soft-cap.
     """
     weight_VD = head.weight_VD
-    sums = _GradientSums(head, needs, tokens.num_chunks, weight_gradient_VD)
+    sums = GradientSums(head, needs, tokens.num_chunks, weight_gradient_VD)
     parts, buffer_cV = [], None
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
@@ -227,7 +229,7 @@ def recompute_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias for known coefficients of the logits' gradient
     (``tokens.gradients`` are :class:`GradientCoefficients`)."""
-    sums = _GradientSums(head, needs, tokens.num_chunks, None)
+    sums = GradientSums(head, needs, tokens.num_chunks, None)
     V = head.weight_VD.shape[0]
     for chunk in range(tokens.num_chunks):
         hidden_cD, targets_c, coefficients = tokens.hidden(chunk), tokens.targets(chunk), tokens.gradients(chunk)
@@ -374,7 +376,7 @@ def _score_tiles(
     return statistics, chosen, Anchors(torch.cat([max_Nr for *_, max_Nr in blocks], 1), plan.columns)
 
 
-class _GradientSums:
+class GradientSums:
     """Gradients of the rows of ``head``, summed over chunks."""
 
     def __init__(self, head: HeadSlice, needs: GradientNeeds, num_chunks: int, sum_VD: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
@@ -64,7 +65,12 @@ class Entry:
         self._pending = PendingGradients()
 
     def read(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_logits: Callable[[Call], bool]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        wants_logits: Callable[[Call], bool],
+        distillation: Distillation | None = None,
     ) -> tuple[Call, Checked | None]:
         """The call, checked where its loss is not simply the model's own. The ranks of a vocab-parallel lm_head agree
         before the first collective whether one refuses it.
@@ -76,6 +82,8 @@ class Entry:
         checked = None
         try:
             call = self.signature.read(args, kwargs)
+            if distillation is not None:
+                call = call.distilled(distillation)
             has_labels = call.named.get("labels") is not None
             is_scored = bool(self.requested(call)) or not wants_logits(call)
             if has_labels and is_scored and not self.access.has_trained_rows():
@@ -128,6 +136,8 @@ class Entry:
         asked = self.requested(call)
         if wants_logits and not asked:
             return None, kwargs
+        if call.distillation is not None:
+            self.refuse_unfused_distillation()
         if checked is None:
             self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {TRAINED_ROWS}.")
             return None, kwargs | (self._keywords_of_own_loss(call, asked, TRAINED_ROWS) if asked else {})
@@ -240,6 +250,23 @@ class Entry:
                 f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
                 "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
                 "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
+            )
+
+    def check_distilled(self, kwargs: dict[str, Any]) -> None:
+        """Refuses what is wrong with a student's call, before its teacher runs. No collectives."""
+        call = self.signature.read((), kwargs)
+        call.check_distilled()
+        self.refuse_unfused_distillation()
+        self.check(call)
+
+    def refuse_unfused_distillation(self) -> None:
+        """Raises:
+        LigerDistError: the model's loss would not be fused, so that nothing would compute a divergence.
+        """
+        reason = TRAINED_ROWS if self.access.has_trained_rows() else self._reason_to_leave(self.access.in_use())
+        if reason is not None:
+            raise LigerDistError(
+                f"a distillation loss was asked of {type(self.model).__name__}, whose loss is not fused here: {reason}."
             )
 
     def is_fused_now(self) -> bool:

@@ -22,6 +22,7 @@ from liger_dist.sharding.base import Wrapper
 from liger_dist.structure import Structure
 from liger_dist.tracing import untraced
 
+from .distilled_calls import distillation_of
 from .entry import Entry
 from .head_access import HeadAccess
 from .host_calls import returns_logits
@@ -116,6 +117,8 @@ class Seam:
         # Replicas of nn.DataParallel run in separate threads, while the thread that paused waits for them. It
         # gathers their outputs, so that zero-width logits must not be among them.
         is_replica = called is not self.model
+        if distillation_of(self) is not None:
+            return False
         is_paused = id(self) in _PAUSED.get() or (is_replica and self._pauses > 0)
         if is_paused or LOGITS in call.outputs:
             return True
@@ -135,7 +138,8 @@ class Seam:
         if scored_call is not None and not self.entry.is_fused_now():
             scored_call = None
         kwargs = kwargs if scored_call is None else with_labels
-        call, checked = self.entry.read(args, kwargs, wants_logits=wants_logits)
+        distillation = distillation_of(self) if kwargs.get("labels") is not None else None
+        call, checked = self.entry.read(args, kwargs, wants_logits=wants_logits, distillation=distillation)
         if goes_to_wrapper:
             return None  # The wrapper calls this model again, with all its arguments.
         if call_of_trl is not None and call_of_trl.operands_in_fp32:

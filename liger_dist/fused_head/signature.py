@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from liger_dist.losses.arguments import (
     as_output_names,
     loss_arguments,
 )
+from liger_dist.losses.distillation import Distillation
 
 from .recipe import LossRecipe
 
@@ -44,6 +45,7 @@ LOSS_KEYWORDS = (
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """keywords that transformers' models pass to their losses"""
 TOKEN_ACCURACY = "token_accuracy"
+DISTILLATION_OUTPUTS = ("divergence", "hard_loss")
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
 
 
@@ -65,10 +67,14 @@ class Call:
     """label smoothing of the model's own loss"""
     logits_dtype: LogitsDtype = None
     """instead of the config's; None for that"""
+    distillation: Distillation | None = None
+    """of :func:`liger_dist.distillation_loss`; None for any other call"""
 
     @property
     def asks_of_the_loss(self) -> tuple[str, ...]:
         """Names that the model's own loss does not have: options of the loss, and outputs other than logits."""
+        if self.distillation is not None:
+            return ("a divergence from a teacher",)
         return self.loss_options + tuple(name for name in self.outputs if name != LOGITS)
 
     @property
@@ -94,7 +100,7 @@ class Call:
         token_outputs = {name for name in self.outputs if name in OUTPUTS}
         if TOKEN_ACCURACY in self.outputs:
             token_outputs.add("is_top1")
-        return loss_arguments(
+        loss = loss_arguments(
             ignore_index=self.ignore_index,
             label_smoothing=recipe.label_smoothing if smoothing is None else smoothing,
             z_loss=self.loss.get("z_loss", 0.0),
@@ -112,6 +118,22 @@ class Call:
             remainder=self.loss.get("remainder"),
             reports_only=not self.loss.get(DIFFERENTIABLE, False),
         )
+        return replace(loss, distillation=self.distillation)
+
+    def distilled(self, distillation: Distillation) -> Call:
+        """This call with the divergence from a teacher as its loss."""
+        return replace(self, distillation=distillation, outputs=DISTILLATION_OUTPUTS)
+
+    def check_distilled(self) -> None:
+        """Raises:
+        LigerDistError: the call has options or outputs that a divergence does not have.
+        """
+        others = [name for name in self.loss if name != "token_weight"]
+        if others:
+            raise LigerDistError(
+                f"{others[0]} was given to a distillation loss, which has labels, num_items_in_batch, ignore_index, "
+                "shift_labels and token_weight; leave it out."
+            )
 
 
 class Signature:

@@ -16,6 +16,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist_kernels import Backend, LossOptions, TokenTargets
 
 from .collectives import device_assert
+from .distillation import Distillation
 from .labels import LabelSummary, Targets
 from .pending_gradients import PendingGradients
 from .soft_labels import Remainder, SoftLabels
@@ -57,6 +58,8 @@ class LossArguments:
     top_k: int | None = None
     """number of classes of ``top_k``; None without it"""
     soft_labels: SoftLabels | None = None
+    distillation: Distillation | None = None
+    """a divergence from a teacher instead of the cross entropy; None without a teacher"""
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
@@ -180,6 +183,10 @@ class LossOutput:
     """sum of the squared probabilities over the vocabulary, the labels' shape"""
     top_k: TopK | None = None
     """the most likely classes of each token"""
+    divergence: Tensor | None = None
+    """of a distillation loss: the part of the teacher, reduced as ``loss``"""
+    hard_loss: Tensor | None = None
+    """of a distillation loss: the cross entropy of the labels; 0 where it has no weight"""
 
 
 def loss_arguments(

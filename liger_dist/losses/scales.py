@@ -32,6 +32,11 @@ class Scales:
             return TokenGradients(self.cross_entropy_T, self.z_loss_T)
         return TokenGradients(self.cross_entropy_T * gradient, self.z_loss_T * gradient)
 
+    def total(self, values_T: Tensor) -> Tensor:
+        """The sum or mean of ``values_T``, 0-d, as of the cross entropy."""
+        total = (self.cross_entropy_T * values_T).sum()
+        return total if self.factor is None else total * self.factor
+
     def reduce(self, terms: TokenTerms, reduction: Reduction) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss part of it: 0-d, or ``[T]`` for "none"."""
         z_loss = self.z_loss_T * terms.z_loss_T

@@ -33,7 +33,8 @@ from liger_dist_kernels import (
 
 from .arguments import Execution, LossArguments, LossOutput
 from .collectives import device_assert, gather
-from .linear_cross_entropy import HeadRows, Problem, fused_linear_cross_entropy
+from .head_rows import HeadRows, Problem
+from .linear_cross_entropy import fused_linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class VocabularyShard(HeadRows):
             start=self.start,
             complete_statistics=partial(complete_statistics, group=self.group, backend=problem.execution.backend),
             complete_chosen=partial(complete_chosen, group=self.group),
+            gather_slices=partial(gather, group=self.group),
         )
 
 
@@ -164,7 +166,7 @@ def _checksums(loss: LossArguments, device: torch.device) -> Tensor:
     given = (loss.temperature, loss.token_ids, *((None, None) if soft is None else (soft.ids, soft.probs)))
     shapes = [None if values is None else tuple(values.shape) for values in given]
     asked = f"{loss.options} {loss.reduction} {sorted(loss.outputs)} {loss.reports_only} {loss.top_k} {shapes}"
-    asked += "" if soft is None else soft.remainder
+    asked += f"{None if soft is None else soft.remainder} {loss.distillation}"
     sums = [torch.full((), float(zlib.crc32(asked.encode())), dtype=torch.float64, device=device)]
     for values in given:
         if values is None:

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenTargets
+from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenGradients, TokenTargets, bytes_of_class
 
 from .collectives import agree, all_gather_single, device_assert, gather
-from .linear_cross_entropy import Gradients, Problem
+from .head_rows import Gradients, Problem, budget_of_pairs
 from .tensor_parallel import VocabularyShard
 
 
@@ -249,6 +249,24 @@ class ExchangingShard(VocabularyShard):
             plan=plan,
             group=self.tokens_group,
             gradient_scale=1.0 / self.divide_factor,
+        )
+
+    def token_pairs(
+        self, hidden_TD: Tensor, teacher_TE: Tensor, problem: Problem, gradients: TokenGradients | None
+    ) -> tuple[ExchangedTokens, ExchangedTokens]:
+        budget, sizes = budget_of_pairs(problem), (hidden_TD.shape[1], teacher_TE.shape[1])
+        assert problem.distillation is not None
+        asked = f"{_described(problem, gradients, hidden_TD.dtype, budget)}, {problem.distillation}"
+        of_logits = self.largest * bytes_of_class(hidden_TD.dtype, teacher_TE.dtype, problem.scoring)
+        of_hidden = 4 * sizes[0] * hidden_TD.element_size() + 2 * sizes[1] * teacher_TE.element_size()
+        plan = ExchangePlan.of(
+            self.agree(len(hidden_TD), asked), bytes_of_token=of_logits + of_hidden, memory_budget=budget
+        )
+        group: dict[str, Any] = {"plan": plan, "group": self.tokens_group}
+        labels = TokenTargets(problem.targets.labels_T)
+        return (
+            ExchangedTokens(hidden_TD, problem.targets, gradients, gradient_scale=1.0 / self.divide_factor, **group),
+            ExchangedTokens(teacher_TE, labels, None, gradient_scale=1.0, **group),
         )
 
     def agree(self, count: int, asked: str) -> list[int]:

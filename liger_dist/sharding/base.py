@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,17 @@ class Head(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
+class FullHead(NamedTuple):
+    """An lm_head and its input, unsharded."""
+
+    hidden_states: Tensor
+    """``[..., D]``"""
+    weight: Tensor
+    """``[V, D]``"""
+    bias: Tensor | None
+    """``[V]``"""
+
+
 class ShardingAdapter(Protocol):
     """Computes the loss for one storage layout of ``lm_head.weight``, whichever framework sharded it."""
 
@@ -180,4 +191,8 @@ class ShardingAdapter(Protocol):
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
         """The loss; called inside the forward of lm_head."""
+        ...
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
+        """Input, weight and bias in full, without gradients; called inside the forward of a teacher's lm_head."""
         ...

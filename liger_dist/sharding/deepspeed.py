@@ -18,7 +18,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
-from .base import DataParallel, Facts, Head, Storage
+from .base import DataParallel, Facts, FullHead, Head, Storage
 from .single import Unsharded
 
 
@@ -77,12 +77,16 @@ class Zero3:
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
+        hidden_states, weight, bias = self.full_head(hidden_states, head)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         if head.weight.dim() != 2:
             raise LigerDistError(
                 f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: ZeRO-3 has not all-gathered "
                 "it. Call the engine that deepspeed.initialize returned rather than the model inside."
             )
-        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+        return FullHead(hidden_states, head.weight, head.bias)
 
 
 def is_stored_by_zero3(weight: object) -> bool:

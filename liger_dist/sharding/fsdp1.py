@@ -28,7 +28,7 @@ from liger_dist.peft_layers import active_head
 from liger_dist.structure import Structure
 
 from . import optional_encoders
-from .base import DataParallel, Facts, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import FullySharded
 from .materialize import materialize
 from .mesh import make_mesh
@@ -144,13 +144,17 @@ class FSDP1Adapter:
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
+        hidden_states, weight, bias = self.full_head(hidden_states, head)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         if head.weight.dim() != 2:
             raise LigerDistError(
                 f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: FSDP1 has not unsharded it, "
                 "because the model was called without its FSDP1 wrapper. Call the wrapper that "
                 "FullyShardedDataParallel (or liger_dist.wrap) returned."
             )
-        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+        return FullHead(hidden_states, head.weight, head.bias)
 
 
 def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:

@@ -31,7 +31,7 @@ from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.structure import Structure, input_embedding
 
 from . import optional_encoders
-from .base import DataParallel, Facts, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import FullySharded
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, make_mesh, split_axes
@@ -180,12 +180,16 @@ class FSDP2Gathered:
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
+        hidden_states, weight, bias = self.full_head(hidden_states, head)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         if isinstance(head.weight, DTensor):
             raise LigerDistError(
                 f"lm_head.weight is still sharded ({head.weight.placements}) in its own forward, so FSDP2's hooks have "
                 "not run. Call the wrapped model itself rather than its parts."
             )
-        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+        return FullHead(hidden_states, head.weight, head.bias)
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
@@ -205,6 +209,13 @@ class FSDP2TensorParallel(TensorParallelAdapter):
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         return _data_parallel(head, model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what FSDP2 keeps unsharded after a forward, of a model that will have no backward. No collectives."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:

@@ -16,7 +16,7 @@ from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .materialize import materialize
 from .process_groups import compute_device
 
@@ -108,4 +108,8 @@ class Replicated:
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
-        return fused_linear_cross_entropy(hidden_states, head.weight, head.bias, labels, loss=loss, execution=execution)
+        hidden_states, weight, bias = self.full_head(hidden_states, head)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
+        return FullHead(hidden_states, head.weight, head.bias)

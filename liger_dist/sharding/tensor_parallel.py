@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens
 from liger_dist.peft_layers import heads_at
 from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import refuse_sharded
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
@@ -103,16 +104,20 @@ class TensorParallelAdapter:
         # All ranks see the same tokens, and gradients are not averaged.
         return DataParallel(groups=(), divide_factor=1.0)
 
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
+        weight = _row_shard_of(head)
+        mesh = weight.device_mesh
+        if isinstance(hidden_states, DTensor):
+            hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local()
+        no_labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
+        check_same_tokens(hidden_states, no_labels, mesh.get_group(), loss=LossArguments(), waits=False)
+        bias = head.bias.full_tensor() if isinstance(head.bias, DTensor) else head.bias
+        return FullHead(hidden_states, weight.full_tensor(), bias)
+
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
     ) -> LossOutput:
-        weight = head.weight
-        if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:
-            stored = f"placed {weight.placements}" if isinstance(weight, DTensor) else f"full ({tuple(weight.shape)})"
-            raise LigerDistError(
-                f"lm_head.weight is {stored} in its own forward; expected the row shard of one tensor-parallel axis, "
-                "so FSDP2's hooks have not run. Call the wrapped model itself rather than its parts."
-            )
+        weight = _row_shard_of(head)
         mesh = weight.device_mesh
         group = mesh.get_group()
         is_distributed = isinstance(hidden_states, DTensor)
@@ -130,6 +135,22 @@ class TensorParallelAdapter:
             execution=execution,
             sums_gradient=not is_distributed,
         )
+
+
+def _row_shard_of(head: Head) -> DTensor:
+    """The weight inside the forward of ``head``.
+
+    Raises:
+        LigerDistError: it is not sharded over one tensor-parallel axis.
+    """
+    weight = head.weight
+    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:
+        stored = f"placed {weight.placements}" if isinstance(weight, DTensor) else f"full ({tuple(weight.shape)})"
+        raise LigerDistError(
+            f"lm_head.weight is {stored} in its own forward; expected the row shard of one tensor-parallel axis, "
+            "so FSDP2's hooks have not run. Call the wrapped model itself rather than its parts."
+        )
+    return weight
 
 
 def row_shard_reasons(facts: Facts) -> list[str]:

@@ -32,7 +32,7 @@ from liger_dist.losses.token_exchange import ExchangingShard
 from liger_dist.peft_layers import active_head, has_lora
 from liger_dist.structure import Structure
 
-from .base import DataParallel, Facts, Head, Storage
+from .base import DataParallel, Facts, FullHead, Head, Storage
 from .tensor_parallel import first_row
 
 _SHARDS = "_liger_dist_row_shards"
@@ -236,6 +236,13 @@ class VocabParallel:
             execution=execution,
             rows=shards.shard(head.weight),
         )
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
+        def full(shards: Tensor) -> Tensor:
+            rounded = shards.detach().to(hidden_states.dtype)
+            return rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
+
+        return FullHead(hidden_states, full(head.weight), None if head.bias is None else full(head.bias))
 
 
 def check_row_shards(model: nn.Module, structure: Structure, *, unfused: str | None) -> None:

@@ -1,0 +1,474 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Divergence of a student's distribution from a teacher's, on a block of logits of each, and its gradient.
+
+Legend: T tokens, V classes of the student, G slices of the vocabulary, F fields. ``z`` are transformed logits (see
+:class:`LossOptions`), q the student's probabilities and p the teacher's, over the classes that both have: the teacher's
+block may have fewer columns, and the others have no part in the divergence.
+
+- "forward_kl": ``sum p log(p / q)`` (Hinton et al. 2015, arXiv:1503.02531); gradient by z of the student: ``q - p``.
+- "reverse_kl": ``sum q log(q / p)`` (Gu et al. 2024, "MiniLLM", arXiv:2306.08543); ``q (log(q / p) - divergence)``.
+- "jsd": ``beta sum p log(p / m) + (1 - beta) sum q log(q / m)`` with ``m = beta p + (1 - beta) q`` (Agarwal et al.
+  2024, "GKD", arXiv:2306.13649, equation 1); ``(1 - beta) q (log(q / m) - sum q log(q / m))``.
+
+Two sweeps over the logits for a KL divergence: the statistics, then the gradient. A third one in between for the JSD,
+whose mixture needs both log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._triton_utils import Backend, dense, exp_of_difference, runs_triton, statistics_dtype
+from .logit_rows import load_logits, tile_arguments, transform_arguments, transformed
+from .options import LossOptions
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+_TILE_COLUMNS = 1024
+"""Columns of one tile: a program holds logits and exponentials of both models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOptions:
+    """Which divergence, and how raw logits become z."""
+
+    divergence: Divergence = "forward_kl"
+    beta: float = 0.5
+    """weight of the teacher in the mixture of "jsd", in (0, 1)"""
+    student: LossOptions = LossOptions()
+    """soft-cap, scale and temperature of the student's logits"""
+    teacher: LossOptions = LossOptions()
+
+    def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence is {self.divergence!r}; expected one of {', '.join(map(repr, DIVERGENCES))}.")
+        if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
+            raise ValueError(
+                f"beta is {self.beta!r}; expected a number between 0 and 1 for 'jsd'. Its limits are 'forward_kl' (0) "
+                "and 'reverse_kl' (1)."
+            )
+
+
+class DivergenceTerms(NamedTuple):
+    """What the gradient needs of each token, ``[T]`` in the dtype of the statistics."""
+
+    divergence_T: Tensor
+    student_lse_T: Tensor
+    teacher_lse_T: Tensor
+    expectation_T: Tensor
+    """what the gradient subtracts in the brackets above"""
+
+
+class HardTerms(NamedTuple):
+    """The cross entropy of the labels, at temperature 1 over all classes of the student; ``[T]``."""
+
+    lse_T: Tensor
+    miss_T: Tensor
+    """``1 - p_y``"""
+    factor_T: Tensor
+    """upstream gradient"""
+
+
+@triton.jit
+def _pair_statistics_kernel(
+    student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, fields_ptr, T, V: tl.constexpr,
+    student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    WITH_FORWARD: tl.constexpr, WITH_REVERSE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    student_max = tl.full((LANES,), float("-inf"), dtype)
+    teacher_max = tl.full((LANES,), float("-inf"), dtype)
+    student_sum = tl.zeros((LANES,), dtype)
+    teacher_sum = tl.zeros((LANES,), dtype)
+    dot = tl.zeros((LANES,), dtype)
+    inverse = tl.full((), inverse_temperature, dtype)
+    for start in range(0, V, LANES * VECTOR):
+        mask = start + offs < V
+        student, _ = load_logits(
+            student_ptr + row * stride_student_t, start + offs, mask, student_scale, student_softcap, inverse, FP64,
+            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+        )  # fmt: skip
+        teacher, _ = load_logits(
+            teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
+            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
+        )  # fmt: skip
+        new_student = tl.maximum(student_max, tl.max(student, 1))
+        new_teacher = tl.maximum(teacher_max, tl.max(teacher, 1))
+        student_anchor = tl.where(new_student == float("-inf"), 0.0, new_student)
+        teacher_anchor = tl.where(new_teacher == float("-inf"), 0.0, new_teacher)
+        student_shrink = exp_of_difference(student_max, student_anchor)
+        teacher_shrink = exp_of_difference(teacher_max, teacher_anchor)
+        e_student = exp_of_difference(student, student_anchor[:, None])
+        e_teacher = exp_of_difference(teacher, teacher_anchor[:, None])
+        student_sum = student_shrink * student_sum + tl.sum(e_student, 1)
+        teacher_sum = teacher_shrink * teacher_sum + tl.sum(e_teacher, 1)
+        if WITH_FORWARD:
+            moved = tl.where(e_teacher == 0.0, 0.0, e_teacher * (teacher - student))
+            dot = teacher_shrink * dot + tl.sum(moved, 1)
+        if WITH_REVERSE:
+            moved = tl.where(e_student == 0.0, 0.0, e_student * (student - teacher))
+            dot = student_shrink * dot + tl.sum(moved, 1)
+        student_max = new_student
+        teacher_max = new_teacher
+    total_student = tl.max(student_max)
+    total_teacher = tl.max(teacher_max)
+    student_shrink = exp_of_difference(student_max, tl.where(total_student == float("-inf"), 0.0, total_student))
+    teacher_shrink = exp_of_difference(teacher_max, tl.where(total_teacher == float("-inf"), 0.0, total_teacher))
+    tl.store(fields_ptr + row, total_student)
+    tl.store(fields_ptr + T + row, tl.sum(student_shrink * student_sum))
+    tl.store(fields_ptr + 2 * T + row, total_teacher)
+    tl.store(fields_ptr + 3 * T + row, tl.sum(teacher_shrink * teacher_sum))
+    if WITH_FORWARD:
+        tl.store(fields_ptr + 4 * T + row, tl.sum(teacher_shrink * dot))
+    if WITH_REVERSE:
+        tl.store(fields_ptr + 4 * T + row, tl.sum(student_shrink * dot))
+
+
+@triton.jit
+def _log_of_mixture(p, q, beta):
+    # Where both underflow the logarithm is multiplied by 0.
+    return tl.log(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
+
+
+@triton.jit
+def _mixture_kernel(
+    student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_lse_ptr, teacher_lse_ptr, fields_ptr, T,
+    V: tl.constexpr, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dtype = tl.float64 if FP64 else tl.float32
+    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    student_lse = tl.load(student_lse_ptr + row)
+    teacher_lse = tl.load(teacher_lse_ptr + row)
+    inverse = tl.full((), inverse_temperature, dtype)
+    beta = tl.full((), beta, dtype)
+    of_student = tl.zeros((LANES,), dtype)
+    of_teacher = tl.zeros((LANES,), dtype)
+    for start in range(0, V, LANES * VECTOR):
+        mask = start + offs < V
+        student, _ = load_logits(
+            student_ptr + row * stride_student_t, start + offs, mask, student_scale, student_softcap, inverse, FP64,
+            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+        )  # fmt: skip
+        teacher, _ = load_logits(
+            teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
+            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
+        )  # fmt: skip
+        q = exp_of_difference(student, student_lse)
+        p = exp_of_difference(teacher, teacher_lse)
+        log_mixture = _log_of_mixture(p, q, beta)
+        of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (student - student_lse - log_mixture)), 1)
+        of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (teacher - teacher_lse - log_mixture)), 1)
+    tl.store(fields_ptr + row, tl.sum(of_student))
+    tl.store(fields_ptr + T + row, tl.sum(of_teacher))
+
+
+@triton.jit
+def _divergence_gradient_kernel(
+    out_ptr, stride_out_t, student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, labels_ptr, first_class,
+    factor_ptr, student_lse_ptr, teacher_lse_ptr, expectation_ptr, hard_lse_ptr, hard_miss_ptr, hard_factor_ptr,
+    V: tl.constexpr, TEACHER_V: tl.constexpr, beta, student_scale, student_softcap, teacher_scale, teacher_softcap,
+    inverse_temperature, temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr,
+    STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dtype = tl.float64 if FP64 else tl.float32
+    offs_v = tl.program_id(1) * LANES * VECTOR
+    offs_v += tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    mask_v = offs_v < V
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    out_row_ptr = out_ptr + row * stride_out_t
+    if label < 0:
+        tl.store(out_row_ptr + offs_v, tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty), mask=mask_v)
+    else:
+        inverse = tl.full((), inverse_temperature, dtype)
+        student_lse = tl.load(student_lse_ptr + row)
+        teacher_lse = tl.load(teacher_lse_ptr + row)
+        student, slope = load_logits(
+            student_ptr + row * stride_student_t, offs_v, mask_v, student_scale, student_softcap, inverse, FP64,
+            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+        )  # fmt: skip
+        is_common = offs_v < TEACHER_V
+        teacher, _ = load_logits(
+            teacher_ptr + row * stride_teacher_t, offs_v, is_common, teacher_scale, teacher_softcap, inverse, FP64,
+            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
+        )  # fmt: skip
+        q = tl.where(is_common, exp_of_difference(student, student_lse), 0.0)
+        p = exp_of_difference(teacher, teacher_lse)
+        if FORWARD:
+            gradient = q - p
+        else:
+            other = teacher - teacher_lse if REVERSE else _log_of_mixture(p, q, tl.full((), beta, dtype))
+            brackets = student - student_lse - other - tl.load(expectation_ptr + row)
+            gradient = tl.where(q == 0.0, 0.0, q * brackets)
+            if not REVERSE:
+                gradient *= 1.0 - tl.full((), beta, dtype)
+        gradient *= tl.load(factor_ptr + row)
+        if HAS_HARD:
+            tau = tl.full((), temperature, dtype)
+            hard = exp_of_difference(student * tau, tl.load(hard_lse_ptr + row))
+            hard = tl.where(offs_v == label - first_class, -tl.load(hard_miss_ptr + row), hard)
+            gradient += tau * tl.load(hard_factor_ptr + row) * hard
+        tl.store(out_row_ptr + offs_v, (gradient * slope).to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+def divergence_terms(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    *,
+    options: DivergenceOptions,
+    gather_slices: Any = None,
+    backend: Backend = "auto",
+) -> DivergenceTerms:
+    """The divergence of each token, and what its gradient needs.
+
+    Args:
+        student_TV: ``[T, V]`` raw logits, floating, unit stride along V.
+        teacher_TV: ``[T, V']`` raw logits of the first V' of these classes, V' at most V; possibly none.
+        gather_slices: with slices of the vocabulary, a function from ``[F, T]`` of this slice to ``[G, F, T]`` of all
+            slices.
+        backend: see :func:`runs_triton`.
+    """
+    common_TV = student_TV[:, : teacher_TV.shape[1]]
+    fields_5T = _pair_statistics(common_TV, teacher_TV, options, backend)
+    if gather_slices is not None:
+        fields_5T = _merged(gather_slices(fields_5T), options.divergence)
+    student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T = fields_5T
+    student_lse_T, teacher_lse_T = student_max_T + student_sum_T.log(), teacher_max_T + teacher_sum_T.log()
+    if options.divergence == "forward_kl":
+        divergence_T = dot_T / teacher_sum_T + student_lse_T - teacher_lse_T
+        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T)
+    if options.divergence == "reverse_kl":
+        divergence_T = dot_T / student_sum_T + teacher_lse_T - student_lse_T
+        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T)
+    fields_2T = _mixture(common_TV, teacher_TV, student_lse_T, teacher_lse_T, options, backend)
+    of_student_T, of_teacher_T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
+    divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
+    return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, of_student_T)
+
+
+def divergence_bwd(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    labels_T: Tensor,
+    terms: DivergenceTerms,
+    factor_T: Tensor,
+    *,
+    options: DivergenceOptions,
+    hard: HardTerms | None = None,
+    first_class: int = 0,
+    out_TV: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Gradient by the student's raw logits of ``factor`` times the divergence, plus that of the cross entropy of the
+    labels; written to ``out_TV`` (``student_TV`` itself for an in-place pass) and returned.
+
+    Args:
+        student_TV: as for :func:`divergence_terms`.
+        teacher_TV: as for :func:`divergence_terms`.
+        labels_T: ``[T]`` int64 in the full vocabulary; rows with a negative label get zeros.
+        terms: complete ones, of full rows.
+        factor_T: ``[T]`` upstream gradient of the divergence.
+        hard: None without the labels' cross entropy.
+        first_class: vocabulary index of the first column.
+        out_TV: ``[T, V]``, any floating dtype, unit stride along V.
+    """
+    if not runs_triton(student_TV, backend):
+        gradient_TV = _gradient_reference(
+            student_TV, teacher_TV, labels_T - first_class, terms, factor_T, options, hard
+        )
+        return out_TV.copy_(gradient_TV.masked_fill_(labels_T[:, None] < 0, 0.0))
+    T, V = student_TV.shape
+    if T == 0 or V == 0:
+        return out_TV
+    described = _described(student_TV, teacher_TV, options)
+    lse_T = dense(terms.student_lse_T)
+    _divergence_gradient_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
+        out_TV,
+        out_TV.stride(0),
+        student_TV,
+        student_TV.stride(0),
+        teacher_TV,
+        teacher_TV.stride(0),
+        dense(labels_T),
+        first_class,
+        dense(factor_T),
+        lse_T,
+        dense(terms.teacher_lse_T),
+        dense(terms.expectation_T),
+        *((lse_T, lse_T, lse_T) if hard is None else map(dense, hard)),
+        V=V,
+        TEACHER_V=teacher_TV.shape[1],
+        beta=options.beta,
+        temperature=options.student.temperature,
+        FORWARD=options.divergence == "forward_kl",
+        REVERSE=options.divergence == "reverse_kl",
+        HAS_HARD=hard is not None,
+        **described,
+    )
+    return out_TV
+
+
+def _described(student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions) -> dict[str, Any]:
+    """Arguments of every kernel here."""
+    dtype = torch.promote_types(student_TV.dtype, teacher_TV.dtype)
+    student = transform_arguments(options.student, None, dtype)
+    teacher = transform_arguments(options.teacher, None, dtype)
+    # Their transforms share the temperature, so one that is not 1 makes both transform.
+    tile = tile_arguments(student_TV, _TILE_COLUMNS)
+    return tile | {
+        "FP64": statistics_dtype(dtype) == torch.float64,
+        "inverse_temperature": student["inverse_temperature"],
+        "student_scale": student["scale"],
+        "student_softcap": student["softcap"],
+        "teacher_scale": teacher["scale"],
+        "teacher_softcap": teacher["softcap"],
+        "STUDENT_TRANSFORMS": student["TRANSFORMS"],
+        "STUDENT_SOFTCAP": student["HAS_SOFTCAP"],
+        "TEACHER_TRANSFORMS": teacher["TRANSFORMS"],
+        "TEACHER_SOFTCAP": teacher["HAS_SOFTCAP"],
+    }
+
+
+def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend) -> Tensor:
+    """``[5, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
+    the one times the difference of the logits (0 for "jsd")."""
+    dtype = statistics_dtype(torch.promote_types(common_TV.dtype, teacher_TV.dtype))
+    T, V = common_TV.shape
+    fields_5T = common_TV.new_zeros((5, T), dtype=dtype)
+    if V == 0 or T == 0:
+        fields_5T[0::2] = float("-inf")
+        fields_5T[4:] = 0.0
+        return fields_5T
+    if runs_triton(common_TV, backend):
+        _pair_statistics_kernel[(T,)](
+            common_TV,
+            common_TV.stride(0),
+            teacher_TV,
+            teacher_TV.stride(0),
+            fields_5T,
+            T,
+            V,
+            WITH_FORWARD=options.divergence == "forward_kl",
+            WITH_REVERSE=options.divergence == "reverse_kl",
+            **_described(common_TV, teacher_TV, options),
+        )
+        return fields_5T
+    student_TV, _ = transformed(common_TV.to(dtype), options.student, None)
+    teacher_TV, _ = transformed(teacher_TV.to(dtype), options.teacher, None)
+    for place, z_TV in ((0, student_TV), (2, teacher_TV)):
+        fields_5T[place] = z_TV.amax(1)
+        fields_5T[place + 1] = (z_TV - fields_5T[place, :, None]).exp().sum(1)
+    if options.divergence != "jsd":
+        own, other, place = (
+            (teacher_TV, student_TV, 2) if options.divergence == "forward_kl" else (student_TV, teacher_TV, 0)
+        )
+        e_TV = (own - fields_5T[place, :, None]).exp()
+        fields_5T[4] = torch.where(e_TV == 0, 0.0, e_TV * (own - other)).sum(1)
+    return fields_5T
+
+
+def _merged(fields_G5T: Tensor, divergence: Divergence) -> Tensor:
+    """Fields of full rows, from those of slices of the vocabulary; a slice may be empty."""
+    merged_5T = fields_G5T[0].clone()
+    for place in (0, 2):
+        max_GT = fields_G5T[:, place]
+        merged_5T[place] = max_GT.amax(0)
+        shrink_GT = (max_GT - merged_5T[place]).exp()
+        merged_5T[place + 1] = (shrink_GT * fields_G5T[:, place + 1]).sum(0)
+        if divergence == ("reverse_kl", "", "forward_kl")[place]:
+            merged_5T[4] = (shrink_GT * fields_G5T[:, 4]).sum(0)
+    return merged_5T
+
+
+def _mixture(
+    common_TV: Tensor,
+    teacher_TV: Tensor,
+    student_lse_T: Tensor,
+    teacher_lse_T: Tensor,
+    options: DivergenceOptions,
+    backend: Backend,
+) -> Tensor:
+    """``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
+    T, V = common_TV.shape
+    fields_2T = student_lse_T.new_zeros((2, T))
+    if V == 0 or T == 0:
+        return fields_2T
+    if runs_triton(common_TV, backend):
+        _mixture_kernel[(T,)](
+            common_TV,
+            common_TV.stride(0),
+            teacher_TV,
+            teacher_TV.stride(0),
+            dense(student_lse_T),
+            dense(teacher_lse_T),
+            fields_2T,
+            T,
+            V,
+            beta=options.beta,
+            **_described(common_TV, teacher_TV, options),
+        )
+        return fields_2T
+    log_q_TV, log_p_TV, log_m_TV = _log_probabilities(common_TV, teacher_TV, student_lse_T, teacher_lse_T, options)
+    for place, log_TV in ((0, log_q_TV), (1, log_p_TV)):
+        e_TV = log_TV.exp()
+        fields_2T[place] = torch.where(e_TV == 0, 0.0, e_TV * (log_TV - log_m_TV)).sum(1)
+    return fields_2T
+
+
+def _log_probabilities(
+    common_TV: Tensor, teacher_TV: Tensor, student_lse_T: Tensor, teacher_lse_T: Tensor, options: DivergenceOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the student, the teacher and the mixture of "jsd" (meaningless for the others)."""
+    dtype = student_lse_T.dtype
+    log_q_TV = transformed(common_TV.to(dtype), options.student, None)[0] - student_lse_T[:, None]
+    log_p_TV = transformed(teacher_TV.to(dtype), options.teacher, None)[0] - teacher_lse_T[:, None]
+    mixture_TV = options.beta * log_p_TV.exp() + (1.0 - options.beta) * log_q_TV.exp()
+    return log_q_TV, log_p_TV, mixture_TV.clamp_min(1e-37).log()
+
+
+def _gradient_reference(
+    student_TV: Tensor,
+    teacher_TV: Tensor,
+    labels_T: Tensor,
+    terms: DivergenceTerms,
+    factor_T: Tensor,
+    options: DivergenceOptions,
+    hard: HardTerms | None,
+) -> Tensor:
+    """:func:`divergence_bwd` in plain torch, with labels relative to these columns: the path on CPU."""
+    dtype, common = terms.student_lse_T.dtype, teacher_TV.shape[1]
+    z_TV, slope = transformed(student_TV.to(dtype), options.student, None)
+    log_q_TV, log_p_TV, log_m_TV = _log_probabilities(
+        student_TV[:, :common], teacher_TV, terms.student_lse_T, terms.teacher_lse_T, options
+    )
+    q_TV = log_q_TV.exp()
+    if options.divergence == "forward_kl":
+        common_TV = q_TV - log_p_TV.exp()
+    else:
+        other_TV = log_p_TV if options.divergence == "reverse_kl" else log_m_TV
+        common_TV = torch.where(q_TV == 0, 0.0, q_TV * (log_q_TV - other_TV - terms.expectation_T[:, None]))
+        if options.divergence == "jsd":
+            common_TV *= 1.0 - options.beta
+    gradient_TV = torch.zeros_like(z_TV)
+    gradient_TV[:, :common] = factor_T[:, None] * common_TV
+    if hard is not None:
+        temperature = options.student.temperature
+        is_label_TV = labels_T[:, None] == torch.arange(z_TV.shape[1], device=z_TV.device)
+        p_TV = (z_TV * temperature - hard.lse_T[:, None]).exp()
+        own_TV = torch.where(is_label_TV, -hard.miss_T[:, None], p_TV)
+        gradient_TV += temperature * hard.factor_T[:, None] * own_TV
+    return gradient_TV * slope

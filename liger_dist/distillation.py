@@ -1,0 +1,223 @@
+"""The verb distillation_loss: a student's divergence from a teacher, without full logits of either, under any pair of
+shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
+
+from .errors import LigerDistError
+from .fused_head.distilled_calls import calls_instead, distilling
+from .fused_head.recipe import LogitTransform
+from .fused_head.seam import Seam
+from .fused_head.signature import LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
+from .losses.distillation import Distillation, Teacher
+from .peft_layers import without_fsdp1
+from .sharding import fsdp2
+from .sharding.base import FullHead, Head
+from .sharding.process_groups import compute_device
+from .sharding.single import Replicated
+from .sharding.tensor_parallel import TensorParallelAdapter
+from .wrap import Wrapped, inner_model, record_of
+
+
+def distillation_loss(
+    student: nn.Module,
+    teacher: nn.Module,
+    *,
+    labels: Tensor,
+    divergence: Divergence = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    hard_weight: float = 0.0,
+    teacher_inputs: Mapping[str, Any] | None = None,
+    teacher_hidden: Tensor | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    num_items_in_batch: Tensor | float | None = None,
+    **inputs: Any,
+) -> Any:
+    """Runs teacher and student on one batch and returns the student's output, whose ``loss`` is
+    ``(1 - hard_weight) * divergence + hard_weight * cross entropy of the labels``, averaged over the tokens with a
+    label.
+
+    The teacher runs without gradients, and the student inside the call of the teacher's lm_head, where both weights are
+    unsharded; the student's gradients are made there (four products for each chunk of tokens), so that the backward
+    needs no teacher. Both may be sharded differently, as long as every rank gives both the same tokens.
+
+    Args:
+        student: what is trained: a model on which :func:`wrap` was called, or the wrapper or engine around it.
+        teacher: a wrapped model in evaluation mode, or what is around it; with ``teacher_hidden`` the module that maps
+            hidden states to logits, an ``nn.Linear`` or what shards it.
+        labels: ``[B, S]`` token ids, ``-100`` where a token has no part in the loss. As for any call of the student
+            they are shifted: the divergence at position s counts if ``labels[:, s + 1]`` is a token.
+        divergence: "forward_kl" (of the student from the teacher, Hinton et al. 2015, arXiv:1503.02531), "reverse_kl"
+            (arXiv:2306.08543) or "jsd" (arXiv:2306.13649, equation 1), over the classes that both vocabularies have.
+        beta: weight of the teacher in the mixture of "jsd", between 0 and 1.
+        temperature: divisor of the logits of both in the divergence, which is not multiplied by its square.
+        hard_weight: weight of the cross entropy of the labels, in [0, 1], at temperature 1.
+        teacher_inputs: the teacher's inputs instead of ``inputs``, of the same shape: position s of both predicts the
+            same token.
+        teacher_hidden: ``[B, S, E]``, hidden states of the teacher's last layer, after its final norm.
+        teacher_softcap: with ``teacher_hidden``, bound of the teacher's logits.
+        teacher_logit_scale: with ``teacher_hidden``, factor of the teacher's logits.
+        num_items_in_batch: divisor of the loss instead of the number of tokens with a label.
+        inputs: ``input_ids``, ``attention_mask`` and whatever else both models take; ``token_weight``, ``shift_labels``
+            and ``ignore_index`` go to the student alone.
+
+    Returns:
+        The output of the student's call, with ``loss``, and without gradients ``divergence`` and ``hard_loss`` (0 for a
+        ``hard_weight`` of 0), fp32 or, for fp64 models, fp64.
+
+    Raises:
+        LigerDistError: a model that is not wrapped, options out of their range, a teacher in training mode, inputs that
+            do not fit; before anything is computed.
+    """
+    recipe = _Recipe(divergence=divergence, beta=beta, temperature=temperature, hard_weight=hard_weight)
+    call = inputs | {"labels": labels}
+    if num_items_in_batch is not None:
+        call["num_items_in_batch"] = num_items_in_batch
+    seam = _seam_of(student, "student")
+    seam.entry.check_distilled(call)
+    _check_teacher(student, teacher, labels, teacher_hidden)
+    lesson = _Lesson(student, call, seam, recipe)
+    with ExitStack() as stack:
+        if teacher_hidden is None:
+            given = dict(inputs if teacher_inputs is None else teacher_inputs)
+            given = {name: value for name, value in given.items() if name not in _OF_THE_STUDENT}
+            stack.enter_context(_as_teacher(teacher, lesson, given, labels))
+        else:
+            transform = LogitTransform(softcap=teacher_softcap, scale=teacher_logit_scale)
+            head = without_fsdp1(teacher)
+            stack.enter_context(calls_instead(head, lesson, _full_linear, transform))
+        stack.enter_context(torch.no_grad())
+        if teacher_hidden is None:
+            teacher(**given)
+        else:
+            teacher(teacher_hidden)
+    if lesson.output is None:
+        raise LigerDistError(
+            f"the teacher {type(inner_model(teacher)).__name__} did not call its lm_head in the thread of its call; "
+            "expected a forward that computes logits."
+        )
+    fsdp2.reshard(teacher)
+    return lesson.output
+
+
+_OF_THE_STUDENT = (*LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS)
+
+
+class _Recipe:
+    """Options of the divergence, checked."""
+
+    def __init__(self, *, divergence: Divergence, beta: float, temperature: float, hard_weight: float) -> None:
+        try:
+            DivergenceOptions(divergence=divergence, beta=beta, student=LossOptions(temperature=temperature))
+        except (ValueError, TypeError) as error:
+            raise LigerDistError(str(error)) from error
+        if not 0.0 <= hard_weight <= 1.0:
+            raise LigerDistError(f"hard_weight is {hard_weight!r}; expected a number in [0, 1].")
+        self._options: dict[str, Any] = {
+            "divergence": divergence,
+            "beta": beta,
+            "temperature": temperature,
+            "hard_weight": hard_weight,
+        }
+
+    def with_teacher(self, teacher: Teacher) -> Distillation:
+        return Distillation(teacher=teacher, **self._options)
+
+
+class _Lesson:
+    """Runs the student when the teacher's lm_head is called; see [Note: The student runs inside the teacher's
+    lm_head]. In the caller's modes: a teacher's engine may have set others."""
+
+    def __init__(self, student: nn.Module, call: dict[str, Any], seam: Seam, recipe: _Recipe) -> None:
+        self._student, self._call, self._seam, self._recipe = student, call, seam, recipe
+        self._computes_gradients = torch.is_grad_enabled()
+        types = ("cpu", compute_device().type)
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
+        self.output: Any = None
+
+    def __call__(self, teacher: Teacher) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(distilling(self._seam, self._recipe.with_teacher(teacher)))
+            stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
+            for device_type, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+            self.output = self._student(**self._call)
+
+
+@contextmanager
+def _as_teacher(
+    teacher: nn.Module, lesson: Callable[[Teacher], None], given: dict[str, Any], labels: Tensor
+) -> Iterator[None]:
+    """Within, the lm_head of a wrapped model gives its lesson."""
+    seam = _seam_of(teacher, "teacher")
+    entry = seam.entry
+    ids = given.get("input_ids", given.get("inputs_embeds"))
+    if ids is not None and ids.shape[:2] != labels.shape:
+        raise LigerDistError(
+            f"the teacher's inputs have shape {tuple(ids.shape)} and labels have shape {tuple(labels.shape)}; expected "
+            "one shape. Pad the teacher's inputs so that the same position of both predicts the same token."
+        )
+    if "use_cache" in entry.signature.names:
+        given.setdefault("use_cache", False)
+    head = seam.access.in_use()
+    transform = entry.recipe.transform
+    bias = None if transform.bias is None else entry.model.get_buffer(transform.bias)
+    with calls_instead(head, lesson, seam.access.adapter(head).full_head, transform, bias):
+        yield
+
+
+def _full_linear(hidden_states: Tensor, head: Head) -> FullHead:
+    """An lm_head by itself, inside its own forward."""
+    if isinstance(head.weight, DTensor):
+        return TensorParallelAdapter().full_head(hidden_states, head)
+    return Replicated().full_head(hidden_states, head)
+
+
+def _seam_of(model: nn.Module, role: str) -> Seam:
+    """Raises:
+    LigerDistError: the model is not wrapped, or its loss is not fused.
+    """
+    record: Wrapped = record_of(inner_model(model))
+    if record.seam is None:
+        raise LigerDistError(
+            f"the loss of the {role} {type(inner_model(model)).__name__} is not fused ({record.unfused_reason}), so "
+            "that a divergence cannot be computed in its lm_head."
+        )
+    return record.seam
+
+
+def _check_teacher(student: nn.Module, teacher: nn.Module, labels: Tensor, teacher_hidden: Tensor | None) -> None:
+    """Refuses a teacher that would not give the distribution that is meant."""
+    if teacher_hidden is not None:
+        head = without_fsdp1(teacher)
+        if not isinstance(head, nn.Linear):
+            raise LigerDistError(
+                f"teacher_hidden was given and the teacher is a {type(teacher).__name__}; expected its lm_head, an "
+                "nn.Linear or what shards one. Pass teacher.get_output_embeddings()."
+            )
+        if teacher_hidden.shape[:-1] != labels.shape:
+            raise LigerDistError(
+                f"teacher_hidden has shape {tuple(teacher_hidden.shape)} and labels have shape {tuple(labels.shape)}; "
+                "expected one hidden state for each label, [B, S, E]."
+            )
+        return
+    if inner_model(student) is inner_model(teacher):
+        raise LigerDistError(
+            "student and teacher are one model; expected two, because the weights of both are unsharded at once. For "
+            "the model without its adapters as a teacher, save its hidden states first and pass teacher_hidden."
+        )
+    if inner_model(teacher).training:
+        raise LigerDistError(
+            "the teacher is in training mode, where dropout changes what it says; call teacher.eval()."
+        )

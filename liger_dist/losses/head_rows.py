@@ -1,0 +1,250 @@
+"""The rows of lm_head that a rank computes with, and what one loss computes with them.
+
+Legend: T tokens with a label, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_dist.errors import LigerDistError
+from liger_dist_kernels import (
+    DEFAULT_MEMORY_BUDGET,
+    SMALLEST_TILE,
+    GradientCoefficients,
+    GradientNeeds,
+    HeadSlice,
+    LinearCrossEntropyResult,
+    LinearDivergenceResult,
+    LocalTokens,
+    Scoring,
+    TokenChunks,
+    TokenGradients,
+    TokenTargets,
+    TokenTerms,
+    bytes_of_class,
+    gradient_coefficients,
+    linear_divergence,
+    plan_chunks,
+    recompute_gradients,
+    score,
+    score_with_gradients,
+)
+
+from .arguments import Execution, LossArguments, check_not_dtensor
+from .distillation import Distillation
+from .scales import Scales, scaled
+
+Gradients = TokenGradients | GradientCoefficients
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Which rows of lm_head a rank computes with: here all of them. Subclasses share them over a process group."""
+
+    vocab_size: int
+    """rows of the full lm_head"""
+    start: int = 0
+    """vocabulary index of this rank's first row"""
+
+    def with_dtype(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for the products, in ``dtype`` where it is not None.
+
+        Raises:
+            LigerDistError: they and ``hidden_states`` differ in dtype.
+        """
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        check_dtypes(hidden_states, weight, bias)
+        return weight, bias
+
+    @property
+    def largest(self) -> int:
+        """Most rows that a rank has, from which all ranks derive the same chunks."""
+        return self.vocab_size
+
+    def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
+        """The rows for the kernels."""
+        return HeadSlice.full(weight_VD, bias_V)
+
+    def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> TokenChunks:
+        """The tokens that are scored against these rows."""
+        if gradients is None:
+            return LocalTokens(hidden_TD, problem.targets)
+        # What is recomputed has all tokens of a chunk in a tile of a few classes.
+        columns = self.largest if isinstance(gradients, TokenGradients) else min(self.largest, SMALLEST_TILE)
+        plan = plan_chunks(len(hidden_TD), columns, hidden_TD.element_size(), problem.execution.memory_budget)
+        return LocalTokens(hidden_TD, problem.targets, gradients, plan.rows)
+
+    def score(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        upstream: TokenGradients | None = None,
+    ) -> LinearCrossEntropyResult:
+        """The terms of this rank's tokens; with ``upstream`` gradients of a scalar loss also those of the inputs."""
+        tokens, head = self.tokens(hidden_TD, problem, upstream), self.head(weight_VD, bias_V, problem)
+        if upstream is None:
+            return score(tokens, head, problem.targets, scoring=problem.scoring)
+        return score_with_gradients(tokens, head, problem.targets, scoring=problem.scoring, needs=problem.needs)
+
+    def recompute(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        coefficients: GradientCoefficients,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient."""
+        tokens, head = self.tokens(hidden_TD, problem, coefficients), self.head(weight_VD, bias_V, problem)
+        return recompute_gradients(tokens, head, scoring=problem.scoring, needs=problem.needs)
+
+    def diverge(
+        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
+    ) -> LinearDivergenceResult:
+        """The divergence of this rank's tokens from their teacher, and the gradients of the inputs."""
+        distillation = problem.distillation
+        assert distillation is not None
+        upstream = problem.scales.upstream() if problem.needs.any else None
+        tokens, teacher_tokens = self.token_pairs(hidden_TD, distillation.teacher.hidden, problem, upstream)
+        return linear_divergence(
+            tokens,
+            teacher_tokens,
+            self.head(weight_VD, bias_V, problem),
+            distillation.teacher.head(),
+            options=distillation.options(problem.loss.options),
+            hard_weight=distillation.hard_weight,
+            scoring=problem.scoring,
+            needs=problem.needs,
+        )
+
+    def token_pairs(
+        self, hidden_TD: Tensor, teacher_TE: Tensor, problem: Problem, gradients: TokenGradients | None
+    ) -> tuple[TokenChunks, TokenChunks]:
+        """The student's tokens and the teacher's, in the same chunks."""
+        itemsize = bytes_of_class(hidden_TD.dtype, teacher_TE.dtype, problem.scoring)
+        plan = plan_chunks(len(hidden_TD), self.largest, itemsize, budget_of_pairs(problem))
+        return (
+            LocalTokens(hidden_TD, problem.targets, gradients, plan.rows),
+            LocalTokens(teacher_TE, problem.targets, None, plan.rows),
+        )
+
+    def common_divisor(self, num_tokens: int) -> float | None:
+        """A divisor that is the same on all ranks, where the gradients of several ranks' tokens are summed; None where
+        each rank may have its own."""
+        return None
+
+    def check_upstream(self, gradient: Tensor) -> None:
+        """Refuses the upstream gradient of a scalar loss for which :meth:`score` did not make the gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything the autograd function needs that carries no gradient."""
+
+    targets: TokenTargets
+    scales: Scales
+    loss: LossArguments
+    execution: Execution
+    scoring: Scoring
+    needs: GradientNeeds
+    rows: HeadRows
+    number: int
+    """of the loss among those of its model"""
+    gradients_in_forward: bool
+    """True for a scalar loss whose gradients are made in the forward"""
+    distillation: Distillation | None = None
+    """of these tokens; None without a teacher"""
+
+    def coefficients(self, terms: TokenTerms, upstream: TokenGradients) -> GradientCoefficients:
+        """Of the logits' gradient, for upstream gradients of the terms."""
+        return gradient_coefficients(
+            terms,
+            upstream,
+            self.targets.labels_T,
+            options=self.loss.options,
+            vocab_size=self.rows.vocab_size,
+            class_weight_V=self.loss.class_weight,
+            targets=self.targets,
+        )
+
+
+def budget_of_pairs(problem: Problem) -> int:
+    """Bytes of the logits of both models."""
+    usual = 2 * DEFAULT_MEMORY_BUDGET if problem.needs.any else DEFAULT_MEMORY_BUDGET // 2
+    return problem.execution.memory_budget or usual
+
+
+def scaled_gradients(
+    problem: Problem, saved: Sequence[Tensor | None], d_loss: Tensor | None, dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
+    """Gradients made in the forward, times the upstream gradient of the loss (0-d, or None), in ``dtypes``."""
+    if d_loss is None:
+        return [None] * len(saved)
+    if problem.scales.factor is not None:
+        d_loss = d_loss * problem.scales.factor
+    problem.rows.check_upstream(d_loss)
+    backend = problem.execution.backend
+    return [
+        None if made is None or dtype is None else scaled(made, d_loss, dtype, backend=backend)
+        for made, dtype in zip(saved, dtypes, strict=True)
+    ]
+
+
+def operand_dtype(hidden_states: Tensor, execution: Execution) -> torch.dtype | None:
+    """The dtype that operands are converted to: fp32 if that was asked for, or autocast's; None to leave them."""
+    if execution.logits_dtype == "fp32_operands" and hidden_states.dtype != torch.float64:
+        return torch.float32
+    return _autocast_dtype(hidden_states)
+
+
+def _autocast_dtype(hidden_states: Tensor) -> torch.dtype | None:
+    """The dtype of products under autocast; None without it and for fp64."""
+    device_type = hidden_states.device.type
+    if not torch.is_autocast_enabled(device_type) or hidden_states.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses tensors that are no full hidden states, weight and bias on one device.
+
+    Raises:
+        LigerDistError: with what does not fit.
+    """
+    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_not_dtensor(name, tensor)
+    if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
+        raise LigerDistError(
+            f"hidden_states have shape {tuple(hidden_states.shape)} and weight has shape {tuple(weight.shape)}; "
+            "expected [..., D] and [V, D]. A weight of one dimension or size 0 is sharded: wrap the model with "
+            "liger_dist.wrap."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise LigerDistError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), one for each class.")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise LigerDistError(
+                f"{name} is on {tensor.device} but hidden_states are on {hidden_states.device}; move them to one "
+                "device."
+            )
+
+
+def check_dtypes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    dtypes = {tensor.dtype for tensor in (hidden_states, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 or not hidden_states.is_floating_point():
+        raise LigerDistError(
+            f"hidden_states have dtype {hidden_states.dtype} and weight has dtype {weight.dtype}"
+            + ("" if bias is None else f" and bias has dtype {bias.dtype}")
+            + "; expected one floating dtype. Convert them, or run under torch.autocast."
+        )
