@@ -126,3 +126,53 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tenso
 
     found = ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
     return found[0], found[1]
+
+
+def divergences(teacher_TE: Tensor, teacher_VE: Tensor, divergence: str) -> list[tuple[str, Loss, str]]:
+    """Name, ``loss(hidden_TD, weight_VD, labels_T)`` and accuracy class of every one that is installed; "jsd" with a
+    beta of 0.5."""
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}[divergence]
+    found: list[tuple[str, Loss, str]] = []
+    if find_spec("liger_kernel"):
+        found += [
+            ("Liger fused JSD", liger_divergence(teacher_TE, teacher_VE, beta), "bf16 sum"),
+            ("Liger chunked JSD", liger_chunked_divergence(teacher_TE, teacher_VE, beta), "bf16 sum"),
+        ]
+    if find_spec("trl"):
+        found.append(("TRL", trl_divergence(teacher_TE, teacher_VE, beta), "fp32 sum"))
+
+    def plain_divergence(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_q = (hidden @ weight.T).float().log_softmax(-1)
+        with torch.no_grad():
+            log_p = (teacher_TE @ teacher_VE.T).float().log_softmax(-1)
+        if beta == 0.0:
+            return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+        log_m = torch.logaddexp(log_q, log_p) - 0.6931471805599453
+        of_teacher = F.kl_div(log_m, log_p, reduction="batchmean", log_target=True)
+        return 0.5 * of_teacher + 0.5 * F.kl_div(log_m, log_q, reduction="batchmean", log_target=True)
+
+    return [*found, ("torch", plain_divergence, "fp32 sum")]
+
+
+def liger_divergence(teacher_TE: Tensor, teacher_VE: Tensor, beta: float) -> Loss:
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+    module = LigerFusedLinearJSD(jsd_beta=beta)
+    return lambda hidden, weight, labels: module(hidden, weight, teacher_TE, teacher_VE, labels)
+
+
+def liger_chunked_divergence(teacher_TE: Tensor, teacher_VE: Tensor, beta: float) -> Loss:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
+    return lambda hidden, weight, labels: module(hidden, weight, teacher_TE, teacher_VE, labels)
+
+
+def trl_divergence(teacher_TE: Tensor, teacher_VE: Tensor, beta: float) -> Loss:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        each, _ = ChunkedDivergenceFunction.apply(hidden, weight, None, teacher_TE, teacher_VE, None, beta)
+        return each.mean()  # type: ignore[no-any-return]
+
+    return loss

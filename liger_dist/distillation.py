@@ -73,8 +73,9 @@ def distillation_loss(
             and ``ignore_index`` go to the student alone.
 
     Returns:
-        The output of the student's call, with ``loss``, and without gradients ``divergence`` and ``hard_loss`` (0 for a
-        ``hard_weight`` of 0), fp32 or, for fp64 models, fp64.
+        The output of the student's call, with ``loss``, and without gradients ``divergence``, ``hard_loss`` (0 for a
+        ``hard_weight`` of 0) and ``entropy`` (``[B, S]`` in nats, of the student at ``temperature``), fp32 or, for fp64
+        models, fp64.
 
     Raises:
         LigerDistError: a model that is not wrapped, options out of their range, a teacher in training mode, inputs that

@@ -63,6 +63,8 @@ class DivergenceTerms(NamedTuple):
     teacher_lse_T: Tensor
     expectation_T: Tensor
     """what the gradient subtracts in the brackets above"""
+    entropy_T: Tensor
+    """of the student"""
 
 
 class HardTerms(NamedTuple):
@@ -91,6 +93,7 @@ def _pair_statistics_kernel(
     student_sum = tl.zeros((LANES,), dtype)
     teacher_sum = tl.zeros((LANES,), dtype)
     dot = tl.zeros((LANES,), dtype)
+    mean = tl.zeros((LANES,), dtype)
     inverse = tl.full((), inverse_temperature, dtype)
     for start in range(0, V, LANES * VECTOR):
         mask = start + offs < V
@@ -112,6 +115,7 @@ def _pair_statistics_kernel(
         e_teacher = exp_of_difference(teacher, teacher_anchor[:, None])
         student_sum = student_shrink * student_sum + tl.sum(e_student, 1)
         teacher_sum = teacher_shrink * teacher_sum + tl.sum(e_teacher, 1)
+        mean = student_shrink * mean + tl.sum(tl.where(e_student == 0.0, 0.0, e_student * student), 1)
         if WITH_FORWARD:
             moved = tl.where(e_teacher == 0.0, 0.0, e_teacher * (teacher - student))
             dot = teacher_shrink * dot + tl.sum(moved, 1)
@@ -128,6 +132,7 @@ def _pair_statistics_kernel(
     tl.store(fields_ptr + T + row, tl.sum(student_shrink * student_sum))
     tl.store(fields_ptr + 2 * T + row, total_teacher)
     tl.store(fields_ptr + 3 * T + row, tl.sum(teacher_shrink * teacher_sum))
+    tl.store(fields_ptr + 5 * T + row, tl.sum(student_shrink * mean))
     if WITH_FORWARD:
         tl.store(fields_ptr + 4 * T + row, tl.sum(teacher_shrink * dot))
     if WITH_REVERSE:
@@ -243,21 +248,22 @@ def divergence_terms(
         backend: see :func:`runs_triton`.
     """
     common_TV = student_TV[:, : teacher_TV.shape[1]]
-    fields_5T = _pair_statistics(common_TV, teacher_TV, options, backend)
+    fields_6T = _pair_statistics(common_TV, teacher_TV, options, backend)
     if gather_slices is not None:
-        fields_5T = _merged(gather_slices(fields_5T), options.divergence)
-    student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T = fields_5T
+        fields_6T = _merged(gather_slices(fields_6T), options.divergence)
+    student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T, mean_T = fields_6T
     student_lse_T, teacher_lse_T = student_max_T + student_sum_T.log(), teacher_max_T + teacher_sum_T.log()
+    entropy_T = student_lse_T - mean_T / student_sum_T
     if options.divergence == "forward_kl":
         divergence_T = dot_T / teacher_sum_T + student_lse_T - teacher_lse_T
-        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T)
+        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T, entropy_T)
     if options.divergence == "reverse_kl":
         divergence_T = dot_T / student_sum_T + teacher_lse_T - student_lse_T
-        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T)
+        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T, entropy_T)
     fields_2T = _mixture(common_TV, teacher_TV, student_lse_T, teacher_lse_T, options, backend)
     of_student_T, of_teacher_T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
     divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
-    return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, of_student_T)
+    return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, of_student_T, entropy_T)
 
 
 def divergence_bwd(
@@ -344,54 +350,57 @@ def _described(student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOption
 
 
 def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend) -> Tensor:
-    """``[5, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
-    the one times the difference of the logits (0 for "jsd")."""
+    """``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
+    the one times the difference of the logits (0 for "jsd"), and of the student's times its logits."""
     dtype = statistics_dtype(torch.promote_types(common_TV.dtype, teacher_TV.dtype))
     T, V = common_TV.shape
-    fields_5T = common_TV.new_zeros((5, T), dtype=dtype)
+    fields_6T = common_TV.new_zeros((6, T), dtype=dtype)
     if V == 0 or T == 0:
-        fields_5T[0::2] = float("-inf")
-        fields_5T[4:] = 0.0
-        return fields_5T
+        fields_6T[0] = fields_6T[2] = float("-inf")
+        return fields_6T
     if runs_triton(common_TV, backend):
         _pair_statistics_kernel[(T,)](
             common_TV,
             common_TV.stride(0),
             teacher_TV,
             teacher_TV.stride(0),
-            fields_5T,
+            fields_6T,
             T,
             V,
             WITH_FORWARD=options.divergence == "forward_kl",
             WITH_REVERSE=options.divergence == "reverse_kl",
             **_described(common_TV, teacher_TV, options),
         )
-        return fields_5T
+        return fields_6T
     student_TV, _ = transformed(common_TV.to(dtype), options.student, None)
     teacher_TV, _ = transformed(teacher_TV.to(dtype), options.teacher, None)
     for place, z_TV in ((0, student_TV), (2, teacher_TV)):
-        fields_5T[place] = z_TV.amax(1)
-        fields_5T[place + 1] = (z_TV - fields_5T[place, :, None]).exp().sum(1)
+        fields_6T[place] = z_TV.amax(1)
+        fields_6T[place + 1] = (z_TV - fields_6T[place, :, None]).exp().sum(1)
+    e_TV = (student_TV - fields_6T[0, :, None]).exp()
+    fields_6T[5] = torch.where(e_TV == 0, 0.0, e_TV * student_TV).sum(1)
     if options.divergence != "jsd":
         own, other, place = (
             (teacher_TV, student_TV, 2) if options.divergence == "forward_kl" else (student_TV, teacher_TV, 0)
         )
-        e_TV = (own - fields_5T[place, :, None]).exp()
-        fields_5T[4] = torch.where(e_TV == 0, 0.0, e_TV * (own - other)).sum(1)
-    return fields_5T
+        e_TV = (own - fields_6T[place, :, None]).exp()
+        fields_6T[4] = torch.where(e_TV == 0, 0.0, e_TV * (own - other)).sum(1)
+    return fields_6T
 
 
-def _merged(fields_G5T: Tensor, divergence: Divergence) -> Tensor:
+def _merged(fields_G6T: Tensor, divergence: Divergence) -> Tensor:
     """Fields of full rows, from those of slices of the vocabulary; a slice may be empty."""
-    merged_5T = fields_G5T[0].clone()
+    merged_6T = fields_G6T[0].clone()
     for place in (0, 2):
-        max_GT = fields_G5T[:, place]
-        merged_5T[place] = max_GT.amax(0)
-        shrink_GT = (max_GT - merged_5T[place]).exp()
-        merged_5T[place + 1] = (shrink_GT * fields_G5T[:, place + 1]).sum(0)
+        max_GT = fields_G6T[:, place]
+        merged_6T[place] = max_GT.amax(0)
+        shrink_GT = (max_GT - merged_6T[place]).exp()
+        merged_6T[place + 1] = (shrink_GT * fields_G6T[:, place + 1]).sum(0)
         if divergence == ("reverse_kl", "", "forward_kl")[place]:
-            merged_5T[4] = (shrink_GT * fields_G5T[:, 4]).sum(0)
-    return merged_5T
+            merged_6T[4] = (shrink_GT * fields_G6T[:, 4]).sum(0)
+        if place == 0:
+            merged_6T[5] = (shrink_GT * fields_G6T[:, 5]).sum(0)
+    return merged_6T
 
 
 def _mixture(

@@ -41,6 +41,8 @@ class LinearDivergenceResult(NamedTuple):
     divergence_T: Tensor
     cross_entropy_T: Tensor | None
     """of the labels, at temperature 1; None without them"""
+    entropy_T: Tensor
+    """of the student"""
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
     d_bias_V: Tensor | None
@@ -84,8 +86,10 @@ def linear_divergence(
         hard = _hard_terms(student_cV, targets_c, head, scoring) if hard_weight > 0 else None
         own = tokens.own_rows(chunk)
         counts_T = targets_c.labels_T[own] >= 0
-        divergence_T = torch.where(counts_T, terms.divergence_T[own], 0.0)
-        parts.append((divergence_T, None if hard is None else hard.cross_entropy_T[own]))
+        divergence_T, entropy_T = (
+            torch.where(counts_T, values_T[own], 0.0) for values_T in (terms.divergence_T, terms.entropy_T)
+        )
+        parts.append((divergence_T, entropy_T, None if hard is None else hard.cross_entropy_T[own]))
         if not needs.any or len(hidden_cD) == 0:
             continue
         factor_T = tokens.gradients(chunk).cross_entropy_T
@@ -106,10 +110,11 @@ def linear_divergence(
             tokens.gradient_written(chunk)
         sums.add(d_logits_cV, hidden_cD, chunk)
     del buffers
-    divergences, cross_entropies = zip(*parts, strict=True)
+    divergences, entropies, cross_entropies = zip(*parts, strict=True)
     return LinearDivergenceResult(
         divergence_T=torch.cat(divergences),
         cross_entropy_T=None if hard_weight == 0 else torch.cat(cross_entropies),
+        entropy_T=torch.cat(entropies),
         d_hidden_TD=tokens.hidden_gradient() if needs.hidden else None,
         d_weight_VD=sums.weight(),
         d_bias_V=sums.bias,

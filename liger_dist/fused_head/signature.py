@@ -45,7 +45,7 @@ LOSS_KEYWORDS = (
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 """keywords that transformers' models pass to their losses"""
 TOKEN_ACCURACY = "token_accuracy"
-DISTILLATION_OUTPUTS = ("divergence", "hard_loss")
+DISTILLATION_OUTPUTS = ("divergence", "hard_loss", "entropy")
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
 
 

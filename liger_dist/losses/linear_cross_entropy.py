@@ -128,11 +128,12 @@ def fused_linear_cross_entropy(
         teacher_TE = targets.of_tokens(teacher.hidden, labels.shape)
         teacher = teacher.with_operands(teacher_TE, operand_dtype(teacher.hidden, execution))
         problem = replace(problem, distillation=replace(loss.distillation, teacher=teacher))
+    spread = partial(targets.spread, shape=labels.shape)
     with torch.autocast(hidden_states.device.type, enabled=False):
         if loss.distillation is not None:
-            return linear_divergence_loss(hidden_TD, weight, bias, problem)
+            return linear_divergence_loss(hidden_TD, weight, bias, problem, spread=spread)
         results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))
+    return as_loss_output(results, loss, spread)
 
 
 def _problem(

@@ -6,6 +6,7 @@ Legend: T tokens with a label, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
@@ -35,8 +36,8 @@ class _LinearDivergence(torch.autograd.Function):
         if result.cross_entropy_T is not None:
             hard = scales.total(result.cross_entropy_T)
         loss = (1.0 - hard_weight) * divergence + hard_weight * hard
-        ctx.mark_non_differentiable(divergence, hard)
-        return loss, divergence, hard
+        ctx.mark_non_differentiable(divergence, hard, result.entropy_T)
+        return loss, divergence, hard, result.entropy_T
 
     @staticmethod
     def backward(
@@ -47,8 +48,15 @@ class _LinearDivergence(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None
 
 
-def linear_divergence_loss(hidden_TD: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem) -> LossOutput:
-    """The loss of ``problem.distillation``.
+def linear_divergence_loss(
+    hidden_TD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    *,
+    spread: Callable[[Tensor], Tensor],
+) -> LossOutput:
+    """The loss of ``problem.distillation``; ``spread`` gives per-token values the labels' shape.
 
     Raises:
         LigerDistError: inside ``torch.utils.checkpoint``, whose second forward has no teacher.
@@ -59,5 +67,5 @@ def linear_divergence_loss(hidden_TD: Tensor, weight: Tensor, bias: Tensor | Non
             "teacher again. Checkpoint the student's layers (model.gradient_checkpointing_enable()), not the whole "
             "student."
         )
-    loss, divergence, hard_loss = _LinearDivergence.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
-    return LossOutput(loss=loss, divergence=divergence, hard_loss=hard_loss)
+    loss, divergence, hard_loss, entropy_T = _LinearDivergence.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+    return LossOutput(loss=loss, divergence=divergence, hard_loss=hard_loss, entropy=spread(entropy_T))
