@@ -39,11 +39,13 @@ class Pair:
         return Pair(inputs, hidden, (inputs.weight_VD.detach() + 0.2 * teacher.weight_VD.detach()).detach())
 
 
-def ours(pair: Pair, divergence: Divergence, logits_dtype: torch.dtype | None = None) -> peers.Loss:
+def ours(
+    pair: Pair, divergence: Divergence, logits_dtype: torch.dtype | None = None, memory_budget: int | None = None
+) -> peers.Loss:
     distillation = Distillation(
         teacher=Teacher(hidden=pair.teacher_TE, weight=pair.teacher_VE), divergence=divergence, beta=0.5
     )
-    execution = Execution(logits_dtype=logits_dtype)
+    execution = Execution(logits_dtype=logits_dtype, memory_budget=memory_budget)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         arguments = LossArguments(distillation=distillation)
@@ -110,7 +112,8 @@ def divergence_table(pair: Pair, divergence: Divergence, rounds: int) -> list[Ro
     truth = Truth(pair, divergence)
     torch.cuda.empty_cache()
     found = [
-        ("liger_dist", ours(pair, divergence), "fp32 sum"),
+        ("liger_dist", ours(pair, divergence), "bf16 sum of 4"),
+        ("liger_dist, 2 GiB", ours(pair, divergence, memory_budget=2**31), "fp32 sum"),
         ("liger_dist, fp32 logits", ours(pair, divergence, torch.float32), "fp32 sum"),
         *peers.divergences(pair.teacher_TE, pair.teacher_VE, divergence),
     ]

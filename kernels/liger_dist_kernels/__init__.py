@@ -34,6 +34,7 @@ from .linear_divergence import LinearDivergenceResult as LinearDivergenceResult
 from .linear_divergence import TeacherHead as TeacherHead
 from .linear_divergence import bytes_of_class as bytes_of_class
 from .linear_divergence import linear_divergence as linear_divergence
+from .linear_divergence import plan_pairs as plan_pairs
 from .merge import merge_statistics as merge_statistics
 from .norm import NormOptions as NormOptions
 from .norm import NormOutput as NormOutput

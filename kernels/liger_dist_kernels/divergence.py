@@ -30,8 +30,9 @@ from .options import LossOptions
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-_TILE_COLUMNS = 1024
-"""Columns of one tile: a program holds logits and exponentials of both models."""
+_TILE_COLUMNS = 2048
+"""Columns of one tile, with logits and exponentials of both models: with 1024 of them the sweeps of the JSD take 10 %
+more (H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)

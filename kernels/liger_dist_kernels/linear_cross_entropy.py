@@ -379,9 +379,18 @@ def _score_tiles(
 class GradientSums:
     """Gradients of the rows of ``head``, summed over chunks."""
 
-    def __init__(self, head: HeadSlice, needs: GradientNeeds, num_chunks: int, sum_VD: Tensor | None) -> None:
-        weight_VD = head.weight_VD
-        self._weight = WeightGradient(weight_VD, num_chunks, sum_VD) if needs.weight else None
+    def __init__(
+        self,
+        head: HeadSlice,
+        needs: GradientNeeds,
+        num_chunks: int,
+        sum_VD: Tensor | None = None,
+        *,
+        direct_chunks: int = 2,
+    ) -> None:
+        weight_VD, self._weight = head.weight_VD, None
+        if needs.weight:
+            self._weight = WeightGradient(weight_VD, num_chunks, sum_VD, direct_chunks=direct_chunks)
         self.bias: Tensor | None = None
         if needs.bias:
             self.bias = weight_VD.new_zeros(weight_VD.shape[0], dtype=statistics_dtype(weight_VD.dtype))

@@ -18,8 +18,13 @@ from .cross_entropy import SoftmaxStatistics, cross_entropy_fwd
 from .divergence import DivergenceOptions, HardTerms, divergence_bwd, divergence_terms
 from .linear_cross_entropy import GradientNeeds, GradientSums, HeadSlice, Scoring
 from .products import write_hidden_gradient, write_logits
-from .token_chunks import TokenChunks, TokenTargets
+from .token_chunks import DEFAULT_MEMORY_BUDGET, ChunkPlan, TokenChunks, TokenTargets, plan_chunks
 from .token_loss import TokenTerms, token_terms
+
+_DIRECT_CHUNKS = 4
+"""Chunks whose weight gradients are added in the weight's dtype. With logits in bf16 the gradient's error is 1.5 %
+already, to which four roundings add nothing that can be seen; with fp32 logits it is 0.29 instead of 0.24 % (8192
+tokens, D = 4096, V = 128256)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ def linear_divergence(
         scoring: of the cross entropy of the labels; also says how logits are kept.
         needs: the gradients to compute.
     """
-    sums = GradientSums(head, needs, tokens.num_chunks, None)
+    sums = GradientSums(head, needs, tokens.num_chunks, direct_chunks=_DIRECT_CHUNKS)
     rows_of_teacher, parts = teacher.rows(head), []
     buffers = _Buffers(max(tokens.rows, 1), head, rows_of_teacher[0].shape[0], scoring, with_gradient=needs.any)
     for chunk in range(max(tokens.num_chunks, 1)):
@@ -127,6 +132,23 @@ def bytes_of_class(hidden_dtype: torch.dtype, teacher_dtype: torch.dtype, scorin
     if not _is_wide(hidden_dtype, scoring):
         return hidden_dtype.itemsize + teacher_dtype.itemsize
     return 4 + hidden_dtype.itemsize + max(4, teacher_dtype.itemsize)
+
+
+def plan_pairs(num_tokens: int, head_shape: tuple[int, int], itemsize: int, memory_budget: int | None) -> ChunkPlan:
+    """As few equal chunks as there can be with both models' logits in ``memory_budget`` bytes (default 1 GiB). Without
+    a budget, larger ones where four of them take less memory than an fp32 sum of the weight's gradient beside more.
+
+    Args:
+        head_shape: ``(V, D)`` of the student's rows.
+        itemsize: :func:`bytes_of_class`.
+    """
+    V, D = head_shape
+    plan = plan_chunks(num_tokens, V, itemsize, memory_budget)
+    rows = -(-num_tokens // _DIRECT_CHUNKS)
+    is_larger = plan.num_chunks > _DIRECT_CHUNKS and rows * V * itemsize <= DEFAULT_MEMORY_BUDGET + 4 * V * D
+    if memory_budget is None and is_larger:
+        return ChunkPlan(rows=rows, num_chunks=-(-num_tokens // rows))
+    return plan
 
 
 def _is_wide(dtype: torch.dtype, scoring: Scoring) -> bool:

@@ -67,14 +67,14 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for one or two chunks, otherwise in
-    the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which could
-    overflow. A caller's own sum is added to in its dtype."""
+    """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for up to ``direct_chunks`` chunks,
+    otherwise in the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which
+    could overflow. A caller's own sum is added to in its dtype."""
 
-    def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None) -> None:
+    def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None, *, direct_chunks: int = 2) -> None:
         self._is_own, self._weight_dtype = sum_VD is None, weight_VD.dtype
         if sum_VD is None:
-            is_direct = num_chunks <= 2 and weight_VD.dtype != torch.float16
+            is_direct = num_chunks <= direct_chunks and weight_VD.dtype != torch.float16
             dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
             sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
             if num_chunks == 0:

@@ -30,6 +30,7 @@ from liger_dist_kernels import (
     gradient_coefficients,
     linear_divergence,
     plan_chunks,
+    plan_pairs,
     recompute_gradients,
     score,
     score_with_gradients,
@@ -132,7 +133,11 @@ class HeadRows:
     ) -> tuple[TokenChunks, TokenChunks]:
         """The student's tokens and the teacher's, in the same chunks."""
         itemsize = bytes_of_class(hidden_TD.dtype, teacher_TE.dtype, problem.scoring)
-        plan = plan_chunks(len(hidden_TD), self.largest, itemsize, budget_of_pairs(problem))
+        budget = problem.execution.memory_budget
+        if problem.needs.any:
+            plan = plan_pairs(len(hidden_TD), (self.largest, hidden_TD.shape[1]), itemsize, budget)
+        else:
+            plan = plan_chunks(len(hidden_TD), self.largest, itemsize, budget or DEFAULT_MEMORY_BUDGET // 2)
         return (
             LocalTokens(hidden_TD, problem.targets, gradients, plan.rows),
             LocalTokens(teacher_TE, problem.targets, None, plan.rows),
@@ -176,12 +181,6 @@ class Problem:
             class_weight_V=self.loss.class_weight,
             targets=self.targets,
         )
-
-
-def budget_of_pairs(problem: Problem) -> int:
-    """Bytes of the logits of both models."""
-    usual = 2 * DEFAULT_MEMORY_BUDGET if problem.needs.any else DEFAULT_MEMORY_BUDGET // 2
-    return problem.execution.memory_budget or usual
 
 
 def scaled_gradients(

@@ -31,7 +31,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenGradients, TokenTargets, bytes_of_class
 
 from .collectives import agree, all_gather_single, device_assert, gather
-from .head_rows import Gradients, Problem, budget_of_pairs
+from .head_rows import Gradients, Problem
 from .tensor_parallel import VocabularyShard
 
 
@@ -254,7 +254,8 @@ class ExchangingShard(VocabularyShard):
     def token_pairs(
         self, hidden_TD: Tensor, teacher_TE: Tensor, problem: Problem, gradients: TokenGradients | None
     ) -> tuple[ExchangedTokens, ExchangedTokens]:
-        budget, sizes = budget_of_pairs(problem), (hidden_TD.shape[1], teacher_TE.shape[1])
+        budget = problem.execution.memory_budget or DEFAULT_MEMORY_BUDGET
+        sizes = (hidden_TD.shape[1], teacher_TE.shape[1])
         assert problem.distillation is not None
         asked = f"{_described(problem, gradients, hidden_TD.dtype, budget)}, {problem.distillation}"
         of_logits = self.largest * bytes_of_class(hidden_TD.dtype, teacher_TE.dtype, problem.scoring)
