@@ -4,6 +4,7 @@ strategy="fsdp2")``."""
 from ._version import __version__ as __version__
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .config import WrapConfig as WrapConfig
+from .distillation import DistillationOutput as DistillationOutput
 from .distillation import distillation_loss as distillation_loss
 from .errors import LigerDistError as LigerDistError
 from .explain import Explanation as Explanation

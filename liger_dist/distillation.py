@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,19 @@ from .sharding.tensor_parallel import TensorParallelAdapter
 from .wrap import Wrapped, inner_model, record_of
 
 
+class DistillationOutput(Protocol):
+    """The output of a student's call, with its own other fields."""
+
+    loss: Tensor
+    """0-d, fp32 (fp64 for fp64 models)"""
+    divergence: Tensor
+    """the part of the teacher, reduced as ``loss``, without gradient"""
+    hard_loss: Tensor
+    """the cross entropy of the labels, reduced as ``loss``, without gradient; 0 for a ``hard_weight`` of 0"""
+    entropy: Tensor
+    """``[B, S]`` in nats, of the student at the divergence's temperature, without gradient"""
+
+
 def distillation_loss(
     student: nn.Module,
     teacher: nn.Module,
@@ -43,7 +56,7 @@ def distillation_loss(
     teacher_logit_scale: float = 1.0,
     num_items_in_batch: Tensor | float | None = None,
     **inputs: Any,
-) -> Any:
+) -> DistillationOutput:
     """Runs teacher and student on one batch and returns the student's output, whose ``loss`` is
     ``(1 - hard_weight) * divergence + hard_weight * cross entropy of the labels``, averaged over the tokens with a
     label.
@@ -73,9 +86,7 @@ def distillation_loss(
             and ``ignore_index`` go to the student alone.
 
     Returns:
-        The output of the student's call, with ``loss``, and without gradients ``divergence``, ``hard_loss`` (0 for a
-        ``hard_weight`` of 0) and ``entropy`` (``[B, S]`` in nats, of the student at ``temperature``), fp32 or, for fp64
-        models, fp64.
+        The output of the student's call with the fields of :class:`DistillationOutput`.
 
     Raises:
         LigerDistError: a model that is not wrapped, options out of their range, a teacher in training mode, inputs that
@@ -109,7 +120,7 @@ def distillation_loss(
             "expected a forward that computes logits."
         )
     fsdp2.reshard(teacher)
-    return lesson.output
+    return cast(DistillationOutput, lesson.output)
 
 
 _OF_THE_STUDENT = (*LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS)

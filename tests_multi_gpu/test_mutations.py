@@ -19,7 +19,7 @@ import liger_dist
 from liger_dist.fused_head import loss_call, probe
 from liger_dist.fused_head.wrapped_calls import WrappedCalls
 from liger_dist.fused_layers import norm
-from liger_dist.losses import embedding, linear_cross_entropy
+from liger_dist.losses import embedding, head_rows
 from liger_dist.losses import tensor_parallel as losses_of_row_shards
 from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.sharding import fsdp2, tensor_parallel
@@ -79,9 +79,9 @@ def no_redirect() -> Any:
 
 
 def upstream_gradient_forgotten() -> Any:
-    own = linear_cross_entropy.scaled
+    own = head_rows.scaled
     return mock.patch.object(
-        linear_cross_entropy,
+        head_rows,
         "scaled",
         lambda gradient, scale, dtype, *, backend: own(gradient, scale / scale, dtype, backend=backend),
     )

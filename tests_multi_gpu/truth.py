@@ -68,7 +68,7 @@ def cross_entropy_truth(
     )
     log_probs = F.log_softmax(z, -1)
     if soft_labels is not None:
-        soft = -(dense_soft_labels(*soft_labels, z.shape[1], remainder) * log_probs).sum(-1).where(valid, 0.0)
+        soft = soft_cross_entropy(log_probs, *soft_labels, remainder).where(valid, 0.0)
         losses = (1.0 - soft_weight) * losses + soft_weight * soft
     z_losses = torch.where(valid, z_loss * torch.logsumexp(z, -1) ** 2, 0.0)
     if token_weight is not None:
@@ -85,14 +85,7 @@ def cross_entropy_truth(
         loss = losses.sum() + z_term
     else:
         loss, z_term = losses + z_losses, z_losses
-    at = top = None
-    if token_ids is not None:
-        is_one = valid[:, None] & (token_ids >= 0)
-        at = log_probs.gather(1, token_ids.clamp_min(0)).where(is_one, 0.0)
-    if top_k is not None:
-        values, ids = log_probs.topk(top_k)
-        remainder = (1.0 - values.exp().sum(-1)).where(valid, 0.0)
-        top = TopK(ids.where(valid[:, None], 0), values.where(valid[:, None], 0.0), remainder)
+    at, top = policy_values(z, valid, token_ids, top_k)
     return Truth(
         loss=loss,
         log_prob=log_probs.gather(1, safe[:, None])[:, 0].where(valid, 0.0),
@@ -105,6 +98,25 @@ def cross_entropy_truth(
         log_prob_at=at,
         top_k=top,
     )
+
+
+def soft_cross_entropy(log_probs: Tensor, ids: Tensor, probs: Tensor, remainder: str) -> Tensor:
+    """``[T]``, with dense target probabilities."""
+    return -(dense_soft_labels(ids, probs, log_probs.shape[1], remainder) * log_probs).sum(-1)
+
+
+def policy_values(z: Tensor, valid: Tensor, token_ids: Tensor | None, top_k: int | None) -> tuple[Any, Any]:
+    """Log-probabilities of ``token_ids``, and the ``top_k`` likeliest classes; None for what was not asked for."""
+    at = top = None
+    log_probs = F.log_softmax(z, -1)
+    if token_ids is not None:
+        is_one = valid[:, None] & (token_ids >= 0)
+        at = log_probs.gather(1, token_ids.clamp_min(0)).where(is_one, 0.0)
+    if top_k is not None:
+        values, ids = log_probs.topk(top_k)
+        remainder = (1.0 - values.exp().sum(-1)).where(valid, 0.0)
+        top = TopK(ids.where(valid[:, None], 0), values.where(valid[:, None], 0.0), remainder)
+    return at, top
 
 
 def dense_soft_labels(ids: Tensor, probs: Tensor, vocab_size: int, remainder: str) -> Tensor:
