@@ -3,6 +3,7 @@ shardings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
@@ -17,7 +18,7 @@ from .errors import LigerDistError
 from .fused_head.distilled_calls import calls_instead, distilling
 from .fused_head.recipe import LogitTransform
 from .fused_head.seam import Seam
-from .fused_head.signature import LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
+from .fused_head.signature import IGNORE_INDEX, LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
 from .losses.distillation import Distillation, Teacher
 from .peft_layers import without_fsdp1
 from .sharding import fsdp2
@@ -233,3 +234,72 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, labels: Tensor, teach
         raise LigerDistError(
             "the teacher is in training mode, where dropout changes what it says; call teacher.eval()."
         )
+
+
+def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss of :func:`distillation_loss` with the arguments ``batch``, by torch from full logits of both in fp32 (or
+    fp64): to compare with."""
+    given = dict(batch)
+    options: dict[str, Any] = {name: given.pop(name) for name in OPTIONS if name in given}
+    entry = _seam_of(student, "student").entry
+    items = given.get("num_items_in_batch")
+    if items is None:
+        items = entry.shared_mean(given).get("num_items_in_batch")
+    labels = entry.aligned_labels(given)
+    inputs = {name: value for name, value in given.items() if name not in _OF_THE_STUDENT}
+    of_teacher = inputs if options.get("teacher_inputs") is None else dict(options["teacher_inputs"])
+    with torch.no_grad():
+        if options.get("teacher_hidden") is None:
+            other = teacher(**of_teacher).logits
+        else:
+            other = teacher(options["teacher_hidden"])
+    logits = student(**inputs).logits
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    valid = labels != given.get("ignore_index", IGNORE_INDEX)
+    logits, other, labels = logits[valid].to(dtype), other[valid].to(dtype), labels[valid]
+    hard_weight = options.get("hard_weight", 0.0)
+    each = (1.0 - hard_weight) * _divergence_of_logits(logits, other, options)
+    each = each + hard_weight * nn.functional.cross_entropy(logits, labels, reduction="none")
+    if given.get("token_weight") is not None:
+        weight = given["token_weight"] if entry.is_aligned(given) else given["token_weight"].roll(-1, -1)
+        each = each * weight[valid]
+    total: Tensor = each.sum() / (len(each) if items is None else torch.as_tensor(items, device=each.device))
+    return total
+
+
+OPTIONS = (
+    "divergence",
+    "beta",
+    "temperature",
+    "hard_weight",
+    "teacher_inputs",
+    "teacher_hidden",
+    "teacher_softcap",
+    "teacher_logit_scale",
+)
+"""arguments of :func:`distillation_loss` that are not the student's"""
+
+
+def _divergence_of_logits(logits: Tensor, other: Tensor, options: dict[str, Any]) -> Tensor:
+    """``[T]``, over the classes that both have."""
+    common, temperature = min(logits.shape[-1], other.shape[-1]), options.get("temperature", 1.0)
+    if options.get("teacher_hidden") is not None:
+        transform = LogitTransform(
+            softcap=options.get("teacher_softcap"), scale=options.get("teacher_logit_scale", 1.0)
+        )
+        other = transform(other)
+    log_q = (logits[:, :common] / temperature).log_softmax(-1)
+    log_p = (other[:, :common] / temperature).log_softmax(-1)
+
+    def kl(log_of: Tensor, log_from: Tensor) -> Tensor:
+        return torch.sum(nn.functional.kl_div(log_from, log_of, reduction="none", log_target=True), -1)
+
+    divergence: Divergence = options.get("divergence", "forward_kl")
+    beta: float = options.get("beta", 0.5)
+    if divergence == "forward_kl":
+        return kl(log_p, log_q)
+    if divergence == "reverse_kl":
+        return kl(log_q, log_p)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1.0 - beta))
+    of_student = (1.0 - beta) * kl(log_q, log_m)
+    return of_student + beta * kl(log_p, log_m)

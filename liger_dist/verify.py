@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import LOGITS
+from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import Explanation, explain
 from .fused_head.entry import Entry
@@ -81,8 +82,9 @@ class _Pass:
     gradients: dict[str, Tensor | None]
 
 
-def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
-    """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss.
+def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None = None) -> Verification:
+    """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
+    ``teacher`` the distillation loss with that of full logits.
 
     Three passes forward and backward with the same random numbers: fused, fused with twice the loss, and unfused,
     which materialises the logits: choose a batch that fits. Every rank has to call it, between optimiser steps.
@@ -90,7 +92,9 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
 
     Args:
         model: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
-        batch: this rank's arguments of the model, of which at least one label is not ignored.
+        batch: this rank's arguments of the model, of which at least one label is not ignored; with a teacher, those of
+            :func:`distillation_loss` beside the two models.
+        teacher: the teacher of :func:`distillation_loss`; None for the model's own loss.
 
     Raises:
         LigerDistError: on every rank alike; the model is not wrapped or not fused, gradients are waiting for an
@@ -100,15 +104,22 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     record = record_of(inner)
     if record.seam is None:
         raise LigerDistError(f"there is no fused loss to verify: {record.unfused_reason}.")
-    _agree(_objection(model, record.seam.entry, batch))
+    _agree(_objection(model, record.seam.entry, batch, with_teacher=teacher is not None))
     chosen = explain(model)
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
-        fused = _run(model, batch)
-        doubled = _run(model, batch, factor=2.0)
-        with full_logits(model):
-            unfused = _run(model, batch | record.seam.entry.shared_mean(batch))
+        if teacher is None:
+            fused, doubled = (_run(model, lambda: model(**batch).loss, factor=factor) for factor in (1.0, 2.0))
+            with full_logits(model):
+                own = batch | record.seam.entry.shared_mean(batch)
+                unfused = _run(model, lambda: model(**own).loss)
+        else:
+            fused, doubled = (
+                _run(model, lambda: distillation_loss(model, teacher, **batch).loss, factor=factor)
+                for factor in (1.0, 2.0)
+            )
+            unfused = _run(model, lambda: loss_of_full_logits(model, teacher, batch))
     errors = _Errors(fused.gradients, unfused.gradients)
     heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
@@ -131,8 +142,8 @@ def verify(model: nn.Module, batch: dict[str, Any]) -> Verification:
     return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
 
 
-def _run(model: nn.Module, batch: dict[str, Any], *, factor: float = 1.0) -> _Pass:
-    """One forward and backward; the random number generators are restored."""
+def _run(model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0) -> _Pass:
+    """One forward, ``loss_of``, and backward; the random number generators are restored."""
     inner = inner_model(model)
     head = active_head(inner.get_submodule(record_of(inner).structure.head_name))
     dtypes: list[torch.dtype | None] = []
@@ -140,7 +151,7 @@ def _run(model: nn.Module, batch: dict[str, Any], *, factor: float = 1.0) -> _Pa
     hook = head.register_forward_pre_hook(lambda _, args: dtypes.extend(map(_compute_dtype, args[:1])))
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            loss: Tensor = model(**batch).loss
+            loss = loss_of()
             if deepspeed.is_engine(model):
                 deepspeed.backward(model, loss * factor)
             else:
@@ -280,14 +291,17 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     return problems
 
 
-def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any]) -> str | None:
+def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any], *, with_teacher: bool) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
+    batch = {name: value for name, value in batch.items() if not (with_teacher and name in OPTIONS)}
     try:
         call = entry.signature.read((), batch | {"labels": labels.cpu()})
-        if call.loss:
+        if with_teacher:
+            call.check_distilled()
+        elif call.loss:
             return f"the batch has {next(iter(call.loss))}, which the model's own loss does not have; leave it out"
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"

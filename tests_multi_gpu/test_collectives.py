@@ -66,6 +66,11 @@ def count(cell: Cell) -> dict[str, int]:
     with mode:
         run_micro_batches(session, batches)
     session.close()
+    return kinds_of(mode)
+
+
+def kinds_of(mode: Any) -> dict[str, int]:
+    """Collectives that a ``CommDebugMode`` has seen, by kind."""
     kinds: Counter[str] = Counter()
     for operation, number in mode.get_comm_counts().items():
         name = str(operation).replace("allgather", "all_gather").replace("allreduce", "all_reduce")

@@ -340,3 +340,70 @@ def other_tokens() -> str:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         errors_of(Pair(student=LAYOUTS["DDP"], teacher=LAYOUTS["TP"]))
     return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3"])
+def test_verify(layout: str, workers_2: Workers) -> None:
+    cell = LAYOUTS[layout]
+    if cell.obstacle() is not None:
+        pytest.skip(str(cell.obstacle()))
+    for right, wrong in workers_2.run(verified, cell):
+        assert right == ()
+        assert any("gradient" in sentence for sentence in wrong)
+
+
+def verified(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What verify says of the loss as it is, and of one whose teacher's temperature is lost."""
+    from unittest import mock
+
+    from distilled import session_of
+
+    model = cell.build()
+    teacher = liger_dist.wrap(make_teacher(dtype=next(model.parameters()).dtype).eval(), "auto")
+    session = session_of(cell, model)
+    batch = make_batch(session_rank(cell)) | JSD
+    batch["token_weight"] = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(0)).to(
+        batch["labels"].device
+    )
+    right = liger_dist.verify(session.root, batch, teacher=teacher).problems
+    own = Distillation.options
+    with mock.patch.object(Distillation, "options", lambda self, student: own(replace(self, temperature=1.0), student)):
+        wrong = liger_dist.verify(session.root, batch, teacher=teacher).problems
+    session.close()
+    return right, wrong
+
+
+def test_collectives_of_one_step(workers_2: Workers) -> None:
+    """Those of the student's own loss, the gathers of the teacher's weights, and nothing for the divergence."""
+    fsdp2, tp = LAYOUTS["FSDP2"], LAYOUTS["TP"]
+    for counts in workers_2.run(collectives, Pair(student=fsdp2, teacher=LAYOUTS["plain"])):
+        # As test_of_the_group_that_holds_the_head.
+        assert counts == {"all_gather": 7, "reduce_scatter": 4}
+    for counts in workers_2.run(collectives, Pair(student=fsdp2, teacher=fsdp2)):
+        # One layer, the embedding, the head with its norm.
+        assert counts == {"all_gather": 7 + 3, "reduce_scatter": 4}
+    for counts in workers_2.run(collectives, Pair(student=tp, teacher=LAYOUTS["plain"])):
+        # Comparing tokens; statistics; the hidden states' gradient.
+        assert counts == {"all_gather": 2, "all_reduce": 1}
+    for counts in workers_2.run(collectives, Pair(student=tp, teacher=LAYOUTS["plain"], options=JSD)):
+        # The mixture needs a second sum over the rows, and the labels their own statistics.
+        assert counts == {"all_gather": 4, "all_reduce": 1}
+
+
+def collectives(pair: Pair) -> dict[str, int]:
+    """Of the second step, by kind."""
+    from distilled import session_of
+    from test_collectives import kinds_of
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    session, other = session_of(pair.student, pair.student.build()), session_of(pair.teacher, make_teacher().eval())
+    batch = make_batch(session.data_rank)
+
+    def step() -> None:
+        liger_dist.distillation_loss(session.root, other.root, **batch, **pair.options).loss.backward()
+
+    step()
+    session.optimizer.zero_grad()
+    with CommDebugMode() as mode:
+        step()
+    return kinds_of(mode)

@@ -311,6 +311,16 @@ class Entry:
             labels = labels.masked_fill(attention_mask.to(labels.device) == 0, ignore_index)
         return labels, False
 
+    def is_aligned(self, batch: dict[str, Any]) -> bool:
+        """True if the labels of a call stand at the positions of the logits that they are scored against."""
+        return self._targets(batch, batch.get("ignore_index", IGNORE_INDEX))[1]
+
+    def aligned_labels(self, batch: dict[str, Any]) -> Tensor:
+        """``[B, S]``: the label that each position of the logits is scored against."""
+        ignore_index = batch.get("ignore_index", IGNORE_INDEX)
+        labels, is_aligned = self._targets(batch, ignore_index)
+        return labels if is_aligned else nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
     def has_target(self, call: Call) -> bool:
         """True if a label of the call is not ignored."""
         labels, is_aligned = self._targets(call.named, call.ignore_index)
