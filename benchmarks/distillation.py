@@ -113,8 +113,8 @@ def divergence_table(pair: Pair, divergence: Divergence, rounds: int) -> list[Ro
     torch.cuda.empty_cache()
     found = [
         ("liger_dist", ours(pair, divergence), "bf16 sum of 4"),
-        ("liger_dist, 2 GiB", ours(pair, divergence, memory_budget=2**31), "fp32 sum"),
-        ("liger_dist, fp32 logits", ours(pair, divergence, torch.float32), "fp32 sum"),
+        ("liger_dist, 2 GiB", ours(pair, divergence, memory_budget=2**31), "bf16 sum of 2"),
+        ("liger_dist, fp32 logits", ours(pair, divergence, torch.float32), "bf16 sum of 4"),
         *peers.divergences(pair.teacher_TE, pair.teacher_VE, divergence),
     ]
     candidates = [Candidate("bare GEMMs", four_gemms(pair))]

@@ -70,6 +70,15 @@ tokens at a time`: full logits of a chunk, its log-softmax by torch, checkpointe
 
 ![Time and memory](plots/log_probs.png)
 """
+DISTILLATION = """## Divergences from a teacher
+
+Student and teacher of the same sizes in bf16, forward and backward with fresh gradients; `soft labels`: the loss of the
+labels, and half of it from K classes of each token. `ratio`: time to four bare cuBLAS GEMMs, for soft labels to the
+labels alone. `extra`: peak memory beyond inputs and gradients, in MiB. Errors are relative (L2) to fp64, on 256 rows of
+each gradient. `sum`: the dtype in which the weight's gradient is added up over chunks.
+
+![Time and memory](plots/distillation.png)
+"""
 POLICY_STEPS = """## Steps of DPO and GRPO
 
 Of a model of Llama 8B's layers and vocabulary with random weights, on stored completions: 8 x 1024 tokens for each GPU,
@@ -235,11 +244,21 @@ def policies_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
-def plot_policies(problems: Problems, path: Path) -> None:
-    """Time and memory of every implementation."""
+def distillation_section(problems: Problems) -> str:
+    """One table for each divergence, and one for soft labels."""
+    parts = [DISTILLATION]
+    for name, problem in problems.items():
+        rows = [[row["name"], row["accuracy"], *measured(row, ("loss", "dW", "dX"))] for row in problem["rows"]]
+        header = ("implementation", "sum", "ms", "ratio", "extra", "loss error", "dW error", "dX error")
+        parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
+    return "\n".join(parts)
+
+
+def plot_ratios(problems: Problems, path: Path) -> None:
+    """Time and memory of every implementation; two panels for each problem."""
     import matplotlib.pyplot as plt
 
-    shown = {name: problem for name, problem in problems.items() if not name.startswith("training")}
+    shown = {name: problem for name, problem in problems.items() if not name.startswith(("training", "soft"))}
     figure, axes = plt.subplots(len(shown), 2, figsize=(11, 2.2 * len(shown)), squeeze=False, sharey="row")
     for line, (name, problem) in zip(axes, shown.items(), strict=True):
         rows = [row for row in problem["rows"] if not row["failure"] and row["name"] != "bare GEMMs"]
@@ -440,11 +459,15 @@ def main() -> None:
         sections.append(sequences_section(sequences))
     policies, policy_steps = read("log_probs", given.results), read("policy_step", given.results)
     if policies:
-        plot_policies(policies, plots / "log_probs.png")
+        plot_ratios(policies, plots / "log_probs.png")
         sections.append(policies_section(policies))
     if policy_steps:
         columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "peak ratio": ("peak ratio", ".3f")}
         sections.append(timed_section(POLICY_STEPS, policy_steps, columns, "head"))
+    distillation = read("distillation", given.results)
+    if distillation:
+        plot_ratios(distillation, plots / "distillation.png")
+        sections.append(distillation_section(distillation))
     large = read("large_model", given.results)
     if large:
         plot_steps(large, plots / "large_model.png")
