@@ -16,7 +16,7 @@ from models import VOCAB_SIZE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_dist.losses import linear_cross_entropy
+from liger_dist.losses import linear_cross_entropy, linear_divergence
 
 
 @dataclass
@@ -44,17 +44,20 @@ class _Logits(TorchDispatchMode):
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """Counts calls of the fused op, and looks at what products return."""
-    seen, own = Seen(), linear_cross_entropy._LinearCrossEntropy.forward
+    """Counts calls of the fused ops, and looks at what products return."""
+    seen = Seen()
 
-    def forward(*args: Any) -> Any:
-        seen.fused_calls += 1
-        return own(*args)
+    def counted(function: Any) -> Any:
+        own = function.forward
 
-    with (
-        mock.patch.object(linear_cross_entropy._LinearCrossEntropy, "forward", staticmethod(forward)),
-        _Logits(seen),
-    ):
+        def forward(*args: Any) -> Any:
+            seen.fused_calls += 1
+            return own(*args)
+
+        return mock.patch.object(function, "forward", staticmethod(forward))
+
+    functions = (linear_cross_entropy._LinearCrossEntropy, linear_divergence._LinearDivergence)
+    with counted(functions[0]), counted(functions[1]), _Logits(seen):
         yield seen
 
 

@@ -152,6 +152,7 @@ def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
     if page.endswith("trl.md"):
         trainer = mock.MagicMock()
         yield {"DPOTrainer": trainer, "reference": None, "arguments": None, "data": None}
+        yield {"DistillationTrainer": trainer, "student": None, "teacher": None, "prompts": None}
     if page.endswith("lightning.md"):
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy

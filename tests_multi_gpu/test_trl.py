@@ -54,8 +54,20 @@ FURTHER: dict[str, dict[str, Any]] = {
     "DPO weighted": {"use_weighting": True},
     "SimPO": {"loss_type": "simpo", "cpo_alpha": 0.0},
     "OnlineDPO": {"max_new_tokens": 6, "eval_strategy": "no"},
+    "Distillation": {"max_completion_length": 6, "temperature": 0.9, "beta": 1.0},
+    "Distillation by JSD": {"max_completion_length": 6, "beta": 0.3},
+    "GKD": {"max_new_tokens": 6, "lmbda": 0.5, "beta": 0.3, "max_length": 24},
+    "GOLD": {
+        "max_completion_length": 6,
+        "lmbda": 0.0,
+        "beta": 0.0,
+        "max_length": 24,
+        "use_uld_loss": False,
+        "use_extended_uld": False,
+    },
     "GRPO with an fp32 head": NO_REFERENCE | {"cast_lm_head_to_fp32": True},
 }
+DISTILLERS = ("Distillation", "Distillation by JSD", "GKD", "GOLD")
 WITHOUT_A_HEAD = ("CPO", "SimPO", "ORPO", "OnlineDPO")
 """trainers that compute log-probabilities from full logits"""
 WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER, *WITHOUT_A_HEAD)) if kind not in ("GRPO", "RLOO")]
@@ -78,6 +90,24 @@ def test_wrapped_first(kind: str) -> None:
     """Without another line: the trainer gets a wrapped model. GRPO and RLOO load their references themselves."""
     with InThisProcess() as here:
         check(here.run(functools.partial(trained_twice, kind, None, how="wrapped first")))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
+@pytest.mark.parametrize("kind", DISTILLERS)
+def test_distillation(kind: str) -> None:
+    with InThisProcess() as here:
+        check(here.run(trained_twice, kind, None))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", DISTILLERS)
+def test_distillation_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
+    """With a sharded teacher; TRL's own run is replicated, where the teacher is full."""
+    results = workers_2.run(trained_twice, kind, engine, "ddp")
+    check(results)
+    for fused, own in results:
+        assert own["teacher's share"] == 1.0
+        assert fused["teacher's share"] == 1.0 if engine == "ddp" else fused["teacher's share"] < 0.6
 
 
 @pytest.mark.parametrize(
@@ -310,7 +340,21 @@ def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: 
             whole = parameter.detach()
             weights[name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().clone()
     # Generation makes logits of one token for each sequence.
-    return {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
+    found = {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
+    if getattr(trainer, "teacher_model", None) is not None:
+        found["teacher's share"] = share_of(trainer.teacher_model)
+    return found
+
+
+def share_of(model: torch.nn.Module) -> float:
+    """The part of a model's numbers that this rank stores."""
+    stored = total = 0
+    for parameter in model.parameters():
+        is_of_zero = hasattr(parameter, "ds_tensor")
+        total += parameter.ds_numel if is_of_zero else parameter.numel()  # type: ignore[attr-defined]
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        stored += parameter.ds_tensor.numel() if is_of_zero else local.numel()  # type: ignore[attr-defined]
+    return stored / total
 
 
 def config_for(kind: str) -> liger_dist.WrapConfig:
@@ -323,7 +367,8 @@ def classes_of(kind: str) -> tuple[Any, Any]:
     import trl
 
     name = {"SimPO": "CPO"}.get(kind.split()[0], kind.split()[0])
-    folder = {"CPO": "cpo", "ORPO": "orpo", "OnlineDPO": "online_dpo"}.get(name)
+    folders = {"CPO": "cpo", "ORPO": "orpo", "OnlineDPO": "online_dpo", "GKD": "gkd", "GOLD": "gold"}
+    folder = folders.get(name)
     module = trl if folder is None else importlib.import_module(f"trl.experimental.{folder}")
     return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
 
@@ -358,6 +403,9 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: 
             {"prompt": "abc"[: 1 + n % 3], "chosen": "hello"[: 3 + n % 2], "rejected": "world!"[: 2 + n % 4]}
             for n in numbers
         ]
+    elif kind in DISTILLERS:
+        rows = distillation_rows(kind)
+        extra["teacher_model"] = make_model("qwen2", dtype=torch.float32, seed=3).cpu()
     elif kind == "KTO":
         rows = [
             {"prompt": "abc"[: 1 + n % 3], "completion": "hello"[: 2 + n % 4], "label": n % 2 == 0} for n in numbers
@@ -386,6 +434,15 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: 
     data = Dataset.from_list(rows)
     settings, trainer = classes_of(kind)
     return trainer(args=settings(**arguments), train_dataset=data, eval_dataset=data, **extra)
+
+
+def distillation_rows(kind: str) -> list[dict[str, Any]]:
+    """Prompts for the on-policy trainer, and conversations for the others."""
+    prompts = ["abc"[: 1 + n % 3] for n in range(8)]
+    if kind.startswith("Distillation"):
+        return [{"prompt": prompt} for prompt in prompts]
+    turns = [("user", prompt, "assistant", "hello world"[: 3 + n]) for n, prompt in enumerate(prompts)]
+    return [{"messages": [{"role": a, "content": b}, {"role": c, "content": d}]} for a, b, c, d in turns]
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:

@@ -26,6 +26,7 @@ from liger_dist.wrap import is_wrapped, record_of, unwrap
 
 from .accelerate import wrap_for
 from .patches import models_wrapped_for
+from .trl_distillation import fused_divergences
 
 ADD = "add_fused_lm_head"
 WITHOUT_A_HEAD = {"cpo": "CPOTrainer", "orpo": "ORPOTrainer", "online_dpo": "OnlineDPOTrainer"}
@@ -34,9 +35,10 @@ WITHOUT_A_HEAD = {"cpo": "CPOTrainer", "orpo": "ORPOTrainer", "online_dpo": "Onl
 
 @contextmanager
 def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
-    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO, and of ``trl.experimental`` CPO, ORPO, OnlineDPO) score
-    their tokens with this library's lm_head, and so do their reference models, under the trainers' own settings: one
-    process, DDP, FSDP1, FSDP2 or DeepSpeed. Models that are wrapped already keep their own config.
+    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO, Distillation, and of ``trl.experimental`` CPO, ORPO,
+    OnlineDPO, GKD, GOLD) score their tokens with this library's lm_head, and so do their reference models and teachers,
+    under the trainers' own settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed. Models that are wrapped already keep
+    their own config.
 
     Args:
         lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
@@ -58,6 +60,7 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
             for folder, name in WITHOUT_A_HEAD.items():
                 trainer = getattr(import_module(f"trl.experimental.{folder}"), name)
                 stack.enter_context(models_wrapped_for(trainer, config, lm_head))
+            stack.enter_context(fused_divergences(config, lm_head))
             yield
     finally:
         # Also where TRL's modules were first imported within.
