@@ -74,6 +74,12 @@ class TrainConfig:
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
     cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
 
+    teacher: Optional[str] = option(None, "model to distil from: as --model; its tokenizer is the student's")
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = option("forward_kl", "of the student from the teacher")
+    distillation_beta: float = option(0.5, "jsd: weight of the teacher in the mixture, between 0 and 1")
+    distillation_temperature: float = option(1.0, "divisor of both models' logits in the divergence")
+    hard_weight: float = option(0.0, "of the cross entropy of the labels beside the divergence, in [0, 1]")
+
     lora_rank: int = option(0, "train LoRA layers of this rank instead of the model; 0 for none")
     lora_alpha: float = option(16.0, "scale of the LoRA layers, over their rank")
     lora_dropout: float = option(0.0, "before the LoRA layers")
@@ -178,6 +184,7 @@ class TrainConfig:
             raise LigerDistError(
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
             )
+        self._check_teacher()
         if self.mlp_tile_tokens and (self.compile or not self.layer_kernels):
             raise LigerDistError(
                 f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile or "
@@ -216,6 +223,21 @@ class TrainConfig:
         if self.keep_best and not self.checkpoint_every:
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
 
+    def _check_teacher(self) -> None:
+        given = (self.divergence, self.distillation_beta, self.distillation_temperature, self.hard_weight)
+        if self.teacher is None and given != ("forward_kl", 0.5, 1.0, 0.0):
+            raise LigerDistError(
+                "--divergence, --distillation_beta, --distillation_temperature or --hard_weight is given but --teacher "
+                "is not; give the model to distil from."
+            )
+        if self.teacher is not None and not self.fused_loss:
+            raise LigerDistError("--teacher is given and --fused_loss is false, which has no divergence; leave it out.")
+        if not 0 < self.distillation_beta < 1 or (self.distillation_beta != 0.5 and self.divergence != "jsd"):
+            raise LigerDistError(
+                f"--distillation_beta is {self.distillation_beta} and --divergence {self.divergence}; expected a "
+                "number between 0 and 1, with --divergence jsd."
+            )
+
     def _check_ranges(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         for name, value in numbers.items():
@@ -228,8 +250,9 @@ class TrainConfig:
         for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1, "lora_dropout": 1}.items():
             if getattr(self, name) >= limit:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
-        if self.min_learning_rate_ratio > 1:
-            raise LigerDistError(f"--min_learning_rate_ratio is {self.min_learning_rate_ratio}; expected at most 1.")
+        for name in ("min_learning_rate_ratio", "hard_weight"):
+            if getattr(self, name) > 1:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected at most 1.")
 
 
 ABOVE_ZERO = 1e-300
@@ -239,9 +262,9 @@ MINIMA: dict[str, float] = {
         ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
     ),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
-    **dict.fromkeys(("epochs", "lora_alpha"), ABOVE_ZERO),
+    **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
-    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate"), 0),
+    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
     **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
     "sequence_length": 2,

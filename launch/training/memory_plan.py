@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
 
@@ -43,13 +45,15 @@ class MemoryPlan:
     """what the head holds beside the shards of its weight"""
     sent: int
     """by this process to others for one loss"""
+    teacher: int = 0
+    """weights of the teacher that stay, and at the loss its lm_head and hidden states"""
 
     @property
     def peak(self) -> int:
         """At the loss all activations live and few gradients, at the end of the backward the other way round."""
         at_the_loss = self.activations + max(self.loss, self.gathered)
         at_the_end = self.gradients + self.gathered
-        return self.parameters + self.optimizer + self.buffers + max(at_the_loss, at_the_end)
+        return self.parameters + self.optimizer + self.buffers + self.teacher + max(at_the_loss, at_the_end)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Plans:
     plans: list[MemoryPlan]
 
     def __str__(self) -> str:
-        names = ("parameters", "optimizer", "gradients", "buffers", "activations", "gathered", "loss", "peak", "sent")
+        names = ["parameters", "optimizer", "gradients", "buffers", "activations", "gathered", "loss", "peak", "sent"]
+        if any(plan.teacher for plan in self.plans):
+            names.insert(0, "teacher")
         rows = [["GiB of each process", *(plan.head for plan in self.plans)]]
         rows += [[name, *(f"{getattr(plan, name) / 2**30:.2f}" for plan in self.plans)] for name in names]
         width = max(len(row[0]) for row in rows)
@@ -68,9 +74,14 @@ class Plans:
         return "\n".join([f"{self.dims}", *lines])
 
 
-def plan(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any) -> Plans:
+def plan(
+    config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any, teacher_config: Any = None
+) -> Plans:
     """Plans a model without storage: parameters, gradients and AdamW's states in fp32, decoder layers of attention and
     a gated MLP.
+
+    Args:
+        teacher_config: of a teacher's model; None without one.
 
     Raises:
         LigerDistError: layers of another kind.
@@ -86,7 +97,22 @@ def plan(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config
     heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.shard > 1 else ["gather"]
     if dims.tensor_parallel > 1:
         heads = ["gather"]
-    return Plans(dims, [_plan(config, dims, model, structure, text, head) for head in heads])
+    plans = [_plan(config, dims, model, structure, text, head) for head in heads]
+    if teacher_config is not None:
+        held = bytes_of_teacher(config, dims, teacher_config)
+        plans = [replace(plan, teacher=held) for plan in plans]
+    return Plans(dims, plans)
+
+
+def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: Any) -> int:
+    """Counts the shard of a teacher, and its gathered lm_head and hidden states, which exist at the loss."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(teacher_config)
+    numbers: int = sum(parameter.numel() for parameter in model.parameters())
+    size = FP32 if config.dtype == "float32" else 2
+    hidden: int = config.batch_size * config.sequence_length * teacher_config.get_text_config().hidden_size
+    head: int = model.get_output_embeddings().weight.numel() if dims.world_size > 1 else 0
+    return size * (-(-numbers // dims.world_size) + head + hidden)
 
 
 def _plan(

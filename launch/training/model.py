@@ -120,9 +120,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         wrapping: what the configuration is added to; default: WrapConfig's defaults.
     """
     torch.manual_seed(config.seed)
-    folder = Path(config.model)
-    # Decided once: the folder may be there for some machines only. A preset's name may be that of another folder.
-    has_weights = config.model not in PRESETS and on_rank_zero(lambda: _has_weights(folder))
+    folder, has_weights = Path(config.model), has_weights_at(config.model)
     is_full_first = dims.strategy in FULL_FIRST or config.lora_rank > 0
     if has_weights and is_full_first:
         model = read_weights(folder, config.attention)
@@ -139,7 +137,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     strategy = strategy_of(config, dims, dims.mesh(device().type))
     wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
     if has_weights and not is_full_first:
-        _load_pretrained(wrapped, folder)
+        load_pretrained(wrapped, folder)
     if rank() == 0:
         explanation = explain(wrapped)
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
@@ -204,6 +202,12 @@ def _checkpoint_activations(model: Any, *, offload: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+def has_weights_at(name: str) -> bool:
+    """True on every rank for a ``--model`` that is a folder with weights, as rank 0 sees it: the folder may be there
+    for some machines only. A preset's name may be that of another folder."""
+    return name not in PRESETS and on_rank_zero(lambda: _has_weights(Path(name)))
+
+
 def _has_weights(folder: Path) -> bool:
     """True for a folder with weights; False for a config.json."""
     found = any(file.suffix in (".safetensors", ".bin") for file in folder.glob("*"))
@@ -215,15 +219,15 @@ def _has_weights(folder: Path) -> bool:
     return found
 
 
-def read_weights(folder: Path, attention: str | None) -> nn.Module:
-    """Reads pretrained weights in fp32, from any format that transformers reads.
+def read_weights(folder: Path, attention: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Reads pretrained weights in ``dtype``, from any format that transformers reads.
 
     Raises:
         LigerDistError: files that cannot be read, or that lack parameters.
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+            folder, local_files_only=True, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LigerDistError(f"the weights in {folder} cannot be read: {error}; get its files again.") from error
@@ -250,11 +254,11 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
     )
 
 
-def _load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Reads the folder on rank 0, and loads the shards of every rank."""
+def load_pretrained(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Reads the folder in ``dtype`` on rank 0, and loads the shards of every rank."""
     weights: dict[str, Any] = {}
     if rank() == 0:
-        weights = read_weights(folder, None).state_dict()
+        weights = read_weights(folder, None, dtype).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(model, weights, options=options)
 

@@ -32,6 +32,7 @@ from .optimizer import make_schedule
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .stream import StreamedData
+from .teacher import Teacher, find_teacher_config
 
 
 @dataclass
@@ -57,9 +58,17 @@ class Trainer:
     """A wrapped model, its data and its schedule; makes steps and evaluations."""
 
     def __init__(
-        self, config: TrainConfig, dims: ParallelDims, engine: Engine, data: Data, held_out: CachedData | None, pad: int
+        self,
+        config: TrainConfig,
+        dims: ParallelDims,
+        engine: Engine,
+        data: Data,
+        held_out: CachedData | None,
+        pad: int,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.dims, self.engine, self.data, self.held_out = config, dims, engine, data, held_out
+        self._teacher = teacher
         self.progress = Progress()
         self.global_batch_size = dims.global_batch_size(config)
         self.num_steps = num_steps(config, data, self.global_batch_size)
@@ -97,7 +106,7 @@ class Trainer:
             if index and total(interruption.requested)[0]:
                 raise InterruptedStepError
             with self.engine.micro_batch(is_last=index == len(batches) - 1):
-                loss = self._loss(batch, num_items)
+                loss = self._loss(batch, num_items, self._teacher)
                 self.engine.backward(loss)
             losses.append(loss.detach())
         norm = self.engine.update()
@@ -169,13 +178,15 @@ class Trainer:
         restart = not config.attend_across_documents
         return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart)
 
-    def _loss(self, batch: dict[str, Tensor], num_items: Tensor) -> Tensor:
-        """Computes this rank's part of the mean over ``num_items`` tokens; labels stay on the CPU, where counting them
-        is free."""
+    def _loss(self, batch: dict[str, Tensor], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
+        """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
+        labels stay on the CPU, where counting them is free."""
         on_device = {name: tensor.to(device(), non_blocking=True) for name, tensor in batch.items()}
         if self.config.fused_loss:
             on_device["labels"] = batch["labels"]
         with autocast(self.config, self.dims.strategy):
+            if teacher is not None:
+                return teacher.loss(self.engine.model, on_device, num_items)
             output = self.engine.model(**on_device, num_items_in_batch=num_items, use_cache=False)
         loss: Tensor = output.loss
         return loss
@@ -217,6 +228,8 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     tokenization = find_tokenization(config)
     tokenizer = tokenization.load_tokenizer()
     model_config = find_config(config, len(tokenizer))
+    if config.teacher is not None:
+        find_teacher_config(config, len(tokenizer))
     tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
@@ -238,7 +251,8 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         return
     # Last of what can be refused: it may take hours.
     data, held_out = load_data(config, tokenization, dims)
-    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id)
+    teacher = None if config.teacher is None or config.eval_only else Teacher(config, dims, len(tokenizer))
+    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id, teacher)
     if saved is not None:
         watchdog.at(saved.step, "loading a checkpoint")
         restore(trainer, checkpoints, saved)
@@ -471,7 +485,8 @@ def _plan(config: TrainConfig) -> None:
     if rank() == 0:
         model_config = find_config(config, vocab_size)
         check_wrap(config, dims)
-        print(plan(config, dims, shell(config, model_config), model_config))
+        teacher_config = None if config.teacher is None else find_teacher_config(config, vocab_size)
+        print(plan(config, dims, shell(config, model_config), model_config, teacher_config))
 
 
 def _say(text: str) -> None:
