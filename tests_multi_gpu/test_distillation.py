@@ -296,7 +296,9 @@ def test_refused_before_anything_runs(name: str) -> None:
     calls: list[str] = []
     for role, model in (("student", student), ("teacher", teacher)):
         model.model.register_forward_pre_hook(lambda *_, role=role: calls.append(role))
-    moved = {key: value.to(compute_device()) if isinstance(value, Tensor) else value for key, value in given.items()}
+    # Labels on the CPU are checked there; on a GPU an assertion on the device would be.
+    is_moved = {key: isinstance(value, Tensor) and key != "labels" for key, value in given.items()}
+    moved = {key: value.to(compute_device()) if is_moved[key] else value for key, value in given.items()}
     with pytest.raises(liger_dist.LigerDistError, match=sentence):
         liger_dist.distillation_loss(student, teacher, **(make_batch(0) | moved))
     assert calls == []
