@@ -70,7 +70,8 @@ FURTHER: dict[str, dict[str, Any]] = {
 DISTILLERS = ("Distillation", "Distillation by JSD", "GKD", "GOLD")
 WITHOUT_A_HEAD = ("CPO", "SimPO", "ORPO", "OnlineDPO")
 """trainers that compute log-probabilities from full logits"""
-WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER, *WITHOUT_A_HEAD)) if kind not in ("GRPO", "RLOO")]
+NOT_WRAPPED_FIRST = ("GRPO", "RLOO", *DISTILLERS)
+WRAPPED_FIRST = [kind for kind in dict.fromkeys((*KINDS, *FURTHER, *WITHOUT_A_HEAD)) if kind not in NOT_WRAPPED_FIRST]
 PADDING_FREE = {"padding_free": True, "max_length": None}
 How = Literal["TRL's own", "fused_heads", "wrapped first"]
 UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
@@ -407,9 +408,7 @@ def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: 
         rows = distillation_rows(kind)
         extra["teacher_model"] = make_model("qwen2", dtype=torch.float32, seed=3).cpu()
     elif kind == "KTO":
-        rows = [
-            {"prompt": "abc"[: 1 + n % 3], "completion": "hello"[: 2 + n % 4], "label": n % 2 == 0} for n in numbers
-        ]
+        rows = [{"prompt": "abc"[: 1 + n % 3], "completion": "hello"[: 2 + n % 4], "label": n < 4} for n in numbers]
     else:
         rows = [{"prompt": "abc"[: 1 + n % 3]} for n in numbers]
         # They read their reference model from where the model came from.
