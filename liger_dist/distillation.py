@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
 
 from .errors import LigerDistError
-from .fused_head.distilled_calls import calls_instead, distilling
+from .fused_head.distilled_calls import distilling, intercepted
+from .fused_head.lm_head import FusedLMHead
 from .fused_head.recipe import LogitTransform
 from .fused_head.seam import Seam
 from .fused_head.signature import IGNORE_INDEX, LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
+from .losses.arguments import SMALLEST_TEMPERATURE
 from .losses.distillation import Distillation, Teacher
 from .peft_layers import without_fsdp1
 from .sharding import fsdp2
@@ -26,6 +29,7 @@ from .sharding.base import FullHead, Head
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
 from .sharding.tensor_parallel import TensorParallelAdapter
+from .structure import is_linear_forward
 from .wrap import Wrapped, inner_model, record_of
 
 
@@ -67,9 +71,9 @@ def distillation_loss(
     needs no teacher. Both may be sharded differently, as long as every rank gives both the same tokens.
 
     Args:
-        student: what is trained: a model on which :func:`wrap` was called, or the wrapper or engine around it.
-        teacher: a wrapped model in evaluation mode, or what is around it; with ``teacher_hidden`` the module that maps
-            hidden states to logits, an ``nn.Linear`` or what shards it.
+        student: a model on which :func:`wrap` was called, or the wrapper or engine around it.
+        teacher: a wrapped model in evaluation mode, or the wrapper or engine around it; with ``teacher_hidden`` its
+            lm_head alone, an ``nn.Linear`` or the FSDP unit around one.
         labels: ``[B, S]`` token ids, ``-100`` where a token has no part in the loss. As for any call of the student
             they are shifted: the divergence at position s counts if ``labels[:, s + 1]`` is a token.
         divergence: "forward_kl" (of the student from the teacher, Hinton et al. 2015, arXiv:1503.02531), "reverse_kl"
@@ -83,8 +87,9 @@ def distillation_loss(
         teacher_softcap: with ``teacher_hidden``, bound of the teacher's logits.
         teacher_logit_scale: with ``teacher_hidden``, factor of the teacher's logits.
         num_items_in_batch: divisor of the loss instead of the number of tokens with a label.
-        inputs: ``input_ids``, ``attention_mask`` and whatever else both models take; ``token_weight``, ``shift_labels``
-            and ``ignore_index`` go to the student alone.
+        inputs: ``input_ids``, ``attention_mask`` and other arguments that both models take (encoder-decoders:
+            ``decoder_input_ids`` too); ``token_weight``, ``shift_labels`` and ``ignore_index`` go to the student
+            alone.
 
     Returns:
         The output of the student's call with the fields of :class:`DistillationOutput`.
@@ -93,89 +98,94 @@ def distillation_loss(
         LigerDistError: a model that is not wrapped, options out of their range, a teacher in training mode, inputs that
             do not fit; before anything is computed.
     """
-    recipe = _Recipe(divergence=divergence, beta=beta, temperature=temperature, hard_weight=hard_weight)
     call = inputs | {"labels": labels}
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
+    options = {"divergence": divergence, "beta": beta, "temperature": temperature, "hard_weight": hard_weight}
+    transform = LogitTransform(softcap=teacher_softcap, scale=teacher_logit_scale)
     seam = _seam_of(student, "student")
-    seam.entry.check_distilled(call)
-    _check_teacher(student, teacher, labels, teacher_hidden)
-    lesson = _Lesson(student, call, seam, recipe)
-    with ExitStack() as stack:
-        if teacher_hidden is None:
-            given = dict(inputs if teacher_inputs is None else teacher_inputs)
-            given = {name: value for name, value in given.items() if name not in _OF_THE_STUDENT}
-            stack.enter_context(_as_teacher(teacher, lesson, given, labels))
-        else:
-            transform = LogitTransform(softcap=teacher_softcap, scale=teacher_logit_scale)
-            head = without_fsdp1(teacher)
-            stack.enter_context(calls_instead(head, lesson, _full_linear, transform))
-        stack.enter_context(torch.no_grad())
-        if teacher_hidden is None:
-            teacher(**given)
-        else:
-            teacher(teacher_hidden)
-    if lesson.output is None:
-        raise LigerDistError(
-            f"the teacher {type(inner_model(teacher)).__name__} did not call its lm_head in the thread of its call; "
-            "expected a forward that computes logits."
-        )
-    fsdp2.reshard(teacher)
-    return cast(DistillationOutput, lesson.output)
+
+    def check_teacher() -> None:
+        _check_options(options)
+        _check_transform(transform, teacher_hidden, teacher_inputs)
+        _check_teacher(student, teacher, labels, teacher_hidden)
+
+    seam.entry.check_distilled(call, check_teacher)
+    running = _StudentCall(student, call, seam, options)
+    given = dict(inputs if teacher_inputs is None else teacher_inputs)
+    given = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
+    try:
+        with ExitStack() as stack:
+            if teacher_hidden is None:
+                stack.enter_context(_intercepted(teacher, running, given, labels))
+            else:
+                stack.enter_context(intercepted(without_fsdp1(teacher), running, _full_linear, transform))
+            stack.enter_context(torch.no_grad())
+            if teacher_hidden is None:
+                teacher(**given)
+            else:
+                teacher(teacher_hidden)
+    finally:
+        fsdp2.reshard(teacher)
+    return running.result(teacher)
 
 
-_OF_THE_STUDENT = (*LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS)
+_STUDENT_KEYWORDS = (*LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS)
 
 
-class _Recipe:
-    """Options of the divergence, checked."""
-
-    def __init__(self, *, divergence: Divergence, beta: float, temperature: float, hard_weight: float) -> None:
-        try:
-            DivergenceOptions(divergence=divergence, beta=beta, student=LossOptions(temperature=temperature))
-        except (ValueError, TypeError) as error:
-            raise LigerDistError(str(error)) from error
-        if not 0.0 <= hard_weight <= 1.0:
-            raise LigerDistError(f"hard_weight is {hard_weight!r}; expected a number in [0, 1].")
-        self._options: dict[str, Any] = {
-            "divergence": divergence,
-            "beta": beta,
-            "temperature": temperature,
-            "hard_weight": hard_weight,
-        }
-
-    def with_teacher(self, teacher: Teacher) -> Distillation:
-        return Distillation(teacher=teacher, **self._options)
-
-
-class _Lesson:
+class _StudentCall:
     """Runs the student when the teacher's lm_head is called; see [Note: The student runs inside the teacher's
     lm_head]. In the caller's modes: a teacher's engine may have set others."""
 
-    def __init__(self, student: nn.Module, call: dict[str, Any], seam: Seam, recipe: _Recipe) -> None:
-        self._student, self._call, self._seam, self._recipe = student, call, seam, recipe
+    def __init__(self, student: nn.Module, call: dict[str, Any], seam: Seam, options: dict[str, Any]) -> None:
+        self._student, self._call, self._seam, self._options = student, call, seam, options
         self._computes_gradients = torch.is_grad_enabled()
         types = ("cpu", compute_device().type)
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
-        self.output: Any = None
+        self._output: Any = None
 
     def __call__(self, teacher: Teacher) -> None:
         with ExitStack() as stack:
-            stack.enter_context(distilling(self._seam, self._recipe.with_teacher(teacher)))
+            stack.enter_context(distilling(self._seam, Distillation(teacher=teacher, **self._options)))
             stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
             for device_type, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
-            self.output = self._student(**self._call)
+            self._output = self._student(**self._call)
+
+    def result(self, teacher: nn.Module) -> DistillationOutput:
+        """The student's output.
+
+        Raises:
+            LigerDistError: the teacher has not called its lm_head, or the student has computed another loss.
+        """
+        for model, is_missing in ((teacher, self._output is None), (self._student, self._has_another_loss())):
+            if is_missing:
+                raise LigerDistError(
+                    f"{type(inner_model(model)).__name__} did not call its lm_head in the thread of distillation_loss; "
+                    "expected one process for each device (DDP instead of nn.DataParallel), and a forward that "
+                    "computes logits."
+                )
+        return cast(DistillationOutput, self._output)
+
+    def _has_another_loss(self) -> bool:
+        return getattr(self._output, "divergence", None) is None
 
 
 @contextmanager
-def _as_teacher(
-    teacher: nn.Module, lesson: Callable[[Teacher], None], given: dict[str, Any], labels: Tensor
+def _intercepted(
+    teacher: nn.Module, then: Callable[[Teacher], None], given: dict[str, Any], labels: Tensor
 ) -> Iterator[None]:
-    """Within, the lm_head of a wrapped model gives its lesson."""
+    """Within, the lm_head of a wrapped model calls ``then`` instead of computing logits."""
     seam = _seam_of(teacher, "teacher")
     entry = seam.entry
-    ids = given.get("input_ids", given.get("inputs_embeds"))
+    is_encoder_decoder = bool(getattr(entry.model.config, "is_encoder_decoder", False))
+    name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
+    ids = given.get(name, given.get("decoder_inputs_embeds" if is_encoder_decoder else "inputs_embeds"))
+    if is_encoder_decoder and ids is None:
+        raise LigerDistError(
+            f"the teacher {type(entry.model).__name__} is an encoder-decoder and gets no labels; pass "
+            "decoder_input_ids, which both models take."
+        )
     if ids is not None and ids.shape[:2] != labels.shape:
         raise LigerDistError(
             f"the teacher's inputs have shape {tuple(ids.shape)} and labels have shape {tuple(labels.shape)}; expected "
@@ -186,12 +196,12 @@ def _as_teacher(
     head = seam.access.in_use()
     transform = entry.recipe.transform
     bias = None if transform.bias is None else entry.model.get_buffer(transform.bias)
-    with calls_instead(head, lesson, seam.access.adapter(head).full_head, transform, bias):
+    with intercepted(head, then, seam.access.adapter(head).full_head, transform, bias):
         yield
 
 
 def _full_linear(hidden_states: Tensor, head: Head) -> FullHead:
-    """An lm_head by itself, inside its own forward."""
+    """Input, weight and bias of an lm_head without a model, inside its own forward."""
     if isinstance(head.weight, DTensor):
         return TensorParallelAdapter().full_head(hidden_states, head)
     return Replicated().full_head(hidden_states, head)
@@ -210,29 +220,85 @@ def _seam_of(model: nn.Module, role: str) -> Seam:
     return record.seam
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses options of the divergence that are out of their range."""
+    for name in ("beta", "temperature", "hard_weight"):
+        if not isinstance(options[name], Real):
+            raise LigerDistError(f"{name} is {options[name]!r}; expected a number.")
+    beta, temperature, hard_weight = (options[name] for name in ("beta", "temperature", "hard_weight"))
+    try:
+        DivergenceOptions(divergence=options["divergence"], beta=beta, student=LossOptions(temperature=temperature))
+    except (ValueError, TypeError) as error:
+        raise LigerDistError(str(error)) from error
+    if temperature < SMALLEST_TEMPERATURE:
+        raise LigerDistError(f"temperature is {temperature!r}; expected at least {SMALLEST_TEMPERATURE}.")
+    if not 0.0 <= hard_weight <= 1.0:
+        raise LigerDistError(f"hard_weight is {hard_weight!r}; expected a number in [0, 1].")
+    if beta != 0.5 and options["divergence"] != "jsd":
+        raise LigerDistError(f"beta is {beta} and divergence is {options['divergence']!r}; beta is of 'jsd' alone.")
+
+
+def _check_transform(
+    transform: LogitTransform, teacher_hidden: Tensor | None, teacher_inputs: Mapping[str, Any] | None
+) -> None:
+    """Refuses arguments that another one makes meaningless."""
+    if teacher_hidden is None and transform != LogitTransform():
+        raise LigerDistError(
+            "teacher_softcap or teacher_logit_scale was given without teacher_hidden; those of a teacher are read from "
+            "its code. Leave them out."
+        )
+    if teacher_hidden is not None and teacher_inputs is not None:
+        raise LigerDistError("teacher_inputs and teacher_hidden were given; expected one of them.")
+    try:
+        LossOptions(softcap=transform.softcap, logit_scale=transform.scale)
+    except (ValueError, TypeError) as error:
+        raise LigerDistError(f"of the teacher, {error}") from error
+
+
 def _check_teacher(student: nn.Module, teacher: nn.Module, labels: Tensor, teacher_hidden: Tensor | None) -> None:
-    """Refuses a teacher that would not give the distribution that is meant."""
+    """Refuses a teacher whose distribution cannot be read."""
     if teacher_hidden is not None:
-        head = without_fsdp1(teacher)
-        if not isinstance(head, nn.Linear):
-            raise LigerDistError(
-                f"teacher_hidden was given and the teacher is a {type(teacher).__name__}; expected its lm_head, an "
-                "nn.Linear or what shards one. Pass teacher.get_output_embeddings()."
-            )
-        if teacher_hidden.shape[:-1] != labels.shape:
-            raise LigerDistError(
-                f"teacher_hidden has shape {tuple(teacher_hidden.shape)} and labels have shape {tuple(labels.shape)}; "
-                "expected one hidden state for each label, [B, S, E]."
-            )
+        _check_lm_head(student, teacher, labels, teacher_hidden)
         return
-    if inner_model(student) is inner_model(teacher):
+    inner = inner_model(teacher)
+    _seam_of(teacher, "teacher")
+    if inner_model(student) is inner:
         raise LigerDistError(
             "student and teacher are one model; expected two, because the weights of both are unsharded at once. For "
-            "the model without its adapters as a teacher, save its hidden states first and pass teacher_hidden."
+            "the model without its adapters as a teacher, save its hidden states first and pass teacher_hidden and a "
+            "copy of its lm_head."
         )
-    if inner_model(teacher).training:
+    training = [name for name, module in inner.named_modules() if module.training]
+    if training:
         raise LigerDistError(
-            "the teacher is in training mode, where dropout changes what it says; call teacher.eval()."
+            f"the teacher is in training mode ({len(training)} of its modules), with dropout if it has any; call "
+            "teacher.eval()."
+        )
+
+
+def _check_lm_head(student: nn.Module, teacher: nn.Module, labels: Tensor, teacher_hidden: Tensor) -> None:
+    head = without_fsdp1(teacher)
+    forward = vars(head).get("forward", type(head).forward)
+    is_linear = isinstance(head, nn.Linear) and (
+        forward is nn.Linear.forward or isinstance(head, FusedLMHead) or is_linear_forward(forward)
+    )
+    if not is_linear:
+        raise LigerDistError(
+            f"teacher_hidden was given and the teacher is a {type(head).__name__}; expected its lm_head, a "
+            "torch.nn.Linear with its own forward, or the FSDP unit around one. Pass a copy of "
+            "teacher.get_output_embeddings()."
+        )
+    if any(module is head for module in student.modules()):
+        raise LigerDistError("the teacher's lm_head is a module of the student; pass a copy of it.")
+    if teacher_hidden.shape[:-1] != labels.shape:
+        raise LigerDistError(
+            f"teacher_hidden has shape {tuple(teacher_hidden.shape)} and labels have shape {tuple(labels.shape)}; "
+            "expected one hidden state for each label, [B, S, E]."
+        )
+    if teacher_hidden.shape[-1] != head.in_features:
+        raise LigerDistError(
+            f"teacher_hidden has {teacher_hidden.shape[-1]} features and the teacher's lm_head takes "
+            f"{head.in_features}; expected the states of its last layer."
         )
 
 
@@ -246,7 +312,7 @@ def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str,
     if items is None:
         items = entry.shared_mean(given).get("num_items_in_batch")
     labels = entry.aligned_labels(given)
-    inputs = {name: value for name, value in given.items() if name not in _OF_THE_STUDENT}
+    inputs = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
     of_teacher = inputs if options.get("teacher_inputs") is None else dict(options["teacher_inputs"])
     with torch.no_grad():
         if options.get("teacher_hidden") is None:

@@ -4,6 +4,9 @@ refusals."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -247,14 +250,16 @@ def test_memory_and_teacher_after_the_loss() -> None:
 
 def nothing_is_held() -> None:
     student, teacher = liger_dist.wrap(make_model("llama"), "none"), liger_dist.wrap(make_teacher().eval(), "none")
-    batch = make_batch(0)
-    before = teacher(input_ids=batch["input_ids"]).logits
-    output = liger_dist.distillation_loss(student, teacher, **batch)
-    del teacher.lm_head.weight
+    seen: list[Any] = [weakref.ref(teacher.lm_head.weight)]
+    teacher.model.norm.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+    output = liger_dist.distillation_loss(student, teacher, **make_batch(0))
+    liger_dist.unwrap(teacher)
+    assert "forward" not in vars(teacher.lm_head)
+    del teacher
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
     output.loss.backward()
     assert student.lm_head.weight.grad is not None
-    assert before.shape[-1] == 107
-    assert "forward" not in vars(teacher.lm_head)
 
 
 def test_a_failing_student_leaves_the_teacher_as_it_was() -> None:
@@ -275,6 +280,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divergence": ({"divergence": "kl"}, "divergence is 'kl'; expected one of 'forward_kl', 'reverse_kl', 'jsd'"),
     "beta": ({"divergence": "jsd", "beta": 0.0}, "beta is 0.0; expected a number between 0 and 1 for 'jsd'"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
+    "a tensor": ({"temperature": torch.ones(3)}, "temperature is tensor.*expected a number"),
+    "tiny": ({"temperature": 1e-300}, "temperature is 1e-300; expected at least 1e-06"),
+    "beta of no jsd": ({"beta": 0.3}, "beta is 0.3 and divergence is 'forward_kl'; beta is of 'jsd' alone"),
+    "no labels": ({"labels": None}, "labels are None; expected a tensor of token ids"),
+    "tuple": ({"return_dict": False}, "return_dict is False, and a tuple has no place for a divergence"),
+    "softcap": ({"teacher_softcap": 3.0}, "teacher_softcap or teacher_logit_scale was given without teacher_hidden"),
     "hard_weight": ({"hard_weight": 1.5}, r"hard_weight is 1.5; expected a number in \[0, 1\]"),
     "label_smoothing": ({"label_smoothing": 0.1}, "label_smoothing was given to a distillation loss"),
     "outputs": ({"outputs": ("log_prob",)}, "outputs was given to a distillation loss"),
@@ -285,7 +296,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"teacher_inputs": {"input_ids": torch.ones(3, 9, dtype=torch.int64)}},
         r"the teacher's inputs have shape \(3, 9\) and labels have shape \(3, 12\)",
     ),
-    "teacher_hidden": ({"teacher_hidden": torch.ones(3, 12, 24)}, "expected its lm_head, an nn.Linear"),
+    "teacher_hidden": (
+        {"teacher_hidden": torch.ones(3, 12, 24)},
+        "expected its lm_head, a torch.nn.Linear with its own forward",
+    ),
 }
 
 
@@ -304,6 +318,23 @@ def test_refused_before_anything_runs(name: str) -> None:
     assert calls == []
 
 
+class Tripled(nn.Linear):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return 3.0 * super().forward(hidden_states)
+
+
+class InAThread(nn.Module):
+    """Calls its module in another thread, as ``nn.DataParallel`` does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **given: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.module, **given).result()
+
+
 def test_refused_models() -> None:
     student = liger_dist.wrap(make_model("llama"), "none")
     batch = make_batch(0)
@@ -320,8 +351,27 @@ def test_refused_models() -> None:
     unfused = liger_dist.wrap(make_model("llama"), "none", config=liger_dist.WrapConfig(fused_loss=False))
     with pytest.raises(liger_dist.LigerDistError, match="the loss of the student LlamaForCausalLM is not fused"):
         liger_dist.distillation_loss(unfused, teacher.eval(), **batch)
-    with pytest.raises(liger_dist.LigerDistError, match=r"teacher_hidden has shape \(3, 9, 24\)"):
-        liger_dist.distillation_loss(student, nn.Linear(24, 107), **batch, teacher_hidden=torch.ones(3, 9, 24))
+    heads = {
+        r"teacher_hidden has shape \(3, 9, 24\)": (nn.Linear(24, 107), torch.ones(3, 9, 24)),
+        "teacher_hidden has 20 features and the teacher's lm_head takes 24": (
+            nn.Linear(24, 107),
+            torch.ones(3, 12, 20),
+        ),
+        "is a Tripled; expected its lm_head, a torch.nn.Linear with its own forward": (
+            Tripled(24, 107),
+            torch.ones(3, 12, 24),
+        ),
+        "is a module of the student; pass a copy": (student.lm_head, torch.ones(3, 12, 16)),
+    }
+    for sentence, (head, hidden) in heads.items():
+        with pytest.raises(liger_dist.LigerDistError, match=sentence):
+            liger_dist.distillation_loss(student, head, **batch, teacher_hidden=hidden)
+    teacher.model.train()
+    with pytest.raises(liger_dist.LigerDistError, match=r"training mode \(.* of its modules\)"):
+        liger_dist.distillation_loss(student, teacher, **batch)
+    teacher.eval()
+    with pytest.raises(liger_dist.LigerDistError, match="did not call its lm_head in the thread"):
+        liger_dist.distillation_loss(InAThread(student), teacher, **batch)
 
     def whole() -> Tensor:
         return liger_dist.distillation_loss(student, teacher, **batch).loss  # type: ignore[no-any-return]
@@ -409,3 +459,42 @@ def collectives(pair: Pair) -> dict[str, int]:
     with CommDebugMode() as mode:
         step()
     return kinds_of(mode)
+
+
+def test_one_rank_of_a_vocab_parallel_student_refuses(workers_2: Workers) -> None:
+    """No hang: both ranks raise before the teacher runs."""
+    messages = workers_2.run(refusal_of_one_rank)
+    assert all("a label is 101" in message for message in messages)
+
+
+def refusal_of_one_rank() -> str:
+    from distilled import session_of
+
+    session = session_of(LAYOUTS["FSDP2, vocab-parallel"], make_model("llama"))
+    teacher = liger_dist.wrap(make_teacher().eval(), "fsdp2")
+    batch = make_batch(dist.get_rank())
+    batch["labels"] = batch["labels"].cpu()
+    if dist.get_rank() == 1:
+        batch["labels"][0, 5] = 101
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.distillation_loss(session.root, teacher, **batch)
+    return str(caught.value)
+
+
+def test_an_encoder_decoder_and_its_divisor() -> None:
+    """Models whose own loss takes no num_items_in_batch, and whose inputs are of another length."""
+    student, teacher = (liger_dist.wrap(make_model("t5", seed=seed).eval(), "none") for seed in (0, 1))
+    ids, labels = torch.randint(1, 101, (2, 3, 9)), torch.randint(1, 101, (3, 12))
+    given = {"input_ids": ids[0], "labels": labels, "decoder_input_ids": labels.roll(1, 1)}
+    given = {name: value.to(compute_device()) for name, value in given.items()}
+    inputs = {name: value for name, value in given.items() if name != "labels"}
+    with torch.no_grad():
+        logits, other = (model(**inputs, use_cache=False).logits.flatten(0, 1) for model in (student, teacher))
+    total = divergences(logits, other).sum()
+    output = liger_dist.distillation_loss(student, teacher, **given, num_items_in_batch=1000.0)
+    assert relative_error(output.loss, total / 1000.0) < 1e-6
+    del given["decoder_input_ids"]
+    with pytest.raises(
+        liger_dist.LigerDistError, match="is an encoder-decoder and gets no labels; pass decoder_input_ids"
+    ):
+        liger_dist.distillation_loss(student, teacher, **given)

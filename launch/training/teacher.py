@@ -1,4 +1,4 @@
-"""A teacher model beside the one that is trained: loaded, sharded, and asked in every micro-batch."""
+"""Loads and shards a teacher model, and computes the distillation loss of a micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import TrainConfig
 from .model import find_config, has_weights_at, load_pretrained, shell, wrap_config
 from .parallel_dims import ParallelDims
 
-NOT_OF_THE_TEACHER: dict[str, Any] = {
+TEACHER_DEFAULTS: dict[str, Any] = {
     "divergence": "forward_kl",
     "hard_weight": 0.0,
     "distillation_beta": 0.5,
@@ -26,8 +26,8 @@ NOT_OF_THE_TEACHER: dict[str, Any] = {
 
 
 class Teacher:
-    """A model without gradients, in the compute dtype; of several ranks each has a shard of it, by FSDP2, whichever
-    strategy the student has."""
+    """A model without gradients, in the compute dtype; sharded by FSDP2 over all ranks, under every strategy of the
+    student."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims, vocab_size: int) -> None:
         of_teacher = config_of_teacher(config)
@@ -56,7 +56,7 @@ class Teacher:
 def config_of_teacher(config: TrainConfig) -> TrainConfig:
     """The configuration as if the teacher were the model."""
     assert config.teacher is not None
-    return replace(config, model=config.teacher, teacher=None, **NOT_OF_THE_TEACHER)
+    return replace(config, model=config.teacher, teacher=None, **TEACHER_DEFAULTS)
 
 
 def find_teacher_config(config: TrainConfig, vocab_size: int) -> Any:

@@ -1,10 +1,10 @@
-"""A student's call inside the call of a teacher's lm_head.
+"""Runs a student's call inside the call of a teacher's lm_head.
 
 [Note: The student runs inside the teacher's lm_head]
 A divergence needs the weights of both lm_heads at once, and each is unsharded only inside its own module's call. So the
-teacher runs first, without gradients; its lm_head, instead of computing logits, runs the whole student, whose lm_head
-computes the divergence and its gradients. There both frameworks have unsharded their weights by their own hooks,
-whichever they are, and each frees its weight on its way out. The backward needs no teacher.
+teacher runs first, without gradients; its lm_head, instead of computing logits, runs the student's forward, whose
+lm_head computes the divergence and its gradients. There the frameworks of both models have unsharded their weights by
+their own hooks, and each reshards its weight after its module's call. The backward needs no tensor of the teacher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DISTILLING: ContextVar[tuple[object, Distillation] | None] = ContextVar("liger_
 
 
 def distillation_of(seam: object) -> Distillation | None:
-    """What a call of ``seam`` is distilled from; None for a call without a teacher."""
+    """The teacher and options of a call of ``seam``; None for a call without a teacher."""
     running = _DISTILLING.get()
     return running[1] if running is not None and running[0] is seam else None
 
@@ -46,7 +46,7 @@ def distilling(seam: object, distillation: Distillation) -> Iterator[None]:
 
 
 @contextmanager
-def calls_instead(
+def intercepted(
     head: nn.Module,
     then: Callable[[Teacher], None],
     full_head: Callable[..., FullHead],

@@ -252,12 +252,26 @@ class Entry:
                 "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
             )
 
-    def check_distilled(self, kwargs: dict[str, Any]) -> None:
-        """Refuses what is wrong with a student's call, before its teacher runs. No collectives."""
-        call = self.signature.read((), kwargs)
-        call.check_distilled()
-        self.refuse_unfused_distillation()
-        self.check(call)
+    def check_distilled(self, kwargs: dict[str, Any], check_teacher: Callable[[], None]) -> None:
+        """Refuses what is wrong with a student's call, or with its teacher, before the teacher runs. The ranks of a
+        vocab-parallel lm_head agree whether one refuses it.
+
+        Raises:
+            LigerDistError: as :meth:`read`.
+        """
+        shards = row_shards_of(self.structure.head)
+        try:
+            call = self.signature.read((), kwargs)
+            call.check_distilled()
+            self.refuse_unfused_distillation()
+            self.check(call)
+            check_teacher()
+        except Exception as error:
+            if shards is not None:
+                shards.agree_on_call(f"nothing, and refuse it: {error}")
+            raise
+        if shards is not None:
+            shards.agree_on_call("a distillation loss")
 
     def refuse_unfused_distillation(self) -> None:
         """Raises:

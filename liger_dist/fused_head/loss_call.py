@@ -144,12 +144,19 @@ class LossCall:
         self.pending.append(pending)
         used = effective_head(head, own, hidden_states) if has_lora(head) else cast(nn.Linear, base_head(head))
         output = self._without_a_mean(self.compute_loss(hidden_states, used, self.aligned_labels()))
+        self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.differentiable)]
         carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = _detached(output)
         carried = placed_like(hidden_states, carried)
         return FusedLogits.carrying(carried, pending) if type(carried) is Tensor else carried
+
+    def _release_teacher(self) -> None:
+        """The graph keeps this call until the backward, which needs no teacher."""
+        if self.loss.distillation is not None:
+            self.loss = replace(self.loss, distillation=None)
+            self.compute_loss = _computed
 
     def score(self, logits: Tensor, aligned: Tensor) -> Tensor:
         """The loss of full logits ``[..., V]``, which the model's own code has transformed.
@@ -190,7 +197,11 @@ class LossCall:
         is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device, non_blocking=True)
         if items is not None:
             is_empty &= items.reshape(()).to(device, non_blocking=True) == 0
-        return replace(output, loss=torch.where(is_empty, torch.nan, output.loss))
+        named = {name: getattr(output, name) for name in ("loss", "divergence", "hard_loss")}
+        means: dict[str, Any] = {
+            name: torch.where(is_empty, torch.nan, mean) for name, mean in named.items() if mean is not None
+        }
+        return replace(output, **means)
 
     def check_unchanged(self) -> None:
         """Raises:
@@ -370,6 +381,10 @@ def _refuse_unless(same: Tensor, name: str) -> None:
         device_assert(same, sentence)
     elif not bool(same):
         raise LigerDistError(sentence)
+
+
+def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:
+    raise LigerDistError("a distillation loss was computed already; call distillation_loss again.")
 
 
 def _detached(output: LossOutput) -> LossOutput:

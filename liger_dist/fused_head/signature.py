@@ -8,7 +8,7 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype
 from liger_dist.errors import LigerDistError
@@ -97,19 +97,23 @@ class Call:
     def arguments(self, recipe: LossRecipe) -> LossArguments:
         """The arguments of this call's loss, without the bias that the model adds to its logits."""
         smoothing = self.loss.get("label_smoothing")
+        own_smoothing, takes_num_items = recipe.label_smoothing, recipe.takes_num_items
+        if self.distillation is not None:
+            # Its cross entropy is that of the labels alone, and its divisor does not reach the model's own loss.
+            own_smoothing, takes_num_items = 0.0, True
         token_outputs = {name for name in self.outputs if name in OUTPUTS}
         if TOKEN_ACCURACY in self.outputs:
             token_outputs.add("is_top1")
         loss = loss_arguments(
             ignore_index=self.ignore_index,
-            label_smoothing=recipe.label_smoothing if smoothing is None else smoothing,
+            label_smoothing=own_smoothing if smoothing is None else smoothing,
             z_loss=self.loss.get("z_loss", 0.0),
             softcap=recipe.transform.softcap,
             logit_scale=recipe.transform.scale,
             temperature=1.0 if self.loss.get("temperature") is None else self.loss["temperature"],
             class_weight=self.loss.get("class_weight"),
             token_weight=self.loss.get("token_weight"),
-            num_items_in_batch=self.named.get("num_items_in_batch") if recipe.takes_num_items else None,
+            num_items_in_batch=self.named.get("num_items_in_batch") if takes_num_items else None,
             outputs=[name for name in OUTPUTS if name in token_outputs],
             token_ids=self.loss.get("token_ids"),
             top_k=self.loss.get("top_k"),
@@ -128,6 +132,10 @@ class Call:
         """Raises:
         LigerDistError: the call has options or outputs that a divergence does not have.
         """
+        if not isinstance(self.named.get("labels"), Tensor):
+            raise LigerDistError(f"labels are {self.named.get('labels')!r}; expected a tensor of token ids [B, S].")
+        if self.named.get("return_dict") is False:
+            raise LigerDistError("return_dict is False, and a tuple has no place for a divergence; leave it out.")
         others = [name for name in self.loss if name != "token_weight"]
         if others:
             raise LigerDistError(

@@ -1,4 +1,4 @@
-"""What a distillation loss is computed with beside a student's own logits: a teacher's hidden states and lm_head.
+"""Inputs of a distillation loss beside a student's own logits: a teacher's hidden states and lm_head.
 
 Legend: E hidden of the teacher, V its vocabulary.
 """
@@ -46,13 +46,14 @@ class Teacher:
             )
 
     def with_operands(self, hidden_TE: Tensor, dtype: torch.dtype | None) -> Teacher:
-        """With the hidden states of the tokens that are scored, and lm_head in their dtype or ``dtype``."""
+        """Replaces the hidden states by those of the tokens that are scored, and casts lm_head to their dtype or
+        ``dtype``."""
         dtype = hidden_TE.dtype if dtype is None else dtype
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         return replace(self, hidden=hidden_TE.detach().to(dtype), weight=self.weight.detach().to(dtype), bias=bias)
 
     def head(self) -> TeacherHead:
-        """For the kernels."""
+        """Makes the kernels' record of the lm_head."""
         return TeacherHead(weight_VE=self.weight, bias_V=self.bias)
 
 
@@ -69,7 +70,7 @@ class Distillation:
     hard_weight: float = 0.0
 
     def __str__(self) -> str:
-        """What ranks compare that compute one loss together."""
+        """Options and shapes, which ranks that share a loss compare."""
         teacher = self.teacher
         return (
             f"{self.divergence} (beta {self.beta}, temperature {self.temperature}, hard_weight {self.hard_weight}) to "
@@ -78,7 +79,7 @@ class Distillation:
         )
 
     def options(self, student: LossOptions) -> DivergenceOptions:
-        """For the kernels."""
+        """Makes the kernels' options, from those of the student's logits."""
         of_teacher: dict[str, Any] = {"softcap": self.teacher.softcap, "logit_scale": self.teacher.logit_scale}
         return DivergenceOptions(
             divergence=self.divergence,

@@ -125,6 +125,7 @@ def fused_linear_cross_entropy(
     problem = _problem(targets, hidden_TD, weight, bias, labels.shape, rows=rows, loss=loss, execution=execution)
     if loss.distillation is not None:
         teacher = loss.distillation.teacher
+        teacher.check(labels.shape, hidden_states.device)
         teacher_TE = targets.of_tokens(teacher.hidden, labels.shape)
         teacher = teacher.with_operands(teacher_TE, operand_dtype(teacher.hidden, execution))
         problem = replace(problem, distillation=replace(loss.distillation, teacher=teacher))

@@ -7,6 +7,7 @@ Legend: T tokens with a label, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class _LinearDivergence(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.problem = problem
+        # The backward would keep the teacher's tensors.
+        ctx.problem = replace(problem, distillation=None, loss=replace(problem.loss, distillation=None))
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         result = problem.rows.diverge(hidden_TD, weight_VD, bias_V, problem)
         ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
