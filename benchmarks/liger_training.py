@@ -17,7 +17,7 @@ from training.config import TrainConfig, parse
 from training.distributed import device, start
 from training.fault_tolerance import run
 from training.parallel_dims import ParallelDims
-from training.trainer import train
+from training.run import train
 
 from .training_step import sharded_by_hand
 

@@ -15,7 +15,7 @@ def main() -> None:
     # Here, not above: processes that tokenise import this file, and need nothing of it.
     from training.config import parse
     from training.distributed import start
-    from training.trainer import train
+    from training.run import train
 
     config = parse(sys.argv[1:])
     start()

@@ -20,7 +20,7 @@ from harness import Workers
 from training.checkpoint import checksum_of_file, checksum_of_text, read_description
 from training.config import TrainConfig
 from training.export import export
-from training.trainer import train
+from training.run import train
 from training_runs import LAUNCH, config_for, losses_of
 
 import liger_dist

@@ -28,7 +28,7 @@ from training.parallel_dims import parallel_dims_of
 from training.sources import find_source
 from training.stream import StreamedData
 from training.tokenization import Tokenization, load_tokenizer
-from training.trainer import train
+from training.run import train
 from training_runs import CPU, LAUNCH, as_options, config_for, ends_within, torchrun
 
 import liger_dist

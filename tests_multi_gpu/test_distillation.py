@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cells import DDP as DDP_CELL
 from cells import GRID, HSDP, ONE, Cell
 from distilled import Pair, divergences, errors_of, make_teacher
@@ -498,3 +499,27 @@ def test_an_encoder_decoder_and_its_divisor() -> None:
         liger_dist.LigerDistError, match="is an encoder-decoder and gets no labels; pass decoder_input_ids"
     ):
         liger_dist.distillation_loss(student, teacher, **given)
+
+
+def test_the_models_own_label_smoothing_is_not_in_the_hard_loss() -> None:
+    class Smoothing(type(make_model("llama"))):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            from transformers.modeling_outputs import CausalLMOutput
+
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = None
+            if labels is not None:
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.2)
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    student: nn.Module = make_model("llama").to(compute_device())
+    student.__class__ = Smoothing
+    liger_dist.wrap(student, "none")
+    teacher = liger_dist.wrap(make_teacher(dtype=torch.float32).eval(), "none")
+    batch = {name: make_batch(0)[name] for name in ("input_ids", "labels")}
+    output = liger_dist.distillation_loss(student, teacher, **batch, hard_weight=1.0)
+    with torch.no_grad():
+        logits = student(batch["input_ids"]).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    assert relative_error(output.loss, expected) < 1e-5
+    assert relative_error(student(**batch).loss, expected) > 1e-3

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from training.config import TrainConfig
-from training.trainer import train
+from training.run import train
 from training_runs import (
     CPU,
     LAUNCH,

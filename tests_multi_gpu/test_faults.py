@@ -31,7 +31,8 @@ from training.export import export
 from training.fault_tolerance import PHASES, Interruption, Watchdog, run
 from training.metrics import Metrics
 from training.output_folder import write_folder
-from training.trainer import Trainer, train
+from training.run import train
+from training.trainer import Trainer
 from training_runs import CPU, LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
@@ -102,7 +103,7 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
         train(config)
     anew = dataclasses.replace(config, overwrite=True, stop_at_step=2)
-    with mock.patch("training.trainer.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
+    with mock.patch("training.run.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
         train(anew)
     # Before the earlier checkpoints were removed: the restart removes them, too, and does not go on from them.
     train(anew)

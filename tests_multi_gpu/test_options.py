@@ -25,7 +25,7 @@ from training.config import ELSEWHERE, TrainConfig, parse, to_yaml
 from training.export import export
 from training.model import add_lora
 from training.optimizer import decayed_parameters, make_optimizer, make_schedule
-from training.trainer import train
+from training.run import train
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

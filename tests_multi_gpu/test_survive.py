@@ -22,7 +22,8 @@ from training.config import TrainConfig
 from training.distributed import rank
 from training.engine import TorchEngine
 from training.fault_tolerance import NO_HEARTBEAT, PHASES, describe_stall
-from training.trainer import Trainer, train
+from training.run import train
+from training.trainer import Trainer
 from training_runs import (
     CPU,
     LAUNCH,
@@ -239,17 +240,17 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
 LATE = """
 import sys, time
 sys.path[:0] = {paths!r}
-from training import fault_tolerance, trainer
+from training import fault_tolerance, run
 from training.distributed import rank
 
-own, fault_tolerance.LEAST_FOR_SETUP = trainer.{stuck}, 2.0
+own, fault_tolerance.LEAST_FOR_SETUP = run.{stuck}, 2.0
 
 def late(*arguments, **options):
     if rank() == 1:
         time.sleep(1000)
     return own(*arguments, **options)
 
-trainer.{stuck} = late
+run.{stuck} = late
 sys.argv[0] = {program!r}
 import runpy
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -24,7 +24,7 @@ from training.data_loader import Order, collate
 from training.dataset import Piece
 from training.fault_tolerance import run
 from training.tokenization import load_tokenizer
-from training.trainer import train
+from training.run import train
 from training_runs import (
     LAUNCH,
     SOURCES,

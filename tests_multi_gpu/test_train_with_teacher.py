@@ -9,7 +9,7 @@ import pytest
 from harness import InThisProcess, Workers
 from models import make_config
 from training.config import TrainConfig, parse
-from training.trainer import train
+from training.run import train
 from training_runs import LAUNCH, config_for, losses_of, metrics_of
 from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, TypeVar
 
 import yaml
 from transformers import HfArgumentParser, SchedulerType
@@ -79,6 +79,12 @@ class TrainConfig:
     distillation_beta: float = option(0.5, "jsd: weight of the teacher in the mixture, between 0 and 1")
     distillation_temperature: float = option(1.0, "divisor of both models' logits in the divergence")
     hard_weight: float = option(0.0, "of the cross entropy of the labels beside the divergence, in [0, 1]")
+
+    top_k: int = option(0, "soft labels: classes of each token read of what launch/score.py has written; 0 for none")
+    soft_weight: float = option(
+        1.0, "top_k: weight of the soft labels in the loss, in [0, 1]; the labels have the rest"
+    )
+    remainder: Literal["drop", "renormalize", "spread"] = option("drop", "top_k: the probability of all other classes")
 
     lora_rank: int = option(0, "train LoRA layers of this rank instead of the model; 0 for none")
     lora_alpha: float = option(16.0, "scale of the LoRA layers, over their rank")
@@ -232,6 +238,15 @@ class TrainConfig:
             )
         if self.teacher is not None and not self.fused_loss:
             raise LigerDistError("--teacher is given and --fused_loss is false, which has no divergence; leave it out.")
+        if self.top_k and (self.teacher is not None or not self.fused_loss):
+            raise LigerDistError(
+                f"--top_k is {self.top_k} and --teacher {self.teacher}, --fused_loss {self.fused_loss}; expected the "
+                "probabilities that a teacher has written, and the fused loss. Leave one of them out."
+            )
+        if not self.top_k and (self.soft_weight, self.remainder) != (1.0, "drop"):
+            raise LigerDistError(
+                f"--soft_weight is {self.soft_weight} and --remainder {self.remainder}, but --top_k is 0; give it."
+            )
         if not 0 < self.distillation_beta < 1 or (self.distillation_beta != 0.5 and self.divergence != "jsd"):
             raise LigerDistError(
                 f"--distillation_beta is {self.distillation_beta} and --divergence {self.divergence}; expected a "
@@ -250,7 +265,7 @@ class TrainConfig:
         for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1, "lora_dropout": 1}.items():
             if getattr(self, name) >= limit:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
-        for name in ("min_learning_rate_ratio", "hard_weight"):
+        for name in ("min_learning_rate_ratio", "hard_weight", "soft_weight"):
             if getattr(self, name) > 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected at most 1.")
 
@@ -265,6 +280,7 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
     **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
+    **dict.fromkeys(("top_k", "soft_weight"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
     **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
     "sequence_length": 2,
@@ -302,22 +318,31 @@ UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """of transformers: they go by a metric"""
 
 
+Config = TypeVar("Config")
+
+
 def parse(argv: list[str]) -> TrainConfig:
-    """Parses ``[FILE.yaml] [--name value ...]``; the command line wins over the file.
+    """Parses the options of a training run, as :func:`parse_as`."""
+    return parse_as(argv, TrainConfig)
+
+
+def parse_as(argv: list[str], kind: type[Config]) -> Config:
+    """Parses ``[FILE.yaml] [--name value ...]`` into a dataclass; the command line wins over the file.
 
     Raises:
         LigerDistError: the file does not exist, or a name is no option.
         SystemExit: the command line cannot be read; only rank 0 says why.
     """
-    parser = HfArgumentParser(TrainConfig, description=TrainConfig.__doc__, allow_abbrev=False)
+    parser = HfArgumentParser(kind, description=kind.__doc__, allow_abbrev=False)
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     if argv and not argv[0].startswith("-"):
-        argv = [*_read_yaml(Path(argv[0])), *argv[1:]]
+        argv = [*_read_yaml(Path(argv[0]), known), *argv[1:]]
     quiet = int(os.environ.get("RANK", "0")) != 0
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere if quiet else sys.stderr):
         config, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
     if unknown:
-        raise LigerDistError(f"{unknown[0]} is no option{_nearest(unknown[0].lstrip('-'))}.")
-    assert isinstance(config, TrainConfig)
+        raise LigerDistError(f"{unknown[0]} is no option{_nearest(unknown[0].lstrip('-'), known)}.")
+    assert isinstance(config, kind)
     return config
 
 
@@ -328,15 +353,14 @@ def to_yaml(config: TrainConfig) -> str:
     return text
 
 
-def _nearest(name: str) -> str:
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
+def _nearest(name: str, known: list[str]) -> str:
     if name.replace("-", "_") in ELSEWHERE:
         return f": {ELSEWHERE[name.replace('-', '_')]}"
     found = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; the nearest is --{found[0]}" if found else "; expected those that --help lists"
 
 
-def _read_yaml(path: Path) -> list[str]:
+def _read_yaml(path: Path, known: list[str]) -> list[str]:
     """Turns the file into options of the command line, so that both are checked alike."""
     if not path.is_file():
         raise LigerDistError(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
@@ -348,11 +372,10 @@ def _read_yaml(path: Path) -> list[str]:
         raise LigerDistError(
             f"the configuration file {path} holds a {type(values).__name__}; expected name: value lines."
         )
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
     options: list[str] = []
     for name, value in values.items():
         if name not in known:
-            raise LigerDistError(f"{path} sets {name!r}, which is no option{_nearest(str(name))}.")
+            raise LigerDistError(f"{path} sets {name!r}, which is no option{_nearest(str(name), known)}.")
         if value is None or value == []:
             continue
         if isinstance(value, dict):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from liger_dist import LigerDistError
@@ -114,7 +116,7 @@ class CachedData:
 
     def _sequence(self, source: int, sequence: int) -> list[Piece]:
         pieces = self._packings[source].pieces(sequence)
-        return [Piece(*self._tables[source].piece(*piece)) for piece in pieces]
+        return [self._tables[source].piece(*piece) for piece in pieces]
 
 
 class Order:
@@ -159,30 +161,40 @@ class Order:
         return np.bincount(self._drawn(epoch), minlength=len(self._sizes))
 
 
-def collate(sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, *, restart: bool) -> dict[str, Tensor]:
+def collate(
+    sequences: Sequence[list[Piece]], rows: int, length: int, pad: int, *, restart: bool, top_k: int = 0
+) -> dict[str, Tensor]:
     """``input_ids``, ``labels`` and, where positions restart at each document, ``position_ids``: int64 ``[rows,
-    length]``. What no sequence fills is padding with labels of -100, in a document apart.
+    length]``; with ``top_k`` ``top_k_ids``, int32, and ``top_k_probs``, fp32, ``[rows, length, top_k]``. What no
+    sequence fills is padding with labels of -100, in a document apart.
 
     Where positions restart, the models of transformers attend within documents only (as long as they are given no
     attention mask).
     """
-    batch = {
+    batch: dict[str, NDArray[Any]] = {
         "input_ids": np.full((rows, length), pad, np.int64),
         "labels": np.full((rows, length), IGNORE_INDEX, np.int64),
         "position_ids": np.tile(np.arange(length), (rows, 1)),
+        "top_k_ids": np.full((rows, length, top_k), -1, np.int32),
+        "top_k_probs": np.zeros((rows, length, top_k), np.float32),
     }
     for row, pieces in enumerate(sequences):
         start = 0
-        for ids, labels in pieces:
-            here = slice(start, start + len(ids))
-            batch["input_ids"][row, here] = ids
-            batch["labels"][row, here] = labels
+        for piece in pieces:
+            here = slice(start, start + len(piece.ids))
+            batch["input_ids"][row, here] = piece.ids
+            batch["labels"][row, here] = piece.labels
             batch["labels"][row, start] = IGNORE_INDEX
-            batch["position_ids"][row, here] = np.arange(len(ids))
-            start += len(ids)
+            batch["position_ids"][row, here] = np.arange(len(piece.ids))
+            if top_k and piece.top_k is not None:
+                batch["top_k_ids"][row, here], log_probs = piece.top_k
+                batch["top_k_probs"][row, here] = np.exp(log_probs)
+            start += len(piece.ids)
         batch["position_ids"][row, start:] = np.arange(length - start)
     if not restart:
         del batch["position_ids"]
+    if not top_k:
+        del batch["top_k_ids"], batch["top_k_probs"]
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
@@ -201,7 +213,9 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
     held_out, weights = None, config.data_weights or None
     settings = (config.sequence_length, fraction, config.data_weights)
     if eval_sources:
-        prepared = on_rank_zero(lambda: [_prepare(config, tokenization, source, 0.0) for source in eval_sources])
+        # The held-out loss is that of the labels.
+        of_labels = replace(tokenization, format=replace(tokenization.format, top_k=0))
+        prepared = on_rank_zero(lambda: [_prepare(config, of_labels, source, 0.0) for source in eval_sources])
         held_out = CachedData(prepared, "train", config.seed)
     if not config.streaming and not (config.eval_only and held_out):
         prepared = on_rank_zero(lambda: [_prepare(config, tokenization, source, fraction) for source in sources])
@@ -290,7 +304,7 @@ def find_tokenization(config: TrainConfig) -> Tokenization:
     """
     folder = on_rank_zero(lambda: str(_tokenizer_folder(config)))
     template = on_rank_zero(lambda: None if config.chat_template is None else read_template(Path(config.chat_template)))
-    format = Format(config.text_column, config.messages_column, config.train_on_prompts)
+    format = Format(config.text_column, config.messages_column, config.train_on_prompts, config.top_k)
     return Tokenization(folder, template, format, vocab_size=0)
 
 

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ from liger_dist import LigerDistError
 from .sources import Part, Source, read_rows, where
 from .tokenization import Encoder, Tokenization
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 """part of a cache's key; 2 kept all tokens of a corpus in one file"""
 SHARDS = 64
 MOST_BYTES = 2**26
@@ -39,13 +39,17 @@ MOST_BYTES = 2**26
 SMALL = 2**22
 """bytes of data that are tokenised here, because starting processes would take longer"""
 ROWS_AT_ONCE = 32
-TOKENS_OF_A_BATCH = 2**20
+NUMBERS_OF_A_BATCH = 2**21
+LISTS = ("ids", "labels", "top_k_ids", "top_k_log_probs")
+"""columns with numbers of each token"""
 FLAGS = ("is_conversation", "begins", "file", "at")
 """columns with one number for each row"""
 SCHEMA = pa.schema(
     {
         "ids": pa.list_(pa.int32()),
         "labels": pa.list_(pa.int32()),
+        "top_k_ids": pa.list_(pa.int32()),
+        "top_k_log_probs": pa.list_(pa.float32()),
         "is_conversation": pa.bool_(),
         "begins": pa.bool_(),
         "file": pa.int32(),
@@ -67,7 +71,7 @@ class ShardCounts:
     skipped: list[tuple[str, int, str]]
     """file, place and reason of every bad row"""
     digest: str
-    """of ids and labels"""
+    """of ids, labels and probabilities"""
 
 
 def use_cache(cache: Path) -> None:
@@ -257,11 +261,12 @@ def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCou
         documents += row["begins"]
         tokens += len(row["ids"])
         labels += count_labels(row)
-        digest.update(row["ids"].tobytes())
-        digest.update(b"" if row["labels"] is None else row["labels"].tobytes())
         batch.append(row)
-        held += len(row["ids"])
-        if held > TOKENS_OF_A_BATCH:
+        for name in LISTS:
+            if row[name] is not None:
+                digest.update(row[name].tobytes())
+                held += row[name].size
+        if held > NUMBERS_OF_A_BATCH:
             writer.write_batch(_record_batch(batch, task.files))
             batch, held = [], 0
     if batch:
@@ -284,8 +289,7 @@ def count_labels(row: dict[str, Any]) -> int:
 
 def _record_batch(rows: list[dict[str, Any]], files: dict[str, int]) -> Any:
     columns = {
-        "ids": _list_array([row["ids"] for row in rows]),
-        "labels": _list_array([row["labels"] for row in rows]),
+        **{name: _list_array([row[name] for row in rows], SCHEMA.field(name).type.value_type) for name in LISTS},
         "is_conversation": pa.array([row["is_conversation"] for row in rows], pa.bool_()),
         "begins": pa.array([row["begins"] for row in rows], pa.bool_()),
         "file": pa.array([files[row["file"]] for row in rows], pa.int32()),
@@ -294,12 +298,12 @@ def _record_batch(rows: list[dict[str, Any]], files: dict[str, int]) -> Any:
     return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
 
-def _list_array(rows: list[NDArray[np.int32] | None]) -> Any:
-    offsets = np.concatenate([[0], np.cumsum([0 if row is None else len(row) for row in rows])])
-    values = [row for row in rows if row is not None]
+def _list_array(rows: list[NDArray[Any] | None], dtype: Any) -> Any:
+    offsets = np.concatenate([[0], np.cumsum([0 if row is None else row.size for row in rows])])
+    values = [row.reshape(-1) for row in rows if row is not None]
     joined = np.concatenate(values) if values else np.zeros(0, np.int32)
     mask = pa.array([row is None for row in rows], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(joined, pa.int32()), mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(joined, dtype), mask=mask)
 
 
 def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> None:
@@ -325,6 +329,18 @@ class Piece(NamedTuple):
 
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
+    is_conversation: bool = False
+    top_k: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """a teacher's most likely classes for the token after each, negative for none, and their log-probabilities:
+    ``[tokens, K]``"""
+
+
+def make_piece(columns: Mapping[str, NDArray[Any] | None], *, is_conversation: bool) -> Piece:
+    """Makes a piece of the columns :data:`LISTS`; labels are the ids where there are none."""
+    ids, labels, top_k_ids, top_k_log_probs = (columns[name] for name in LISTS)
+    assert ids is not None
+    top_k = None if top_k_ids is None or top_k_log_probs is None else (top_k_ids, top_k_log_probs)
+    return Piece(ids, ids if labels is None else labels, is_conversation, top_k)
 
 
 class TokenTable:
@@ -332,22 +348,21 @@ class TokenTable:
 
     def __init__(self, shards: list[Path], files: list[str]) -> None:
         self._files = files
-        self._ids: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
-        self._labels: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
+        self._lists: dict[str, list[tuple[NDArray[Any], NDArray[np.int32]]]] = {name: [] for name in LISTS}
         flags: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in FLAGS}
         for path in shards:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             for index in range(reader.num_record_batches):
                 batch = reader.get_batch(index)
-                for name, lists in (("ids", self._ids), ("labels", self._labels)):
+                for name, lists in self._lists.items():
                     column = batch.column(name)
                     lists.append((column.values.to_numpy(), column.offsets.to_numpy()))
                 for name, columns in flags.items():
                     columns.append(batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64))
         is_conversation, begins, self._file, self._at = (np.concatenate(flags[name]) for name in FLAGS)
         self.is_conversation, self.begins = is_conversation.astype(bool), begins.astype(bool)
-        self._firsts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
-        lengths = [np.diff(offsets) for _, offsets in self._ids]
+        self._firsts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._lists["ids"])])
+        lengths = [np.diff(offsets) for _, offsets in self._lists["ids"]]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -357,13 +372,19 @@ class TokenTable:
         """Returns the file of a row, and its place there."""
         return self._files[self._file[row]], int(self._at[row])
 
-    def piece(self, row: int, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns ids and labels of ``length`` tokens of a row, int32 ``[length]``, from token ``start`` on."""
+    def piece(self, row: int, start: int, length: int) -> Piece:
+        """Returns ``length`` tokens of a row, from token ``start`` on."""
+        columns = {name: self._numbers(name, row, start, length) for name in LISTS}
+        return make_piece(columns, is_conversation=bool(self.is_conversation[row]))
+
+    def _numbers(self, name: str, row: int, start: int, length: int) -> NDArray[Any] | None:
+        """Returns ``[length]``, or ``[length, K]`` of a column with K numbers for each token; None for a row without
+        any."""
         batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        index = row - self._firsts[batch]
-        values, offsets = self._ids[batch]
-        ids = values[offsets[index] + start : offsets[index] + start + length]
-        values, offsets = self._labels[batch]
-        if offsets[index] == offsets[index + 1]:
-            return ids, ids
-        return ids, values[offsets[index] + start : offsets[index] + start + length]
+        values, offsets = self._lists[name][batch]
+        begin, end = offsets[row - self._firsts[batch] :][:2]
+        each = int(end - begin) // max(1, int(self.lengths[row]))
+        if each == 0:
+            return None
+        part = values[begin + start * each : begin + (start + length) * each]
+        return part if name in ("ids", "labels") else part.reshape(length, each)

@@ -27,7 +27,7 @@ ABANDONED = 24 * 3600.0
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Makes ``folder`` and ``folder/checkpoints``, and locks them for this run.
+    """Makes ``folder``, in the output folder of a run, and locks it.
 
     Raises:
         LigerDistError: on every rank alike: nothing can be written there, another run writes there, or a rank does not
@@ -35,8 +35,8 @@ def held(folder: Path) -> Iterator[None]:
     """
     lock: list[IO[bytes]] = []
     try:
-        word = on_rank_zero(lambda: _take(folder / "checkpoints", lock))
-        _refuse(_objection(folder / "checkpoints", word), "--output_dir")
+        word = on_rank_zero(lambda: _take(folder, lock))
+        _refuse(_objection(folder, word), "--output_dir")
         yield
     finally:
         for file in lock:

@@ -244,10 +244,10 @@ def _totals(shards: list[ShardCounts], table: TokenTable, too_long: Integers) ->
     names = ("documents_read", "documents", "tokens", "labels")
     totals = {name: sum(getattr(counts, name) for counts in shards) for name in names}
     for row in too_long.tolist():
-        ids, labels = table.piece(row, 0, int(table.lengths[row]))
+        piece = table.piece(row, 0, int(table.lengths[row]))
         totals["documents"] -= 1
-        totals["tokens"] -= len(ids)
-        totals["labels"] -= count_labels({"ids": ids, "labels": labels, "begins": True})
+        totals["tokens"] -= len(piece.ids)
+        totals["labels"] -= count_labels({"ids": piece.ids, "labels": piece.labels, "begins": True})
     return totals
 
 

@@ -304,11 +304,24 @@ def _read_parquet(part: Part) -> Iterator[Row]:
         for batch in file.iter_batches(256, row_groups=groups):
             first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
             if first < last:
-                values = batch.slice(first, last - first).to_pylist()
+                values = _rows_of(batch.slice(first, last - first))
                 yield from (Row(part.file, at + first + index, row) for index, row in enumerate(values))
             at += len(batch)
             if at >= part.stop:
                 return
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any]]:
+    """Makes dicts of Python objects; lists of lists of as many numbers are arrays, which are 100 times faster."""
+    import pyarrow
+
+    matrices = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        inner = column.type.value_type if pyarrow.types.is_list(column.type) else None
+        if inner is not None and pyarrow.types.is_fixed_size_list(inner) and column.null_count == 0:
+            matrices[name] = [scalar.values.flatten().to_numpy().reshape(-1, inner.list_size) for scalar in column]
+    rows: list[dict[str, Any]] = batch.drop_columns(list(matrices)).to_pylist()
+    return [row | {name: found[index] for name, found in matrices.items()} for index, row in enumerate(rows)]
 
 
 def _read_saved(part: Part) -> Iterator[Row]:

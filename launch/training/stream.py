@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from liger_dist import LigerDistError
 
-from .dataset import Piece, count_labels, token_stream, use_cache
+from .dataset import LISTS, Piece, count_labels, make_piece, token_stream, use_cache
 from .packing import pack, too_long_reason
 from .sources import Part, Source
 from .tokenization import Tokenization
@@ -191,8 +192,7 @@ class StreamedData:
         documents, bad, held = [], [], 0
         for found in rows:
             # Interleaved streams give lists.
-            lists = {name: found[name] for name in ("ids", "labels") if found[name] is not None}
-            row = found | {name: np.asarray(values, np.int32) for name, values in lists.items()}
+            row = found | {name: _numbers(name, found[name]) for name in LISTS if found[name] is not None}
             reason = found["reason"]
             if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
                 reason = too_long_reason(len(row["ids"]), self._length)
@@ -213,9 +213,9 @@ class StreamedData:
         for index in order.tolist():
             pieces = []
             for row, start, length in packing.pieces(index):
-                ids, labels = documents[row]["ids"], documents[row]["labels"]
-                here = slice(start, start + length)
-                pieces.append(Piece(ids[here], ids[here] if labels is None else labels[here]))
+                document, here = documents[row], slice(start, start + length)
+                columns = {name: None if document[name] is None else document[name][here] for name in LISTS}
+                pieces.append(make_piece(columns, is_conversation=document["is_conversation"]))
             sequences.append(pieces)
         return sequences
 
@@ -232,6 +232,10 @@ class StreamedData:
         """Returns the source of a file, whose path a checkpoint may spell in another way."""
         found = self._source_of.get(file)
         return self._source_of[str(Path(file).resolve())] if found is None else found
+
+
+def _numbers(name: str, values: Any) -> NDArray[Any]:
+    return np.asarray(values, np.float32 if name == "top_k_log_probs" else np.int32)
 
 
 def _parts(sources: list[Source], ranks: int) -> list[Part]:

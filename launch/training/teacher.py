@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from liger_dist import LigerDistError, WrapConfig, distillation_loss, wrap
 
 from .config import TrainConfig
+from .distributed import world_size
 from .model import find_config, has_weights_at, load_pretrained, shell, wrap_config
-from .parallel_dims import ParallelDims
 
 TEACHER_DEFAULTS: dict[str, Any] = {
     "divergence": "forward_kl",
@@ -25,20 +25,26 @@ TEACHER_DEFAULTS: dict[str, Any] = {
 }
 
 
-class Teacher:
-    """A model without gradients, in the compute dtype; sharded by FSDP2 over all ranks, under every strategy of the
-    student."""
+def load_frozen(config: TrainConfig, model_config: Any, wrapping: WrapConfig | None = None) -> nn.Module:
+    """Loads ``--model`` without gradients, in the compute dtype, in evaluation mode; sharded by FSDP2 over all ranks.
 
-    def __init__(self, config: TrainConfig, dims: ParallelDims, vocab_size: int) -> None:
-        of_teacher = config_of_teacher(config)
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        model = shell(of_teacher, find_teacher_config(config, vocab_size))
-        model.to(dtype).requires_grad_(False).eval()
-        torch.manual_seed(config.seed)
-        wrapping = wrap_config(of_teacher, WrapConfig())
-        self._model = wrap(model, "fsdp2" if dims.world_size > 1 else "none", config=wrapping)
-        if has_weights_at(of_teacher.model):
-            load_pretrained(self._model, Path(of_teacher.model), dtype)
+    Args:
+        wrapping: what the configuration is added to; default: WrapConfig's defaults.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model = shell(config, model_config).to(dtype).requires_grad_(False).eval()
+    torch.manual_seed(config.seed)
+    wrapped = wrap(model, "fsdp2" if world_size() > 1 else "none", config=wrap_config(config, wrapping or WrapConfig()))
+    if has_weights_at(config.model):
+        load_pretrained(wrapped, Path(config.model), dtype)
+    return wrapped
+
+
+class Teacher:
+    """A model to distil from, under every strategy of the student."""
+
+    def __init__(self, config: TrainConfig, vocab_size: int) -> None:
+        self._model = load_frozen(config_of_teacher(config), find_teacher_config(config, vocab_size))
         self._options: dict[str, Any] = {
             "divergence": config.divergence,
             "temperature": config.distillation_temperature,

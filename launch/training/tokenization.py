@@ -1,5 +1,5 @@
 """Turns rows into token ids and labels: plain text, prompt and completion, chat messages, ShareGPT conversations,
-instructions, or token ids."""
+instructions, or token ids with or without a teacher's probabilities."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+TOP_K_COLUMNS = ("top_k_ids", "top_k_log_probs")
+"""of a row with ``input_ids``: for each token K classes and their log-probabilities, which predict the next token"""
+MOST_LOG_SUM = 1e-3
+"""of a token's probabilities, with room for rounding"""
 Ids = NDArray[np.int32]
 
 
@@ -40,6 +44,8 @@ class Format:
     messages_column: str = "messages"
     train_on_prompts: bool = False
     """True: prompts and all turns of a conversation are labels too"""
+    top_k: int = 0
+    """classes that are read of :data:`TOP_K_COLUMNS`, the most likely ones; 0: the columns are not read"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,9 @@ class Tokenization:
 
     def fingerprint(self) -> str:
         """Hashes everything that could change a token."""
-        key = [fingerprint(self.load_tokenizer()), asdict(self.format), self.vocab_size]
+        # Without what checkpoints of earlier versions do not know.
+        format = {name: value for name, value in asdict(self.format).items() if value or name != "top_k"}
+        key = [fingerprint(self.load_tokenizer()), format, self.vocab_size]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
     def encoder(self) -> Encoder:
@@ -76,6 +84,10 @@ class Document(NamedTuple):
     """-100 where nothing is predicted; None where labels are the ids"""
     is_conversation: bool
     """True for a conversation, which is never cut"""
+    top_k_ids: Ids | None = None
+    """``[tokens, K]``, negative for none"""
+    top_k_log_probs: NDArray[np.float32] | None = None
+    """``[tokens, K]``"""
 
 
 class BadRowError(Exception):
@@ -98,12 +110,12 @@ class Encoder:
         self._fast = tokenizer.backend_tokenizer
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Encodes a batch of ``map(batched=True)`` into columns ``ids``, ``labels``, ``is_conversation`` and
-        ``reason``, which is None for a good row."""
+        """Encodes a batch of ``map(batched=True)`` into the columns of :class:`Document` and ``reason``, which is None
+        for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
         encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
-        out: dict[str, list[Any]] = {"ids": [], "labels": [], "is_conversation": [], "reason": []}
+        out: dict[str, list[Any]] = {name: [] for name in (*Document._fields, "reason")}
         for index, row in enumerate(rows):
             try:
                 document, reason = self._document(row, encoded.get(index)), None
@@ -134,13 +146,17 @@ class Encoder:
         """
         if row["reason"] is not None:
             raise BadRowError(row["reason"])
-        if encoded is not None:
+        if self._format.top_k:
+            check_has_top_k(row["values"])
+        elif encoded is not None:
             if row["begins"] and row["ends"] and len(encoded) == 0:
                 raise BadRowError(f"has an empty {self._format.text_column!r}")
             ends = [self._tokenizer.eos_token_id] if row["ends"] else []
             ids = np.concatenate([self._bos if row["begins"] else [], encoded, ends]).astype(np.int32)
             return Document(ids, None, False)
         document = self._structured(row["values"])
+        if self._format.top_k:
+            document = self._with_top_k(document, row["values"])
         learned = document.ids if document.labels is None else document.labels
         if not (learned[1:] != IGNORE_INDEX).any():
             raise BadRowError("has no label: nothing in it is predicted")
@@ -224,6 +240,30 @@ class Encoder:
             )
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
 
+    def _with_top_k(self, document: Document, values: dict[str, Any]) -> Document:
+        """Adds the most likely classes of each token; padded where a row has fewer."""
+        ids, log_probs = read_top_k(*(values[name] for name in TOP_K_COLUMNS))
+        if len(ids) != len(document.ids):
+            raise BadRowError(f"has top_k_ids of {len(ids)} tokens and {len(document.ids)} input_ids; expected as many")
+        if ids.max(initial=-1) >= self._vocab_size:
+            raise BadRowError(
+                f"has {ids.max()} in top_k_ids but the model's vocabulary has {self._vocab_size} entries; expected the "
+                "model's own tokenizer"
+            )
+        labels = document.ids if document.labels is None else document.labels
+        without = int(((labels[1:] != IGNORE_INDEX) & (ids[:-1] < 0).all(1)).sum())
+        if without:
+            raise BadRowError(f"has no classes in top_k_ids for {without} of its labels; expected some for each")
+        count = self._format.top_k
+        if ids.shape[1] > count:
+            most_likely = np.argsort(-log_probs, axis=1, kind="stable")[:, :count]
+            ids, log_probs = np.take_along_axis(ids, most_likely, 1), np.take_along_axis(log_probs, most_likely, 1)
+        missing = ((0, 0), (0, count - ids.shape[1]))
+        return document._replace(
+            top_k_ids=np.pad(ids, missing, constant_values=-1),
+            top_k_log_probs=np.pad(log_probs, missing, constant_values=-np.inf),
+        )
+
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
         """Makes labels of the assistant's turns from ``first`` on, each beyond the prompt that generation starts
         from."""
@@ -266,6 +306,41 @@ class Encoder:
         except Exception as error:  # Templates raise what they like.
             raise BadRowError(f"is refused by the chat template: {error}") from error
         return text
+
+
+def check_has_top_k(values: dict[str, Any] | None) -> None:
+    """Raises:
+    BadRowError: the row has no token ids with a teacher's probabilities.
+    """
+    missing = [name for name in ("input_ids", *TOP_K_COLUMNS) if (values or {}).get(name) is None]
+    if missing:
+        raise BadRowError(
+            f"has no {missing[0]!r}, which --top_k reads; give what launch/score.py has written, or leave --top_k out"
+        )
+
+
+def read_top_k(ids: Any, log_probs: Any) -> tuple[Ids, NDArray[np.float32]]:
+    """Reads lists of K class ids and log-probabilities for each token, with -inf for ids that are negative.
+
+    Raises:
+        BadRowError: lists of other shapes, or numbers that are no log-probabilities.
+    """
+    try:
+        found_ids, found = np.asarray(ids, np.int32), np.asarray(log_probs, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadRowError(f"has top_k columns that are no lists of as many numbers for each token ({error})") from error
+    if found_ids.ndim != 2 or found_ids.shape != found.shape:
+        raise BadRowError(
+            f"has top_k_ids of shape {list(found_ids.shape)} and top_k_log_probs of shape {list(found.shape)}; "
+            "expected K numbers for each token in both"
+        )
+    found = np.where(found_ids < 0, -np.inf, found).astype(np.float32)
+    if np.isnan(found).any() or not (found <= MOST_LOG_SUM).all():
+        raise BadRowError(f"has {found.max()} in top_k_log_probs; expected logarithms of probabilities, 0 or less")
+    sums = np.exp(found, dtype=np.float64).sum(1)
+    if sums.max(initial=0.0) > 1.0 + MOST_LOG_SUM:
+        raise BadRowError(f"has probabilities of one token that sum to {sums.max():.4f}; expected 1 or less")
+    return found_ids, found
 
 
 def _is_unicode(text: str) -> bool:

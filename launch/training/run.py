@@ -1,0 +1,311 @@
+"""The run: from a configuration to checkpoints, metrics and their files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_dist import LigerDistError
+
+from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
+from .config import TrainConfig, to_yaml
+from .data_loader import check_sources, find_tokenization, load_data
+from .deepspeed_engine import DeepSpeedEngine
+from .distributed import on_rank_zero, rank, total, world_size
+from .engine import Engine, TorchEngine
+from .fault_tolerance import Interruption, Watchdog, check_weights, refuse_numbers
+from .memory_plan import plan
+from .metrics import Flops, Metrics, peak_memory_bytes, profiled
+from .model import check_wrap, find_config, shell
+from .output_folder import begin, check_shared, goes_on, held, write_text
+from .parallel_dims import ParallelDims, parallel_dims_of
+from .stream import StreamedData
+from .teacher import Teacher, find_teacher_config
+from .trainer import InterruptedStepError, Progress, Trainer, write_counts
+
+
+def train(config: TrainConfig) -> None:
+    """Trains as the configuration says and leaves everything in ``output_dir``."""
+    if config.dry_run:
+        _plan(config)
+        return
+    dims, folder = parallel_dims_of(config, world_size()), Path(config.output_dir)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    watchdog = Watchdog(config.stall_timeout)
+    with watchdog.watching(), held(folder / "checkpoints"):
+        _train(config, dims, folder, watchdog)
+
+
+def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watchdog) -> None:
+    is_restarted = goes_on(folder)
+    resume = is_restarted or config.resume
+    if not resume and not config.overwrite and not config.eval_only:
+        on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    check_sources(config)
+    check_shared(Path(config.cache_dir))
+    tokenization = find_tokenization(config)
+    tokenizer = tokenization.load_tokenizer()
+    model_config = find_config(config, len(tokenizer))
+    if config.teacher is not None:
+        find_teacher_config(config, len(tokenizer))
+    tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
+    watchdog.at(0, "preparing")
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        lambda to: _write_model(to, model_config, tokenizer),
+        keep=config.keep_checkpoints,
+    )
+    saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
+    if config.eval_only and config.resume and saved is None:
+        raise LigerDistError(f"--eval_only and --resume are true, but {folder} has no checkpoint; leave --resume out.")
+    config = _resolved(config, dims, saved)
+    model = shell(config, model_config)
+    flops = Flops.of(model, model_config, config)
+    engine = make_engine(config, dims, model)
+    description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
+    checkpoints.describe(description, saved)
+    if saved is not None and config.steps is not None and saved.step >= config.steps and not config.eval_only:
+        _say(f"nothing is left to do: {folder} has a checkpoint of step {saved.step}, --steps is {config.steps}")
+        return
+    # Last of what can be refused: it may take hours.
+    data, held_out = load_data(config, tokenization, dims)
+    teacher = None if config.teacher is None or config.eval_only else Teacher(config, len(tokenizer))
+    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id, teacher)
+    if saved is not None:
+        watchdog.at(saved.step, "loading a checkpoint")
+        restore(trainer, checkpoints, saved)
+    if config.eval_only:
+        _evaluate_only(trainer, folder, watchdog)
+        return
+    _run(trainer, checkpoints, folder, flops, watchdog)
+
+
+def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops, watchdog: Watchdog) -> None:
+    config, first_step = trainer.config, trainer.progress.step
+    checkpoints.clear(first_step)
+    begin(folder)
+    trainer.data_state = trainer.data.state()
+    on_rank_zero(lambda: write_text(folder / "config.yaml", to_yaml(config)))
+    write_counts(trainer, trainer.data_states())
+    metrics = Metrics(folder, config, trainer.num_steps, first_step)
+    with closing(metrics):
+        loop = Loop(trainer, checkpoints, metrics, flops, watchdog)
+        why = loop.run()
+    write_counts(trainer, trainer.data_states())
+    if rank() == 0:
+        metrics.report(trainer.progress.step, why, flops, has_checkpoint=config.checkpoint_every > 0)
+
+
+def make_engine(config: TrainConfig, dims: ParallelDims, model: torch.nn.Module) -> Engine:
+    """Makes the engine around a model without storage."""
+    if dims.strategy == "deepspeed":
+        return DeepSpeedEngine(config, dims, model)
+    return TorchEngine(config, dims, model)
+
+
+def restore(trainer: Trainer, checkpoints: Checkpoints, saved: Saved) -> None:
+    """Loads weights, optimizer states, schedule and place in the data.
+
+    Raises:
+        LigerDistError: the data is not that of the checkpoint, or another number of ranks read its stream.
+    """
+    config, data = trainer.config, trainer.data
+    if not config.eval_only:
+        before = saved.progress["data"]
+        streams = before["streams"]
+        if isinstance(data, StreamedData) and len(streams) != trainer.dims.data_size:
+            raise LigerDistError(
+                f"{len(streams) or 'no'} ranks read the streams of the checkpoint of step {saved.step} and "
+                f"{trainer.dims.data_size} would go on; start as many, or go on without --streaming and with "
+                "--allow_changed_data true, which counts sequences from the beginning of the data."
+            )
+        if before["fingerprint"] != data.fingerprint and not config.allow_changed_data:
+            raise LigerDistError(
+                f"the data is not that of the checkpoint of step {saved.step} (fingerprint {data.fingerprint} instead "
+                f"of {before['fingerprint']}: files, tokenizer, --sequence_length, --data_weights or --eval_fraction "
+                "differ); go on with the same data, or with --allow_changed_data true."
+            )
+        if before["fingerprint"] != data.fingerprint:
+            change = "its stream begins again" if isinstance(data, StreamedData) else "its sequences have another order"
+            _say(f"the data is not that of the checkpoint: {change}")
+        elif isinstance(data, StreamedData):
+            data.load_state(streams[trainer.dims.data_rank(rank())])
+    checkpoints.load(saved.step, trainer.engine, weights_only=config.eval_only)
+    trainer.progress = Progress(**saved.progress["progress"])
+    for _ in range(saved.step if not config.eval_only else 0):
+        trainer.schedule.step()
+    _say(f"continues after step {saved.step}")
+
+
+class Loop:
+    """Steps until the end of the run, with what comes between them: evaluations, checkpoints, metrics."""
+
+    def __init__(
+        self, trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, flops: Flops, watchdog: Watchdog
+    ) -> None:
+        self._trainer, self._checkpoints, self._metrics = trainer, checkpoints, metrics
+        self._flops, self._watchdog = flops, watchdog
+        self._stops_early = False
+
+    def run(self) -> str | None:
+        """Trains; returns why it ended before the last step, or None."""
+        trainer, config = self._trainer, self._trainer.config
+        stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
+        interruption = Interruption(config.grace_seconds, lambda: self._checkpoints.published_step)
+        with interruption.watched():
+            is_asked = trainer.progress.step >= stop_at
+            if config.gc_every:
+                gc.disable()
+            while trainer.progress.step < trainer.num_steps and not is_asked and not self._stops_early:
+                if config.gc_every and trainer.progress.step % config.gc_every == 0:
+                    gc.collect()
+                try:
+                    is_asked = self._step(interruption) or trainer.progress.step >= stop_at
+                except InterruptedStepError:
+                    trainer.engine.clear()
+                    is_asked = True
+            self._checkpoints.finish()
+            if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
+                check_weights(trainer.progress.step, trainer.engine.broken_weights(), None)
+                self._save(in_background=False)
+        if trainer.progress.step >= trainer.num_steps:
+            return None
+        return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
+
+    def _step(self, interruption: Interruption) -> bool:
+        """Makes a step and what follows it; True where a rank was asked to end."""
+        trainer, config = self._trainer, self._trainer.config
+        began = time.perf_counter()
+        is_profiled = trainer.progress.step + 1 == config.profile_step
+        with profiled(Path(config.output_dir)) if is_profiled else nullcontext():
+            loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
+        step = trainer.progress.step
+        row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
+        # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
+        # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
+        is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
+        asked, writers, broken = total(interruption.requested, self._checkpoints.is_written(), is_broken)
+        if writers == world_size():
+            self._checkpoints.finish()
+        if broken > 0:
+            with self._published_first():
+                own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
+                refuse_numbers(step, row["loss"], own, trainer.places(), trainer.engine.broken_gradients())
+        trainer.engine.clear()
+        seconds = time.perf_counter() - began
+        row |= self._rates(num_tokens, seconds)
+        is_last = step == trainer.num_steps
+        if trainer.held_out is not None and (step == 1 or step % config.eval_every == 0 or is_last):
+            row["eval_loss"] = trainer.evaluate(self._watchdog)
+        is_due = bool(config.checkpoint_every) and (asked > 0 or step % config.checkpoint_every == 0 or is_last)
+        if is_due or "eval_loss" in row:
+            with self._published_first():
+                check_weights(step, trainer.engine.broken_weights(), row.get("eval_loss"))
+        is_best = self._note_loss(row["eval_loss"]) if "eval_loss" in row else False
+        self._metrics.add(row)
+        if is_due or (is_best and config.keep_best):
+            self._save(in_background=config.async_checkpoints)
+        return asked > 0
+
+    def _rates(self, num_tokens: int, seconds: float) -> dict[str, Any]:
+        trainer = self._trainer
+        speed = num_tokens / seconds
+        row: dict[str, Any] = {"tokens_per_second": speed, "tokens": trainer.progress.tokens}
+        if trainer.data.num_sequences is not None:
+            row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
+        row["peak_memory_bytes"] = peak_memory_bytes()
+        row["learning_rate"] = float(trainer.schedule.get_last_lr()[0])
+        return row | self._flops.utilization(speed / world_size())
+
+    def _note_loss(self, loss: float) -> bool:
+        """Notes a held-out loss; True for the best so far, the same on every rank."""
+        progress, patience = self._trainer.progress, self._trainer.config.early_stopping_patience
+        if loss < progress.best_loss:
+            progress.best_step, progress.best_loss, progress.evaluations_since_best = progress.step, loss, 0
+            return True
+        progress.evaluations_since_best += 1
+        self._stops_early = 0 < patience <= progress.evaluations_since_best
+        return False
+
+    def _save(self, *, in_background: bool) -> None:
+        trainer = self._trainer
+        step = trainer.progress.step
+        self._watchdog.at(step, "writing a checkpoint")
+        states = trainer.data_states()
+        streams = states if isinstance(trainer.data, StreamedData) else []
+        progress = {
+            "progress": asdict(trainer.progress),
+            "global_batch_size": trainer.global_batch_size,
+            "no_weight_decay": trainer.config.no_weight_decay,
+            "data": {"fingerprint": trainer.data.fingerprint, "streams": streams},
+        }
+        best = trainer.progress.best_step if trainer.config.keep_best else None
+        self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)
+        write_counts(trainer, states)
+
+    @contextmanager
+    def _published_first(self) -> Iterator[None]:
+        """Publishes what is written in the background before all ranks refuse to go on."""
+        try:
+            yield
+        except LigerDistError:
+            self._checkpoints.finish()
+            raise
+
+
+def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
+    loss = trainer.evaluate(watchdog)
+    step = trainer.progress.step
+    text = json.dumps({"step": step, "eval_loss": loss}) + "\n"
+    on_rank_zero(lambda: write_text(folder / "eval.json", text))
+    _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
+
+
+def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> TrainConfig:
+    """Adds what a checkpoint decides to the configuration, and prints it."""
+    if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
+        config = replace(config, global_batch_size=saved.progress["global_batch_size"])
+    size = dims.global_batch_size(config)
+    named: dict[str, Any] = {"strategy": dims.strategy}
+    resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
+    micro_batches = dims.micro_batches(config, size)
+    _say(
+        f"{to_yaml(resolved)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
+        f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
+    )
+    return resolved
+
+
+def _write_model(folder: Path, model_config: Any, tokenizer: Any) -> None:
+    model_config.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # So general by the tokenizers library.
+        raise OSError(f"{folder}: {error}") from error
+
+
+def _plan(config: TrainConfig) -> None:
+    dims = parallel_dims_of(config, config.world_size or world_size())
+    # A config.json says how large its vocabulary is.
+    is_known = config.tokenizer is None and Path(config.model).is_file()
+    vocab_size = 0 if is_known else len(find_tokenization(config).load_tokenizer())
+    if rank() == 0:
+        model_config = find_config(config, vocab_size)
+        check_wrap(config, dims)
+        teacher_config = None if config.teacher is None else find_teacher_config(config, vocab_size)
+        print(plan(config, dims, shell(config, model_config), model_config, teacher_config))
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)
