@@ -217,6 +217,89 @@ def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"kd_alpha": 0.9, "kd_ce_alpha": 0.1}, {"kd_alpha": 1.0, "kd_temperature": 2.0}, {"kd_alpha": 0.5}],
+    ids=str,
+)
+def test_knowledge_distillation(options: dict[str, Any], tmp_path: Path) -> None:
+    """Losses and weights of Axolotl's own trainer. Its own loss compares row p with the logits at p, which predict the
+    token after p, and its gradient is that of the loss over the square of the temperature: it gets rows that are moved
+    to their logits, and the learning rate of the square."""
+    fused, own = (distilled(str(tmp_path), options, has_plugin) for has_plugin in (True, False))
+    assert fused["calls"] == 3
+    assert fused["rows"] <= ROWS
+    assert len(own["losses"]) == 3
+    assert fused["losses"] == pytest.approx(own["losses"], rel=1e-4)
+    for name, weight in own["weights"].items():
+        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+
+
+def distilled(folder: str, options: dict[str, Any], has_plugin: bool) -> dict[str, Any]:
+    from axolotl.core.training_args import AxolotlTrainingArguments
+    from axolotl.integrations.kd.collator import DataCollatorForKD
+    from axolotl.integrations.kd.trainer import AxolotlKDTrainer
+    from datasets import Dataset
+
+    forget_earlier_trainers()
+    model = make_model("llama", dtype=torch.float32).cpu()
+    arguments = AxolotlTrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        learning_rate=0.05 * (1.0 if has_plugin else options.get("kd_temperature", 1.0) ** 2),
+        optim="sgd",
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        remove_unused_columns=False,
+    )
+    defaults = {"kd_ce_alpha": 0.0, "kd_temperature": 1.0, "kd_beta": 0.0, "kd_normalize_topk": False}
+    for name, value in (defaults | options).items():
+        setattr(arguments, name, value)
+    rows = [scored({name: column.tolist() for name, column in row.items()}, has_plugin) for row in Sequences().rows]
+    tokenizer = make_tokenizer()
+    collator = DataCollatorForKD(tokenizer=tokenizer)
+    trainer = AxolotlKDTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows), data_collator=collator
+    )
+    trainer._kd_loss_fn.compiled = False
+    if has_plugin:
+        found = manager(
+            {"plugins": [PLUGIN], "kd_trainer": True, "liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} | options
+        )
+        found.post_trainer_create(found.cfg, trainer)
+    with watched() as seen:
+        trainer.train()
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "calls": seen.fused_calls,
+        "rows": seen.most_logits,
+    }
+
+
+def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
+    """Adds probabilities of five classes, as Axolotl's strategies write them, or moved to the logits before them."""
+    generator = torch.Generator().manual_seed(sum(row["input_ids"]))
+    length = len(row["input_ids"])
+    ids = torch.stack([torch.randperm(VOCAB_SIZE, generator=generator)[:5] for _ in range(length)])
+    log_probs = torch.randn(length, 5, generator=generator).log_softmax(-1)
+    mask = torch.tensor([[int(label != -100)] * 5 for label in row["labels"]])
+    mask[0] = 0
+    if not as_written:
+        ids, log_probs, mask = (values.roll(-1, 0) for values in (ids, log_probs, mask))
+    return row | {
+        "target_token_ids": ids.tolist(),
+        "target_logprobs": log_probs.tolist(),
+        "target_mask": mask.tolist(),
+    }
+
+
+@pytest.mark.parametrize(
     ("cfg", "sentence"),
     [
         ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "LigerPlugin"),
@@ -224,6 +307,10 @@ def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
         ({"chunked_cross_entropy": True}, "chunked_cross_entropy is True"),
         ({"rl": "grpo"}, "rl is 'grpo'"),
         ({"orpo_alpha": 0.1}, "orpo_alpha is 0.1"),
+        ({"kd_trainer": True, "kd_alpha": 1.0, "kd_beta": 0.5}, "kd_beta is 0.5; expected 0"),
+        ({"kd_trainer": True, "kd_alpha": 1.0, "kd_normalize_topk": True}, "kd_normalize_topk is true"),
+        ({"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_temperature": 2.0}, "kd_temperature is 2.0 and kd_ce_alpha 0.1"),
+        ({"kd_trainer": True}, "kd_alpha and kd_ce_alpha are 0"),
     ],
 )
 def test_other_losses_are_refused(cfg: dict[str, Any], sentence: str) -> None:

@@ -25,10 +25,10 @@ from training.data_loader import CachedData, Order, collate, find_tokenization, 
 from training.dataset import Piece
 from training.packing import Integers, best_fit, pack
 from training.parallel_dims import parallel_dims_of
+from training.run import train
 from training.sources import find_source
 from training.stream import StreamedData
 from training.tokenization import Tokenization, load_tokenizer
-from training.run import train
 from training_runs import CPU, LAUNCH, as_options, config_for, ends_within, torchrun
 
 import liger_dist

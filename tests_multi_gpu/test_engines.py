@@ -21,8 +21,8 @@ from training.export import export
 from training.memory_plan import plan
 from training.model import find_config, shell
 from training.parallel_dims import parallel_dims_of
-from training.tokenization import load_tokenizer
 from training.run import train
+from training.tokenization import load_tokenizer
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 

@@ -23,8 +23,8 @@ from training.config import parse
 from training.data_loader import Order, collate
 from training.dataset import Piece
 from training.fault_tolerance import run
-from training.tokenization import load_tokenizer
 from training.run import train
+from training.tokenization import load_tokenizer
 from training_runs import (
     LAUNCH,
     SOURCES,

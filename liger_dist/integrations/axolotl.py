@@ -11,6 +11,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.peft_layers import call_with_hooks
 from liger_dist.wrap import inner_model, is_wrapped, wrap
 
+from .axolotl_distillation import distil, objections
 from .deepspeed_section import Section
 from .trainer import fuse
 
@@ -33,7 +34,7 @@ class LigerDistArgs(BaseModel):
 
 class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
     """The model of Axolotl's trainer computes its loss fused, or the log-probabilities of policy and reference (rl:
-    dpo, ipo, kto, orpo, simpo), under DDP, FSDP1, FSDP2 or DeepSpeed."""
+    dpo, ipo, kto, orpo, simpo), or the loss of soft labels (KDPlugin), under DDP, FSDP1, FSDP2 or DeepSpeed."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{LigerDistArgs.__name__}"
@@ -59,6 +60,8 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
             return
         if not cfg.rl:
             fuse(trainer, section.wrap_config())
+            if cfg.kd_trainer:
+                distil(trainer)
             return
         # TRL has put LoRA's adapters around the wrapped model, and KTO has loaded its reference itself.
         call_with_hooks(trainer.model, inner_model(trainer.model))
@@ -86,4 +89,6 @@ def _objections(cfg: dict[str, Any]) -> list[str]:
         )
     if cfg.get("orpo_alpha") and not rl:
         found.append(f"orpo_alpha is {cfg['orpo_alpha']!r} and computes another loss; set rl to orpo")
+    if cfg.get("kd_trainer"):
+        found += objections(cfg)
     return found
