@@ -84,6 +84,12 @@ POLICY_STEPS = """## Steps of DPO and GRPO
 Of a model of Llama 8B's layers and vocabulary with random weights, on stored completions: 8 x 1024 tokens for each GPU,
 AdamW; GRPO scores, then trains. Both heads are called as TRL's trainers call them. Each row is a separate process.
 """
+DISTILLATION_STEPS = """## Steps of a student with its teacher
+
+A student of the shape of Llama 8B (fp32 masters, bf16 compute, AdamW) and a bf16 teacher of 14 billion parameters (48
+layers of 5120), random weights, both under FSDP2, 8192 tokens for each GPU. `ratio`: to the student's own step and the
+teacher's forward with its logits together, in the same rounds. `planned`: the peak by `launch/train.py --dry_run`.
+"""
 LARGE = """## Eight billion parameters
 
 `launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
@@ -191,7 +197,7 @@ def timed_section(head: str, problems: Problems, columns: dict[str, tuple[str, s
         rows = []
         for row in problem["rows"]:
             time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
-            rows.append([row["name"], time, *(number(row["figures"][f], form) for f, (_, form) in columns.items())])
+            rows.append([row["name"], time, *(number(row["figures"].get(f), form) for f, (_, form) in columns.items())])
         header = (first, "ms", *(title for title, _ in columns.values()))
         parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
     return "\n".join(parts)
@@ -468,6 +474,10 @@ def main() -> None:
     if distillation:
         plot_ratios(distillation, plots / "distillation.png")
         sections.append(distillation_section(distillation))
+    distillation_steps = read("distillation_step", given.results)
+    if distillation_steps:
+        columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "planned GiB": ("planned GiB", ".1f")}
+        sections.append(timed_section(DISTILLATION_STEPS, distillation_steps, columns, "step"))
     large = read("large_model", given.results)
     if large:
         plot_steps(large, plots / "large_model.png")

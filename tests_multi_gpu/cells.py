@@ -232,17 +232,24 @@ class Cell:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
         return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters; DeepSpeed takes no fp64."""
+        is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.single
+        return torch.float32 if is_single else torch.float64
+
     def build(self) -> nn.Module:
         """The cell's model, the same on every rank."""
-        is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.single
         heads = 4 if self.layout.get("plan") == "transformers" else 2
-        return self.built.build(dtype=torch.float32 if is_single else torch.float64, heads=heads)
+        return self.built.build(dtype=self.dtype, heads=heads)
 
     def obstacle(self) -> str | None:
         """Why this machine cannot run it."""
         on_gpu, is_offloaded = torch.cuda.is_available(), bool(self.layout.get("offload"))
         if self.engine == "zero" and importlib.util.find_spec("deepspeed") is None:
             return "DeepSpeed is not installed"
+        if self.engine == "zero" and on_gpu and torch.cuda.device_count() < self.world:
+            return "DeepSpeed needs a GPU for each rank"
         if self.engine == "zero" and is_offloaded and on_gpu:
             return "DeepSpeed's CPU optimizer is not built here"
         if self.engine == "fsdp1" and is_offloaded and not on_gpu:

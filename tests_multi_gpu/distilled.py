@@ -81,6 +81,10 @@ class Pair:
     """False for a teacher whose parameters require no gradient"""
     teacher_family: str = "llama"
 
+    @property
+    def tolerance(self) -> float:
+        return max(self.student.tolerance, self.teacher.tolerance)
+
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in self.options.items()]
         changed += [name for name in ("passes_items", "same_tokens") if getattr(self, name)]
@@ -90,7 +94,8 @@ class Pair:
 def errors_of(pair: Pair) -> dict[str, float]:
     """Two optimiser steps beside the truth; runs on every rank."""
     model = pair.student.build()
-    teacher = make_teacher(family=pair.teacher_family, dtype=next(model.parameters()).dtype)
+    dtype = min(pair.student.dtype, pair.teacher.dtype, key=lambda dtype: dtype.itemsize)
+    teacher = make_teacher(family=pair.teacher_family, dtype=dtype)
     teacher.requires_grad_(pair.trains_teacher)
     reference, true_teacher = copy.deepcopy(model).double(), copy.deepcopy(teacher).double()
     session = session_of(pair.student, model)
@@ -138,10 +143,10 @@ def _step(
                 session.backward(loss)
         else:
             session.backward(loss)
-    return losses | _errors_of_gradients(session, reference)
+    return losses | _errors_of_gradients(session, reference, pair.tolerance)
 
 
-def _errors_of_gradients(session: Session, reference: nn.Module) -> dict[str, float]:
+def _errors_of_gradients(session: Session, reference: nn.Module, tolerance: float) -> dict[str, float]:
     errors = {}
     gradients = session.step()
     largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
@@ -150,7 +155,7 @@ def _errors_of_gradients(session: Session, reference: nn.Module) -> dict[str, fl
         if truth is None:
             assert name not in gradients or not gradients[name].any(), name
             continue
-        scale = max(float(truth.abs().max()), (1e-2 if session.cell.tolerance > 1e-6 else 1e-4) * largest)
+        scale = max(float(truth.abs().max()), (1e-2 if tolerance > 1e-6 else 1e-4) * largest)
         errors[f"gradient of {name}"] = float((gradients[name] - truth).abs().max()) / scale
         with torch.no_grad():
             parameter -= LEARNING_RATE * truth

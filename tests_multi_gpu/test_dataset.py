@@ -100,7 +100,7 @@ def counts_in(folder: Path) -> dict[str, Any]:
 
 
 def tokens_of(sequences: list[list[Piece]]) -> Counter[int]:
-    return Counter(token for sequence in sequences for ids, _ in sequence for token in ids.tolist())
+    return Counter(token for sequence in sequences for ids, *_ in sequence for token in ids.tolist())
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -134,9 +134,9 @@ def test_sequences_hold_every_token_once(
     assert len(sequences) == train_data.num_sequences
     both = sequences + held_out.in_order(0, 10**9)
     assert tokens_of(both) == Counter(token for ids in documents for token in ids)
-    pieces = Counter(tuple(ids.tolist()) for sequence in both for ids, _ in sequence)
+    pieces = Counter(tuple(ids.tolist()) for sequence in both for ids, *_ in sequence)
     assert all(pieces[tuple(ids)] >= 1 for ids in documents if len(ids) <= 64), "a document that fits was cut"
-    assert max(sum(len(ids) for ids, _ in sequence) for sequence in both) <= 64
+    assert max(sum(len(ids) for ids, *_ in sequence) for sequence in both) <= 64
     # An epoch takes every sequence once, on any number of ranks.
     taken = [train_data.take(0, train_data.num_sequences, rank, 3) for rank in range(3)]
     assert tokens_of([sequence for of_rank in taken for sequence in of_rank]) == tokens_of(sequences)
@@ -258,7 +258,7 @@ def test_few_documents_hold_out_their_ends(tokenizer_folder: Path, tmp_path: Pat
     (tmp_path / "notes.txt").write_text(" ".join(TEXTS[:200]))
     train_data, held_out = loaded(short(tmp_path / "notes.txt", tokenizer_folder, tmp_path))
     assert held_out is not None
-    tokens = [sum(len(ids) for s in data.in_order(0, 10**9) for ids, _ in s) for data in (train_data, held_out)]
+    tokens = [sum(len(ids) for s in data.in_order(0, 10**9) for ids, *_ in s) for data in (train_data, held_out)]
     assert tokens[1] == sum(tokens) // 20
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:5]))
     _, held_out = loaded(short(tmp_path / "chats.jsonl", tokenizer_folder, tmp_path, sequence_length=128))
@@ -326,25 +326,25 @@ def test_a_stream_goes_on_where_it_was(
     before = stream.take(0, after, 0, 1)
     noted = stream.state()
     state = json.loads(json.dumps(noted))
-    expected = [[ids.tolist() for ids, _ in sequence] for sequence in stream.take(0, 60, 0, 1)]
+    expected = [[ids.tolist() for ids, *_ in sequence] for sequence in stream.take(0, 60, 0, 1)]
     assert json.loads(json.dumps(noted)) == state, "a state that was noted changes with the stream"
     again, _ = loaded(config)
     again.load_state(state)
-    assert [[ids.tolist() for ids, _ in sequence] for sequence in again.take(0, 60, 0, 1)] == expected
+    assert [[ids.tolist() for ids, *_ in sequence] for sequence in again.take(0, 60, 0, 1)] == expected
     # Once more from a state of the same window: the stream has not been asked for its own place in between.
     third, _ = loaded(config)
     second, _ = loaded(config)
     second.load_state(state)
     second.take(0, 2, 0, 1)
     third.load_state(json.loads(json.dumps(second.state())))
-    assert [[ids.tolist() for ids, _ in sequence] for sequence in third.take(0, 58, 0, 1)] == expected[2:]
+    assert [[ids.tolist() for ids, *_ in sequence] for sequence in third.take(0, 58, 0, 1)] == expected[2:]
     assert third.counts([third.state()]) == again.counts([again.state()])
     places = [data.state()["place"] for data in (again, stream)]
     assert [(p["epoch"], p["window"], p["emitted"]) for p in places[:1]] == [
         (p["epoch"], p["window"], p["emitted"]) for p in places[1:]
     ]
     assert again.counts([again.state()]) == stream.counts([stream.state()])
-    assert [[ids.tolist() for ids, _ in sequence] for sequence in before[:60]] != expected
+    assert [[ids.tolist() for ids, *_ in sequence] for sequence in before[:60]] != expected
 
 
 def test_packing_is_best_fit_and_loses_nothing() -> None:
@@ -388,10 +388,10 @@ def test_conversations_are_whole_masked_and_alone(tokenizer_folder: Path, tmp_pa
     assert source["splits"]["train"]["packed_efficiency"] >= 0.95
     assert held_out is not None
     sequences = data.in_order(0, 10**9) + held_out.in_order(0, 10**9)
-    texts = sorted(tokenizer.decode(ids) for sequence in sequences for ids, _ in sequence)
+    texts = sorted(tokenizer.decode(ids) for sequence in sequences for ids, *_ in sequence)
     assert texts == sorted(tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS)
     for sequence in sequences:
-        for ids, labels in sequence:
+        for ids, labels, *_ in sequence:
             turns = tokenizer.decode(ids).split("<|assistant|>")[1:]
             assert tokenizer.decode(labels[labels >= 0]) == "".join(
                 turn.split("<|end|>")[0] + "<|end|>" for turn in turns
@@ -404,7 +404,7 @@ def test_conversations_are_whole_masked_and_alone(tokenizer_folder: Path, tmp_pa
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         for row, sequence in enumerate(sequences[:2]):
             start = 0
-            for ids, labels in sequence:
+            for ids, labels, *_ in sequence:
                 alone = model(
                     input_ids=torch.tensor(ids[None].astype(int)), labels=torch.tensor(labels[None].astype(int))
                 ).loss

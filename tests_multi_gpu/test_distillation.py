@@ -64,7 +64,7 @@ LAYOUTS_4 = {
 def assert_exact(pair: Pair, results: list[dict[str, float]]) -> None:
     for rank, errors in enumerate(results):
         worst = max(errors, key=lambda name: errors[name])
-        assert errors[worst] < pair.student.tolerance, f"{pair}, rank {rank}: {worst} is off by {errors[worst]:.2e}"
+        assert errors[worst] < pair.tolerance, f"{pair}, rank {rank}: {worst} is off by {errors[worst]:.2e}"
 
 
 REPEATS = ("FSDP1, flat parameters", "FSDP2, head alone", "ZeRO-1")
@@ -385,6 +385,8 @@ def test_refused_models() -> None:
 
 def test_a_tensor_parallel_teacher_and_other_tokens(workers_2: Workers) -> None:
     """Ranks whose student has other tokens cannot share a teacher's rows."""
+    if torch.cuda.is_available():
+        pytest.skip("an assertion on the device ends the program, and with it the pool")
     for message in workers_2.run(other_tokens):
         assert "ranks of the tensor-parallel group of lm_head see different tokens" in message
 

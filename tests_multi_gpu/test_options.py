@@ -63,6 +63,7 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
         "async_checkpoints": True,
         "dry_run": True,
         "world_size": 4,
+        "top_k": 0,
     }
     config = TrainConfig(**changed)
     (tmp_path / "a.yaml").write_text(to_yaml(config))

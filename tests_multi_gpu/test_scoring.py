@@ -22,6 +22,7 @@ from training_runs import LAUNCH, config_for, losses_of, metrics_of
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 TOP_K = 16
 WAYS: dict[str, dict[str, Any]] = {
@@ -231,7 +232,7 @@ def expected_loss(rows: list[dict[str, Any]], config: TrainConfig) -> float:
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
-            log_q = model(ids).logits[0].double().log_softmax(-1)[:-1]
+            log_q = model(ids.to(compute_device())).logits[0].cpu().double().log_softmax(-1)[:-1]
         probs, order = torch.tensor(row["top_k_log_probs"], dtype=torch.float64)[:-1].exp().topk(config.top_k)
         top = torch.tensor(row["top_k_ids"])[:-1].gather(1, order).clamp(min=0)
         soft = -(probs * log_q.gather(1, top)).sum()

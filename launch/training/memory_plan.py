@@ -46,7 +46,7 @@ class MemoryPlan:
     sent: int
     """by this process to others for one loss"""
     teacher: int = 0
-    """weights of the teacher that stay, and at the loss its lm_head and hidden states"""
+    """weights of the teacher that stay, and at the loss its lm_head, embedding and hidden states"""
 
     @property
     def peak(self) -> int:
@@ -105,14 +105,16 @@ def plan(
 
 
 def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: Any) -> int:
-    """Counts the shard of a teacher, and its gathered lm_head and hidden states, which exist at the loss."""
+    """Counts the shard of a teacher, and what exists of it at the loss: its hidden states, and gathered its lm_head and
+    its embedding, which FSDP2 keeps in the root until the teacher's forward ends."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(teacher_config)
     numbers: int = sum(parameter.numel() for parameter in model.parameters())
     size = FP32 if config.dtype == "float32" else 2
     hidden: int = config.batch_size * config.sequence_length * teacher_config.get_text_config().hidden_size
-    head: int = model.get_output_embeddings().weight.numel() if dims.world_size > 1 else 0
-    return size * (-(-numbers // dims.world_size) + head + hidden)
+    ends = {model.get_output_embeddings().weight, model.get_input_embeddings().weight}
+    gathered: int = sum(weight.numel() for weight in ends) if dims.world_size > 1 else 0
+    return size * (-(-numbers // dims.world_size) + gathered + hidden)
 
 
 def _plan(
