@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo test test-all check docs matrix families benchmarks format clean
+.PHONY: venv demo demo-distillation test test-all check docs matrix families benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -26,6 +26,15 @@ demo: venv
 	rm -rf runs/demo/exported
 	$(BIN)/python launch/export.py runs/demo
 	$(BIN)/python launch/demo/generate.py runs/demo/exported "def " --temperature 0.8
+
+# Two students of 4 layers: from the text alone, and from the model of make demo.
+STUDENT := -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo/demo.yaml --overwrite true \
+	--seed 1 --steps 100 --eval_every 10 --checkpoint_every 0
+demo-distillation: venv
+	test -d runs/demo/exported || $(MAKE) demo
+	$(BIN)/python $(STUDENT) --output_dir runs/from_text
+	$(BIN)/python $(STUDENT) --output_dir runs/from_teacher --teacher runs/demo/exported
+	$(BIN)/python launch/demo/compare_runs.py runs/distillation.png runs/from_text runs/from_teacher
 
 # Apart from the rest: transformers imports torchao wherever it is installed, which prints warnings.
 $(VENV)/.torchao: $(VENV)/.installed

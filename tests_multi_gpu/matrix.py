@@ -19,7 +19,8 @@ reasons; the suite fails when this file is not what it saw.
 
 ✓ two optimiser steps in which every parameter's gradient and value equal those of the unwrapped fp64 model on the
 tokens of all ranks. Number: refused before anything is lost, with the sentence below. GPU: needs one, and runs there
-alone. –: not a combination of the suite.
+alone. –: not a combination of the suite. [Pairs of a student and a teacher](distillation.md#pairs-of-layouts) have a
+separate table.
 """
 
 

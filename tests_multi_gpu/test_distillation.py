@@ -8,6 +8,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,17 @@ def test_four_ranks(student: str, teacher: str, workers_4: Workers) -> None:
     pair = Pair(student=LAYOUTS_4[student], teacher=LAYOUTS_4[teacher], options={"divergence": "reverse_kl"})
     skip_without(pair)
     assert_exact(pair, workers_4.run(errors_of, pair))
+
+
+def test_the_page_has_every_pair() -> None:
+    """The page's table has the pairs of the test above and no others."""
+    page = (Path(__file__).parent.parent / "docs" / "distillation.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.split("| student")[1].splitlines()]
+    lines = lines[: next(at for at, line in enumerate(lines) if line == [""])]
+    assert lines[0][1:] == list(LAYOUTS)
+    assert [line[0] for line in lines[2:]] == STUDENTS
+    assert {mark for line in lines[2:] for mark in line[1:]} == {"✓", "✓¹"}
+    assert len(lines[2:]) * len(lines[0][1:]) == 90
 
 
 def skip_without(pair: Pair) -> None:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import yaml
 from harness import Workers
 from models import make_batch, make_model
-from training.config import TrainConfig, parse
+from training.config import TrainConfig, parse, parse_as
 from training.parallel_dims import parallel_dims_of
+from training.scoring import ScoreConfig
 from training_runs import ROOT
 
 import liger_dist
@@ -260,7 +261,9 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / file).is_file(), file
         options = words[words.index(file) + 1 :]
         others = ("launch/export.py", "launch/deepspeed_multi_node.sh")
-        if file not in others and not file.startswith(("docs/", "launch/demo/")):
+        if file == "launch/score.py":
+            parse_as(options, ScoreConfig)
+        elif file not in others and not file.startswith(("docs/", "launch/demo/")):
             check_training(options)
 
 
