@@ -63,7 +63,7 @@ class Steps:
         generator = torch.Generator().manual_seed(dist.get_rank())
         # Labels stay on the CPU, as in launch/train.py.
         self._labels = torch.randint(STUDENT["vocab_size"], (1, LENGTH), generator=generator)
-        self._inputs = {"input_ids": self._labels.cuda(), "use_cache": False}
+        self._inputs: dict[str, Any] = {"input_ids": self._labels.cuda(), "use_cache": False}
 
     def student_step(self) -> Tensor:
         return self._update(self.student(**self._inputs, labels=self._labels).loss)
