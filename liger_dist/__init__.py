@@ -12,6 +12,7 @@ from .explain import explain as explain
 from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
+from .layer_compilation import compile_layers as compile_layers
 from .losses.arguments import LossOutput as LossOutput
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding.base import Strategy as Strategy

@@ -462,7 +462,7 @@ def train_compiled(config: TrainConfig) -> int:
     """How many layers were compiled."""
     own, compiled = torch.nn.Module.compile, []
 
-    def compile(self: torch.nn.Module) -> None:
+    def compile(self: torch.nn.Module, **_: object) -> None:
         compiled.append(self)
         own(self, backend="aot_eager")
 

@@ -68,7 +68,7 @@ class TrainConfig:
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
     offload_checkpoints: bool = option(False, "activation_checkpointing: keep the layers' inputs in host memory")
     mlp_tile_tokens: Optional[int] = option(None, "tokens that gated MLPs compute at a time, for long sequences: 8192")
-    compile: bool = option(False, "compile every decoder layer; layers then keep their own code instead of our kernels")
+    compile: bool = option(False, "compile every decoder layer from its own code, with the memory of our kernels")
     layer_kernels: bool = option(True, "compute norms, gated MLPs and rotary embedding by kernels")
     attention: Optional[str] = option(None, "of transformers: sdpa, flash_attention_2 ...; default: liger_dist's")
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")

@@ -18,8 +18,8 @@ from liger_dist import (
     LigerDistError,
     Strategy,
     WrapConfig,
+    compile_layers,
     explain,
-    find_structure,
     register_attention,
     wrap,
 )
@@ -130,8 +130,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
             # wrap gives storage on the device to models without any, and leaves others where they are.
             model.to(device())
     if config.compile:
-        for layer in find_structure(model).layers:
-            layer.compile()
+        compile_layers(model)
     if config.activation_checkpointing:
         _checkpoint_activations(model, offload=config.offload_checkpoints)
     strategy = strategy_of(config, dims, dims.mesh(device().type))
@@ -246,7 +245,7 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
     return replace(
         wrapping,
         fused_loss=wrapping.fused_loss and config.fused_loss,
-        layer_kernels=wrapping.layer_kernels and config.layer_kernels and not config.compile,
+        layer_kernels=wrapping.layer_kernels and config.layer_kernels,
         mlp_tile_tokens=config.mlp_tile_tokens,
         # An implementation that was named stays.
         varlen_attention=wrapping.varlen_attention and config.attention in (None, "liger_dist"),

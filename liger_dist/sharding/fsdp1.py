@@ -82,6 +82,7 @@ class FSDP1(FullySharded):
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=device)
+        self.compile(structure, undo)
         freed, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
         if mesh.ndim == 2:
             freed, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2

@@ -124,6 +124,7 @@ class FSDP2(FullySharded):
                 syncs_replicas=partial(reduces_over_replicas, model),
                 undo=undo,
             )
+        self.compile(structure, undo)
         self._fully_shard(model, structure, mesh, row_shards)
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
+from liger_dist.layer_compilation import compile_each, uncompile
 from liger_dist.structure import Structure
 
 from .mesh import Mesh, check_mesh, require_process_group
@@ -38,13 +40,31 @@ class FullySharded:
     """Free a decoder layer's full weights between its forward and its backward."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory."""
+    compile_layers: bool = False
+    """Compile each decoder layer, as :func:`liger_dist.compile_layers`."""
 
     def __post_init__(self) -> None:
         check_dtype("param_dtype", self.param_dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
 
+    @property
+    def compiles_layers(self) -> bool:
+        """True if an option asks for compiled layers."""
+        return self.compile_layers
+
+    def compile(self, structure: Structure, undo: ExitStack) -> None:
+        """Compiles the decoder layers where that is asked for; before they are sharded."""
+        if self.compiles_layers:
+            undo.callback(uncompile, structure.layers)
+            compile_each(structure.layers)
+
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
+        if self.compiles_layers and config.mlp_tile_tokens is not None:
+            raise LigerDistError(
+                f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at "
+                "once; leave one of them out."
+            )
 
     def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
         refuse_sharded(model)

@@ -1,0 +1,136 @@
+"""Decoder layers that are compiled one by one: gradients of the unwrapped model, little kept for the backward, and no
+compilation for every length."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from models import full, make_batch, make_model
+from torch import Tensor
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on CPUs"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def texts(length: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 101, (2, length), generator=torch.Generator().manual_seed(length)).to(compute_device())
+    return {"input_ids": ids, "labels": ids}
+
+
+STRATEGIES: dict[str, Any] = {
+    "fsdp2": liger_dist.FSDP2(compile_layers=True),
+    "vocab-parallel": liger_dist.FSDP2(compile_layers=True, lm_head="vocab_parallel"),
+    "fsdp1": liger_dist.FSDP1(compile_layers=True),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_of_two_ranks(name: str, workers_2: Workers) -> None:
+    for errors in workers_2.run(errors_of_two_steps, name):
+        worst = max(errors, key=lambda key: errors[key])
+        assert errors[worst] < 1e-5, f"{worst}: {errors[worst]:.1e}"
+
+
+def errors_of_two_steps(name: str) -> dict[str, float]:
+    """Against the unwrapped model in fp64; vocab-parallel under activation checkpointing."""
+    model = make_model("llama", dtype=torch.float32)
+    reference = copy.deepcopy(model).double()
+    if name == "vocab-parallel":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wrapped = liger_dist.wrap(model, STRATEGIES[name])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, foreach=False)
+    errors = {}
+    for step in range(2):
+        for rank in range(2):
+            (reference(**make_batch(rank, seed=step)).loss / 2).backward()
+        loss = wrapped(**make_batch(torch.distributed.get_rank(), seed=step)).loss
+        loss.backward()
+        if name == "fsdp1":
+            with torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+                got = {
+                    key.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for key, p in wrapped.named_parameters()
+                }
+        else:
+            got = {key: full(p.grad) for key, p in wrapped.named_parameters() if p.grad is not None}
+        for key, parameter in reference.named_parameters():
+            errors[f"step {step} {key}"] = relative_error(got[key], parameter.grad)
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return errors
+
+
+def test_inputs_of_products_are_not_kept() -> None:
+    """Outputs of norms and of the activation are computed again: layers that torch.compile alone compiles keep them."""
+    by_torch, ours = kept_bytes(by_torch=True), kept_bytes(by_torch=False)
+    assert ours < 0.75 * by_torch, (ours, by_torch)
+
+
+def kept_bytes(*, by_torch: bool) -> int:
+    """Of all layers, for one batch."""
+    model: Any = make_model("llama", dtype=torch.float32).to(compute_device())
+    if by_torch:
+        for layer in model.model.layers:
+            layer.compile()
+    else:
+        liger_dist.compile_layers(model)
+    model = liger_dist.wrap(model, "none")
+    batch = texts(256)
+    model(**batch).loss.backward()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    loss.backward()
+    return sum(held.values())
+
+
+def test_other_lengths_are_not_compiled_one_by_one() -> None:
+    from torch._dynamo.utils import counters
+
+    model: Any = make_model("llama", dtype=torch.float32).to(compute_device())
+    liger_dist.compile_layers(model)
+    wrapped = liger_dist.wrap(model, "none")
+    graphs = []
+    for length in (24, 32, 40, 48, 56):
+        wrapped(**texts(length)).loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1], graphs
+
+
+def test_tiles_of_the_mlp_are_refused() -> None:
+    config = liger_dist.WrapConfig(mlp_tile_tokens=8)
+    for strategy in (liger_dist.FSDP1(compile_layers=True), liger_dist.FSDP2(compile_layers=True)):
+        with pytest.raises(liger_dist.LigerDistError, match="mlp_tile_tokens is 8 but the layers are compiled"):
+            strategy.check(config, world_size=2)
+
+
+def test_a_model_without_layers() -> None:
+    with pytest.raises(liger_dist.LigerDistError):
+        liger_dist.compile_layers(torch.nn.Linear(2, 2))
