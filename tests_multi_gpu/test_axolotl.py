@@ -311,6 +311,15 @@ def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
         ({"kd_trainer": True, "kd_alpha": 1.0, "kd_normalize_topk": True}, "kd_normalize_topk is true"),
         ({"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_temperature": 2.0}, "kd_temperature is 2.0 and kd_ce_alpha 0.1"),
         ({"kd_trainer": True}, "kd_alpha and kd_ce_alpha are 0"),
+        ({"kd_trainer": True, "kd_alpha": 1.5, "kd_ce_alpha": -0.5}, "kd_ce_alpha is -0.5; expected 0 or more"),
+        (
+            {"kd_trainer": True, "kd_alpha": 1.0, "kd_temperature": 0.0},
+            "kd_temperature is 0.0; expected a number above 0",
+        ),
+        (
+            {"kd_trainer": True, "kd_alpha": 1.0, "kd_online_server_base_url": "http://teacher"},
+            "kd_online_server_base_url is 'http://teacher'; expected probabilities in the dataset",
+        ),
     ],
 )
 def test_other_losses_are_refused(cfg: dict[str, Any], sentence: str) -> None:

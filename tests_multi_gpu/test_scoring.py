@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp1": {"strategy": "fsdp1", "remainder": "renormalize"},
     "zero3": {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero3.json")},
     "stream": {"strategy": "ddp", "streaming": True},
+    "weighted stream": {"strategy": "ddp", "streaming": True, "data_weights": [1.0, 2.0]},
 }
 
 
@@ -141,19 +142,70 @@ def test_a_killed_run_goes_on(scores: Path, teacher: Path, sources: Path, cache:
 
 
 def test_other_options_are_refused_and_overwrite(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
+    """Also without the report: each shard knows what it is of."""
     one = settings(data / "ast0.txt", cache, tmp_path, teacher)
     with InThisProcess() as here:
         here.run(score, one)
-        with pytest.raises(liger_dist.LigerDistError, match=r"has scores of other data, another model"):
-            here.run(score, replace(one, top_k=3))
-        here.run(score, replace(one, top_k=3, overwrite=True))
-    assert {len(ids) for row in rows_of(tmp_path) for ids in row["top_k_ids"]} == {3}
+        (tmp_path / "scores.json").unlink()
+        for changes in ({"top_k": 8}, {"model": "tiny"}):
+            with pytest.raises(liger_dist.LigerDistError, match=r"has scores of other data, another model"):
+                here.run(score, replace(one, **changes))
+        here.run(score, replace(one, top_k=8, overwrite=True))
+        times = [file.stat().st_mtime_ns for file in sorted((tmp_path / "data").glob("*"))]
+        here.run(score, replace(one, top_k=8, overwrite=True))
+    assert times == [file.stat().st_mtime_ns for file in sorted((tmp_path / "data").glob("*"))]
+    assert json.loads((tmp_path / "scores.json").read_text())["top_k"] == 8
+    assert {len(ids) for row in rows_of(tmp_path) for ids in row["top_k_ids"]} == {8}
     with pytest.raises(liger_dist.LigerDistError, match=r"--top_k is 641 but the model has 640 classes"):
         score(replace(one, top_k=641))
     with pytest.raises(liger_dist.LigerDistError, match=r"--top_k is 0; expected 1 or more"):
         score(replace(one, top_k=0))
     with pytest.raises(liger_dist.LigerDistError, match=r"--top_p is no option; the nearest is --top_k"):
         parse_as(["--top_p", "0.9"], ScoreConfig)
+
+
+def test_lost_and_damaged_shards(scores: Path, teacher: Path, sources: Path, cache: Path, tmp_path: Path) -> None:
+    """A lost shard is written again, also of complete scores; a damaged one is named."""
+    shutil.copytree(scores / "data", tmp_path / "data")
+    lost, damaged = sorted((tmp_path / "data").glob("*"))[:2]
+    lost.unlink()
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:100])
+    config = settings(sources, cache, tmp_path, teacher)
+    with InThisProcess() as here:
+        with pytest.raises(liger_dist.LigerDistError, match=rf"{damaged.name} is damaged, or no file that"):
+            here.run(score, config)
+        damaged.write_bytes(content)
+        here.run(score, config)
+    assert [row["input_ids"] for row in rows_of(tmp_path)] == [row["input_ids"] for row in rows_of(scores)]
+    assert json.loads((tmp_path / "scores.json").read_text()) == json.loads((scores / "scores.json").read_text())
+
+
+def test_a_last_piece_of_one_token(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
+    """It predicts nothing: it is left out and counted, and what is written can be trained on."""
+    from training.tokenization import load_tokenizer
+
+    tokenizer = load_tokenizer(cache / "tokenizer")
+    text = (data / "ast0.txt").read_text()
+    ends = [end for end in range(600, 3000) if len(tokenizer(text[:end])["input_ids"]) % 64 == 0]
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "text.txt").write_text(text[: ends[0]])
+    with InThisProcess() as here:
+        here.run(score, settings(tmp_path / "source", cache, tmp_path, teacher))
+        here.run(train, training(tmp_path, cache, tmp_path / "run", strategy="none", steps=1))
+    report, counts = (json.loads((tmp_path / name).read_text()) for name in ("scores.json", "run/data.json"))
+    tokens = len(tokenizer(text[: ends[0]])["input_ids"]) + 1
+    assert (report["tokens"], report["tokens_left_out"]) == (tokens - 1, 1)
+    assert report["labels"] + report["labels_lost_at_cuts"] == tokens - 1
+    (source,) = counts["sources"]
+    assert source["splits"]["train"]["tokens"] == report["tokens"]
+    assert source["labels"] == report["labels"]
+
+
+def test_labels_without_a_class(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
+    """The most likely class of some tokens is one that the tokenizer does not have."""
+    with InThisProcess() as here, pytest.raises(liger_dist.LigerDistError, match=r"labels of shard .*larger --top_k"):
+        here.run(score, settings(data / "ast0.txt", cache, tmp_path, teacher, top_k=1))
 
 
 def test_a_disk_that_one_rank_cannot_write_to(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
@@ -183,9 +235,13 @@ def test_every_strategy_draws_the_same_curve(
     alone = {"strategy": "none"} | {name: options[name] for name in ("remainder",) if name in options}
     with InThisProcess() as here:
         here.run(train, training(scores, cache, tmp_path / "alone", **alone))
-    workers_2.run(train, training(scores, cache, tmp_path / "run", **options))
+    weights = options.pop("data_weights", [])
+    config = training(scores, cache, tmp_path / "run", **options)
+    if weights:
+        config = replace(config, data=config.data * 2, data_weights=weights)
+    workers_2.run(train, config)
     expected = losses_of(tmp_path / "alone")
-    if way == "stream":
+    if "stream" in way:
         assert losses_of(tmp_path / "run")[0] == pytest.approx(expected[0], rel=0.05)
         assert all(row["tokens"] > 0 for row in metrics_of(tmp_path / "run"))
     else:
@@ -244,13 +300,25 @@ def expected_loss(rows: list[dict[str, Any]], config: TrainConfig) -> float:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"top_k_ids": None}, "has no 'top_k_ids', which --top_k reads; give what launch/score.py has written"),
-    "length": ({"top_k_ids": [[1]] * 3, "top_k_log_probs": [[-1.0]] * 3}, "has top_k_ids of 3 tokens and 4 input_ids"),
+    "length": (
+        {"top_k_ids": [[1, 2]] * 3, "top_k_log_probs": [[-1.0, -2.0]] * 3},
+        "has top_k_ids of 3 tokens and 4 input_ids",
+    ),
     "shape": ({"top_k_ids": [[1]] * 4}, r"of shape \[4, 1\] and top_k_log_probs of shape \[4, 2\]"),
     "ragged": ({"top_k_ids": [[1], [1, 2], [1], [1]]}, "no lists of as many numbers for each token"),
     "vocabulary": ({"top_k_ids": [[1, 2000]] * 4}, "has 2000 in top_k_ids but the model's vocabulary has 601"),
     "logarithm": ({"top_k_log_probs": [[0.4, 0.6]] * 4}, "has 0.6.* in top_k_log_probs; expected logarithms"),
     "sum": ({"top_k_log_probs": [[-0.1, -0.1]] * 4}, "probabilities of one token that sum to 1.8097"),
     "none": ({"top_k_ids": [[1, 2], [-1, -1], [1, 2], [-1, -1]]}, "no classes in top_k_ids for 1 of its labels"),
+    "-inf": ({"top_k_log_probs": [[float("-inf")] * 2] * 4}, "no classes in top_k_ids for 3 of its labels"),
+    "fewer": (
+        {"top_k_ids": [[1]] * 4, "top_k_log_probs": [[-1.0]] * 4},
+        "has 1 classes for each .* expected at most 1",
+    ),
+    "fraction": ({"top_k_ids": [[1.7, 2.2]] * 4}, r"has np.float64\(1.7\) in top_k_ids; expected integers"),
+    "words": ({"top_k_ids": [["1", "2"]] * 4}, "in top_k_ids; expected integers"),
+    "null": ({"top_k_ids": [[1, None]] * 4}, "has 1 in top_k_ids; expected integers"),
+    "wide": ({"top_k_ids": [[1, 2**32 + 1]] * 4}, "has 4294967297 in top_k_ids but the model's vocabulary has 601"),
 }
 
 
@@ -263,7 +331,7 @@ def test_bad_rows(case: str, cache: Path, tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text("".join(json.dumps(values) + "\n" for values in (row, row | changes)))
     with InThisProcess() as here, pytest.raises(liger_dist.LigerDistError, match=rf"rows.jsonl line 2 .*{sentence}"):
-        here.run(train, training(tmp_path, cache, tmp_path / "run", strategy="none"))
+        here.run(train, training(tmp_path, cache, tmp_path / "run", strategy="none", top_k=2))
 
 
 def test_text_without_scores_is_refused(data: Path, cache: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,7 @@ LEAST_SEQUENCES, MOST_TOKENS = 16, 2**18
 ROW_GROUP = 256
 COUNTS = b"liger_dist"
 """key of the counts in the metadata of a shard"""
+T = TypeVar("T")
 
 
 def _as_in_training(name: str, default: Any = MISSING) -> Any:
@@ -80,7 +81,9 @@ class ScoreConfig:
     stall_timeout: float = field(
         default=900.0, metadata={"help": "seconds without a batch until the watchdog names the stuck rank; 0 for none"}
     )
-    overwrite: bool = field(default=False, metadata={"help": "begin anew in an output_dir that has scores"})
+    overwrite: bool = field(
+        default=False, metadata={"help": "remove scores of other data, models or options from output_dir"}
+    )
 
     def as_training(self) -> TrainConfig:
         """The options that a training run on this data would have."""
@@ -136,7 +139,7 @@ def _score(config: ScoreConfig, folder: Path, watchdog: Watchdog) -> None:
     weights = _weights_of(training)
     key = [data.fingerprint, model_config.to_json_string(), weights, config.top_k, config.dtype, config.seed]
     shards = Shards(folder, data, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16], config)
-    missing = on_rank_zero(lambda: shards.begin(config))
+    missing = on_rank_zero(lambda: shards.begin(overwrite=config.overwrite))
     if missing:
         model = load_frozen(training, model_config, WrapConfig(logits_dtype=torch.float32))
         _write_missing(model, shards, missing, config, tokenizer, watchdog)
@@ -168,7 +171,7 @@ def _write_missing(
     with tqdm(total=len(rounds) * batches, desc="scoring", unit=" batches", disable=rank() != 0, mininterval=1) as bar:
         for first in rounds:
             mine = missing[first + rank()] if first + rank() < len(missing) else None
-            sequences = [] if mine is None else shards.sequences(mine)
+            sequences = together(lambda: [] if mine is None else shards.sequences(mine))  # noqa: B023
             rows: list[Row] = []
             for begin in range(0, shards.size, config.batch_size):
                 num_batches += 1
@@ -178,18 +181,21 @@ def _write_missing(
             together(lambda: None if mine is None else shards.write(mine, rows))  # noqa: B023
 
 
-def together(write: Callable[[], object]) -> None:
-    """Raises:
-    LigerDistError: on every rank, what one of them raises in ``write``.
+def together(work: Callable[[], T]) -> T:
+    """Does this rank's work, and waits for that of the others.
+
+    Raises:
+        LigerDistError: on every rank, what one of them raises.
     """
-    problem = ""
+    problem, results = "", []
     try:
-        write()
+        results.append(work())
     except (LigerDistError, OSError) as error:
         problem = str(error)
     problems = gathered(problem)
     if any(problems):
         raise LigerDistError(next(filter(None, problems)))
+    return results[0]
 
 
 @torch.no_grad()
@@ -231,28 +237,25 @@ class Shards:
         """sequences of one shard"""
         self.count = -(-data.num_sequences // self.size)
 
-    def begin(self, config: ScoreConfig) -> list[int]:
-        """Lists the shards that are missing; on rank 0.
+    def begin(self, *, overwrite: bool) -> list[int]:
+        """Lists the shards that are missing; on rank 0. Those of these scores are kept.
 
         Raises:
-            LigerDistError: the folder has scores of other data, another model or other options.
+            LigerDistError: the folder has scores of other data, another model or other options, or a damaged shard.
         """
-        parts, report = self._folder / "parts", self._folder / "scores.json"
-        if config.overwrite:
-            shutil.rmtree(self._folder / "data", ignore_errors=True)
-            for file in parts.glob("*.parquet"):
-                file.unlink()
-        elif report.is_file() and json.loads(report.read_text())["fingerprint"] != self._fingerprint:
-            raise LigerDistError(
-                f"{self._folder} has scores of other data, another model or other options (--top_k, --sequence_length, "
-                "--dtype); choose another --output_dir, or remove them with --overwrite true."
-            )
-        write_text(report, json.dumps({"fingerprint": self._fingerprint, "is_complete": False}) + "\n")
-        for file in parts.glob("*.partial"):
+        for file in self._here.glob("*.partial"):
             file.unlink()
-        if (self._folder / "data").is_dir():
-            return []
-        return [index for index in range(self.count) if not self._path("parts", index).is_file()]
+        files = [file for file in self._here.glob("*.parquet") if file.is_file()]
+        others = [file for file in files if _counts_of(file)["fingerprint"] != self._fingerprint]
+        if others and not overwrite:
+            raise LigerDistError(
+                f"{others[0]} has scores of other data, another model (or other files of it) or other options "
+                "(--top_k, --sequence_length, --dtype); choose another --output_dir, or remove them with --overwrite "
+                "true."
+            )
+        for file in others:
+            file.unlink()
+        return [index for index in range(self.count) if not self._path(index).is_file()]
 
     def sequences(self, index: int) -> list[list[Piece]]:
         """Takes the sequences of a shard."""
@@ -264,20 +267,23 @@ class Shards:
         Raises:
             LigerDistError: a token was lost, or the file cannot be written.
         """
-        scored, labels = sum(int(row.is_scored.sum()) for row in rows), sum(_num_labels(row.piece) for row in rows)
+        scored = sum(int((row.is_scored & (row.ids >= 0).any(1)).sum()) for row in rows)
+        labels = sum(_num_labels(row.piece) for row in rows)
         if scored != labels:
             raise LigerDistError(
-                f"{scored} tokens of shard {index} have scores, but {labels} are labels; expected scores for each. "
-                "Report this with the model and the data."
+                f"{labels - scored} of the {labels} labels of shard {index} have no class of the tokenizer among their "
+                f"{self._top_k} most likely ones; expected one for each. Give a larger --top_k."
             )
-        path = self._path("parts", index)
+        path = self._path(index)
         partial = path.with_suffix(".parquet.partial")
+        # A text may end in a piece of one token, which predicts nothing.
+        kept = [row for row in rows if _num_labels(row.piece)]
+        left_out = sum(len(row.piece.ids) for row in rows) - sum(len(row.piece.ids) for row in kept)
+        table = _table(kept, self._top_k, {"fingerprint": self._fingerprint, "tokens_left_out": left_out})
         try:
-            parquet.write_table(
-                _table(rows, self._top_k), partial, compression="zstd", row_group_size=ROW_GROUP, use_dictionary=False
-            )
+            parquet.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP, use_dictionary=False)
             partial.replace(path)
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             partial.unlink(missing_ok=True)
             raise LigerDistError(
                 f"{path} cannot be written: {error}; make room and start again, finished shards are kept."
@@ -290,25 +296,25 @@ class Shards:
             LigerDistError: tokens are missing.
         """
         done, parts = self._folder / "data", self._folder / "parts"
-        where = done if done.is_dir() else parts
-        found = [_counts_of(self._path(where.name, index)) for index in range(self.count)]
-        counts = {name: sum(shard[name] for shard in found) for name in ("rows", "tokens", "labels")}
+        found = [_counts_of(self._path(index)) for index in range(self.count)]
+        names = ("rows", "tokens", "tokens_left_out", "labels")
+        counts = {name: sum(shard[name] for shard in found) for name in names}
         sources = data.counts([])["sources"]
         tokens = sum(source["splits"]["train"]["tokens"] for source in sources)
-        if counts["tokens"] != tokens:
+        if counts["tokens"] + counts["tokens_left_out"] != tokens:
             raise LigerDistError(
-                f"the shards in {where} have {counts['tokens']} tokens, and the data {tokens}; expected all of them. "
-                "Begin anew with --overwrite true, and report this."
+                f"the shards in {self._here} have {counts['tokens']} tokens and left {counts['tokens_left_out']} out, "
+                f"and the data has {tokens}; expected all of them. Report this with the data."
             )
+        counts["labels_lost_at_cuts"] = sum(source["labels"] for source in sources) - counts["labels"]
         (parts / LOCK).unlink(missing_ok=True)
-        if where == parts:
+        if self._here == parts:
             parts.rename(done)
         else:
             shutil.rmtree(parts)
         outside = np.sum([shard["outside"] for shard in found], axis=0) / max(1, counts["labels"])
         report = {
             "fingerprint": self._fingerprint,
-            "is_complete": True,
             "model": config.model,
             "top_k": config.top_k,
             "shards": self.count,
@@ -323,16 +329,23 @@ class Shards:
             f"likely classes have {1 - outside[-1]:.1%} of the probability"
         )
 
-    def _path(self, folder: str, index: int) -> Path:
-        return self._folder / folder / f"{index:05d}-of-{self.count:05d}.parquet"
+    @property
+    def _here(self) -> Path:
+        """Where shards are: in ``data`` once all were there."""
+        done = self._folder / "data"
+        return done if done.is_dir() else self._folder / "parts"
+
+    def _path(self, index: int) -> Path:
+        return self._here / f"{index:05d}-of-{self.count:05d}.parquet"
 
 
 def _num_labels(piece: Piece) -> int:
     return int((piece.labels[1:] != IGNORE_INDEX).sum())
 
 
-def _table(rows: list[Row], top_k: int) -> Any:
-    """The columns of a shard. Where the next token is no label, ids are -1 and log-probabilities -inf."""
+def _table(rows: list[Row], top_k: int, more: dict[str, Any]) -> Any:
+    """The columns of a shard, with its counts and ``more`` in the metadata. Where the next token is no label, ids are
+    -1 and log-probabilities -inf."""
     ids = [np.where(row.is_scored[:, None], row.ids, -1).astype(np.int32) for row in rows]
     log_probs = [np.where(row.is_scored[:, None], row.log_probs, -np.inf).astype(np.float32) for row in rows]
     remainder = [np.where(row.is_scored, row.remainder, 1.0).astype(np.float32) for row in rows]
@@ -352,18 +365,29 @@ def _table(rows: list[Row], top_k: int) -> Any:
         "tokens": sum(len(row.piece.ids) for row in rows),
         "labels": sum(int(row.is_scored.sum()) for row in rows),
         "outside": outside.tolist(),
+        **more,
     }
     return pa.table(columns).replace_schema_metadata({COUNTS: json.dumps(counts)})
 
 
 def _matrices(values: list[NDArray[Any]], dtype: Any, top_k: int) -> Any:
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in values])])
-    flat = pa.array(np.concatenate([value.reshape(-1) for value in values]), dtype)
+    none = np.zeros(0, dtype.to_pandas_dtype())
+    flat = pa.array(np.concatenate([none, *(value.reshape(-1) for value in values)]), dtype)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.FixedSizeListArray.from_arrays(flat, top_k))
 
 
 def _counts_of(path: Path) -> dict[str, Any]:
-    counts: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[COUNTS])
+    """Raises:
+    LigerDistError: the file is damaged or no shard.
+    """
+    try:
+        counts: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[COUNTS])
+    except (OSError, pa.ArrowException, KeyError, TypeError) as error:
+        raise LigerDistError(
+            f"{path} is damaged, or no file that launch/score.py wrote ({error!r}); remove it and start again, then it "
+            "is written."
+        ) from error
     return counts
 
 

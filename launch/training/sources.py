@@ -317,11 +317,16 @@ def _rows_of(batch: Any) -> list[dict[str, Any]]:
 
     matrices = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        inner = column.type.value_type if pyarrow.types.is_list(column.type) else None
-        if inner is not None and pyarrow.types.is_fixed_size_list(inner) and column.null_count == 0:
+        inner = column.type.value_type if pyarrow.types.is_list(column.type) else column.type
+        # A row with a null is left to what checks rows.
+        if pyarrow.types.is_list(column.type) and pyarrow.types.is_fixed_size_list(inner) and not _has_nulls(column):
             matrices[name] = [scalar.values.flatten().to_numpy().reshape(-1, inner.list_size) for scalar in column]
     rows: list[dict[str, Any]] = batch.drop_columns(list(matrices)).to_pylist()
     return [row | {name: found[index] for name, found in matrices.items()} for index, row in enumerate(rows)]
+
+
+def _has_nulls(column: Any) -> bool:
+    return bool(column.null_count or column.flatten().null_count or column.flatten().flatten().null_count)
 
 
 def _read_saved(part: Part) -> Iterator[Row]:

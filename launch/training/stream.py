@@ -192,7 +192,7 @@ class StreamedData:
         documents, bad, held = [], [], 0
         for found in rows:
             # Interleaved streams give lists.
-            row = found | {name: _numbers(name, found[name]) for name in LISTS if found[name] is not None}
+            row = found | {name: _numbers(name, found) for name in LISTS if found[name] is not None}
             reason = found["reason"]
             if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
                 reason = too_long_reason(len(row["ids"]), self._length)
@@ -234,8 +234,10 @@ class StreamedData:
         return self._source_of[str(Path(file).resolve())] if found is None else found
 
 
-def _numbers(name: str, values: Any) -> NDArray[Any]:
-    return np.asarray(values, np.float32 if name == "top_k_log_probs" else np.int32)
+def _numbers(name: str, row: dict[str, Any]) -> NDArray[Any]:
+    """``[tokens]``, or ``[tokens, K]`` of a column with K numbers for each token."""
+    values = np.asarray(row[name], np.float32 if name == "top_k_log_probs" else np.int32)
+    return values.reshape(len(row["ids"]), -1) if name.startswith("top_k") else values
 
 
 def _parts(sources: list[Source], ranks: int) -> list[Part]:

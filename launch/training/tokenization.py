@@ -110,8 +110,8 @@ class Encoder:
         self._fast = tokenizer.backend_tokenizer
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Encodes a batch of ``map(batched=True)`` into the columns of :class:`Document` and ``reason``, which is None
-        for a good row."""
+        """Encodes a batch of ``map(batched=True)`` into the columns of :class:`Document`, each of one dimension, and
+        ``reason``, which is None for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
         encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
@@ -122,7 +122,7 @@ class Encoder:
             except BadRowError as error:
                 document, reason = Document(np.zeros(0, np.int32), None, False), str(error)
             for name, value in zip(out, (*document, reason), strict=True):
-                out[name].append(value)
+                out[name].append(value.reshape(-1) if isinstance(value, np.ndarray) else value)
         return out
 
     def _text_of(self, row: dict[str, Any]) -> str | None:
@@ -241,28 +241,29 @@ class Encoder:
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
 
     def _with_top_k(self, document: Document, values: dict[str, Any]) -> Document:
-        """Adds the most likely classes of each token; padded where a row has fewer."""
+        """Adds the most likely classes of each token."""
         ids, log_probs = read_top_k(*(values[name] for name in TOP_K_COLUMNS))
         if len(ids) != len(document.ids):
             raise BadRowError(f"has top_k_ids of {len(ids)} tokens and {len(document.ids)} input_ids; expected as many")
+        count = self._format.top_k
+        if ids.shape[1] < count:
+            raise BadRowError(
+                f"has {ids.shape[1]} classes for each token in top_k_ids and --top_k is {count}; expected at most "
+                f"{ids.shape[1]}"
+            )
         if ids.max(initial=-1) >= self._vocab_size:
             raise BadRowError(
                 f"has {ids.max()} in top_k_ids but the model's vocabulary has {self._vocab_size} entries; expected the "
                 "model's own tokenizer"
             )
         labels = document.ids if document.labels is None else document.labels
-        without = int(((labels[1:] != IGNORE_INDEX) & (ids[:-1] < 0).all(1)).sum())
+        without = int(((labels[1:] != IGNORE_INDEX) & np.isneginf(log_probs[:-1]).all(1)).sum())
         if without:
             raise BadRowError(f"has no classes in top_k_ids for {without} of its labels; expected some for each")
-        count = self._format.top_k
         if ids.shape[1] > count:
             most_likely = np.argsort(-log_probs, axis=1, kind="stable")[:, :count]
             ids, log_probs = np.take_along_axis(ids, most_likely, 1), np.take_along_axis(log_probs, most_likely, 1)
-        missing = ((0, 0), (0, count - ids.shape[1]))
-        return document._replace(
-            top_k_ids=np.pad(ids, missing, constant_values=-1),
-            top_k_log_probs=np.pad(log_probs, missing, constant_values=-np.inf),
-        )
+        return document._replace(top_k_ids=ids.astype(np.int32), top_k_log_probs=log_probs)
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
         """Makes labels of the assistant's turns from ``first`` on, each beyond the prompt that generation starts
@@ -319,14 +320,14 @@ def check_has_top_k(values: dict[str, Any] | None) -> None:
         )
 
 
-def read_top_k(ids: Any, log_probs: Any) -> tuple[Ids, NDArray[np.float32]]:
-    """Reads lists of K class ids and log-probabilities for each token, with -inf for ids that are negative.
+def read_top_k(ids: Any, log_probs: Any) -> tuple[NDArray[np.integer[Any]], NDArray[np.float32]]:
+    """Reads lists of K class ids, negative for none, and log-probabilities for each token, with -inf for none.
 
     Raises:
         BadRowError: lists of other shapes, or numbers that are no log-probabilities.
     """
     try:
-        found_ids, found = np.asarray(ids, np.int32), np.asarray(log_probs, np.float32)
+        found_ids, found = np.asarray(ids), np.asarray(log_probs, np.float32)
     except (ValueError, TypeError, OverflowError) as error:
         raise BadRowError(f"has top_k columns that are no lists of as many numbers for each token ({error})") from error
     if found_ids.ndim != 2 or found_ids.shape != found.shape:
@@ -334,6 +335,9 @@ def read_top_k(ids: Any, log_probs: Any) -> tuple[Ids, NDArray[np.float32]]:
             f"has top_k_ids of shape {list(found_ids.shape)} and top_k_log_probs of shape {list(found.shape)}; "
             "expected K numbers for each token in both"
         )
+    if not np.issubdtype(found_ids.dtype, np.integer):
+        raise BadRowError(f"has {found_ids.reshape(-1)[0]!r} in top_k_ids; expected integers")
+    found_ids = np.where(found_ids < 0, -1, found_ids)
     found = np.where(found_ids < 0, -np.inf, found).astype(np.float32)
     if np.isnan(found).any() or not (found <= MOST_LOG_SUM).all():
         raise BadRowError(f"has {found.max()} in top_k_log_probs; expected logarithms of probabilities, 0 or less")

@@ -62,6 +62,16 @@ def distil(trainer: Any) -> None:
 def objections(cfg: Mapping[str, Any]) -> list[str]:
     """Lists what of a configuration with ``kd_trainer`` is not computed by soft labels."""
     found = []
+    if cfg.get("kd_online_server_base_url"):
+        found.append(
+            f"kd_online_server_base_url is {cfg['kd_online_server_base_url']!r}; expected probabilities in the "
+            "dataset, because the servers' are aligned differently (vLLM's row p is of the logits at p)"
+        )
+    if cfg.get("kd_temperature") is not None and not cfg["kd_temperature"] > 0:
+        found.append(f"kd_temperature is {cfg['kd_temperature']!r}; expected a number above 0")
+    for name in ("kd_alpha", "kd_ce_alpha"):
+        if (cfg.get(name) or 0.0) < 0:
+            found.append(f"{name} is {cfg[name]!r}; expected 0 or more")
     if cfg.get("kd_beta"):
         found.append(f"kd_beta is {cfg['kd_beta']!r}; expected 0, the forward KL divergence")
     if cfg.get("kd_normalize_topk"):
