@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "liger-kernel", "trl", "quack-kernels", "cut-cross-entropy", "transformers")
+PACKAGES = ("torch", "triton", "torchao", "liger-kernel", "trl", "quack-kernels", "cut-cross-entropy", "transformers")
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 VOCAB_SIZE, SEQUENCE_LENGTH, SEQUENCES = 128256, 4096, 2
 
 
-def sharded_by_hand(model: Any, *, compiled: bool = False) -> Any:
-    """As the documentation of FSDP2 has it: each layer, then the root."""
+def sharded_by_hand(model: Any, *, compiled: bool = False, float8: bool = False) -> Any:
+    """As the documentation of FSDP2 has it: each layer, then the root. float8 as torchao's has it: all linear layers of
+    the decoder, tensorwise, with float8 all-gathers."""
+    if float8:
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
+
+        convert_to_float8_training(model.model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+        model.register_forward_pre_hook(lambda module, *_: precompute_float8_dynamic_scale_for_fsdp(module))
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     }
@@ -78,17 +88,11 @@ def liger(model: Any) -> Any:
 
 
 def ours(
-    lm_head: Literal["gather", "vocab_parallel"], *, compiled: bool = False, budget_mib: int | None = None
+    lm_head: Literal["gather", "vocab_parallel"], *, budget_mib: int | None = None, **options: Any
 ) -> Callable[[Any], Any]:
     def wrap(model: Any) -> Any:
-        if compiled:
-            for layer in model.model.layers:
-                layer.compile()
-        config = liger_dist.WrapConfig(
-            layer_kernels=not compiled,
-            memory_budget=None if budget_mib is None else budget_mib * 2**20,
-        )
-        strategy = liger_dist.FSDP2(param_dtype=torch.bfloat16, lm_head=lm_head)
+        config = liger_dist.WrapConfig(memory_budget=None if budget_mib is None else budget_mib * 2**20)
+        strategy = liger_dist.FSDP2(param_dtype=torch.bfloat16, lm_head=lm_head, **options)
         return liger_dist.wrap(model, strategy, config=config)
 
     return wrap
@@ -98,9 +102,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "liger_dist, gather": ours("gather"),
     "liger_dist, vocab_parallel": ours("vocab_parallel"),
     "liger_dist, vocab_parallel, 512 MiB": ours("vocab_parallel", budget_mib=512),
-    "liger_dist, vocab_parallel, layers compiled": ours("vocab_parallel", compiled=True),
+    "liger_dist, vocab_parallel, layers compiled": ours("vocab_parallel", compile_layers=True),
+    "liger_dist, gather, layers compiled": ours("gather", compile_layers=True),
+    "liger_dist, gather, float8 tensorwise": ours("gather", float8="tensorwise"),
+    "liger_dist, gather, float8 rowwise": ours("gather", float8="rowwise"),
     "Hugging Face": sharded_by_hand,
     "Hugging Face, layers compiled": lambda model: sharded_by_hand(model, compiled=True),
+    "Hugging Face, layers compiled, float8": lambda model: sharded_by_hand(model, compiled=True, float8=True),
 }
 if find_spec("liger_kernel"):
     WAYS["Liger, all kernels"] = liger

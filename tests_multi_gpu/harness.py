@@ -68,7 +68,9 @@ class Workers:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "liger_dist"])
+        # transformers imports torchao where it is installed, which asks for the GPU: a fork of that cannot use CUDA.
+        shared = [] if torch.cuda.is_available() else ["transformers.models.llama.modeling_llama", "liger_dist"]
+        context.set_forkserver_preload(["torch", *shared])
         # Held from the start: a free port that is only looked up is another program's by the time they have imported.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port

@@ -69,6 +69,10 @@ class TrainConfig:
     offload_checkpoints: bool = option(False, "activation_checkpointing: keep the layers' inputs in host memory")
     mlp_tile_tokens: Optional[int] = option(None, "tokens that gated MLPs compute at a time, for long sequences: 8192")
     compile: bool = option(False, "compile every decoder layer from its own code, with the memory of our kernels")
+    float8: Optional[Literal["tensorwise", "rowwise"]] = option(
+        None,
+        "fsdp2, bfloat16: compute the decoder's linear layers in float8, compiled; needs torchao and an H100 or newer",
+    )
     layer_kernels: bool = option(True, "compute norms, gated MLPs and rotary embedding by kernels")
     attention: Optional[str] = option(None, "of transformers: sdpa, flash_attention_2 ...; default: liger_dist's")
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
@@ -191,10 +195,15 @@ class TrainConfig:
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
             )
         self._check_teacher()
-        if self.mlp_tile_tokens and (self.compile or not self.layer_kernels):
+        if self.mlp_tile_tokens and (self.compile or self.float8 or not self.layer_kernels):
             raise LigerDistError(
-                f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile or "
-                "--layer_kernels false); leave one of them out."
+                f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile, --float8 "
+                "or --layer_kernels false); leave one of them out."
+            )
+        if self.float8 and self.dtype != "bfloat16":
+            raise LigerDistError(
+                f"--float8 is {self.float8} and --dtype {self.dtype}; expected bfloat16, in which everything else is "
+                "computed."
             )
         if self.resume_step is not None and not self.resume:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")

@@ -248,7 +248,7 @@ def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
     """Counts the numbers that norms and MLP keep of each token, with the residual stream's two."""
     if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < a.batch_size * a.sequence_length:
         return 2 * D
-    if a.layer_kernels or a.compile:
+    if a.layer_kernels or a.compile or a.float8:
         # Norms and the activation keep their inputs alone.
         return 2 * D + 2 * F
     # Each norm: its input in fp32, normalised, and scaled; the MLP: gate, its activation, up, and their product.

@@ -157,6 +157,7 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
         "reshard_after_forward": config.reshard_after_forward,
         "cpu_offload": config.cpu_offload,
         "lm_head": config.lm_head,
+        "float8": config.float8,
     }
     usual = {"reshard_after_forward": True, "cpu_offload": False, "lm_head": "gather"}
     for name, value in options.items():

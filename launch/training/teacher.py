@@ -21,6 +21,7 @@ TEACHER_DEFAULTS: dict[str, Any] = {
     "distillation_beta": 0.5,
     "distillation_temperature": 1.0,
     "compile": False,
+    "float8": None,
     "mlp_tile_tokens": None,
 }
 

@@ -1,0 +1,185 @@
+"""float8 linear layers under FSDP2: gradients of torchao's layers in the unwrapped model, masters that keep their
+dtype, checkpoints, LoRA, and what is refused. CPUs emulate the products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import full, make_batch
+from training.export import export
+from training.run import train
+from training_runs import config_for, losses_of
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+pytest.importorskip("torchao")
+RECIPES = ("tensorwise", "rowwise")
+TOLERANCE = 2e-3
+"""a rounding error that falls on the other side of a step of float8 changes a number by a sixteenth"""
+
+
+def make_model(**sizes: Any) -> Any:
+    """Sizes that are multiples of 16."""
+    torch.manual_seed(0)
+    usual = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=101, num_key_value_heads=2, **(usual | sizes)))
+
+
+def as_they_are(function: Any, *args: Any) -> Any:
+    """Without compiling: what is compared is the same code."""
+    torch.compiler.set_stance("force_eager")
+    return function(*args)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("lm_head", ["gather", "vocab_parallel"])
+def test_gradients_are_those_of_torchao_unwrapped(lm_head: str, recipe: str, workers_2: Workers) -> None:
+    for errors, changed, kinds in workers_2.run(as_they_are, errors_of_a_step, lm_head, recipe):
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+        assert changed > 10 * TOLERANCE, "the layers compute in fp32"
+        assert kinds == {"Float8Linear": 14, "lm_head": "FusedLMHead"}
+
+
+def errors_of_a_step(lm_head: Any, recipe: Any) -> tuple[dict[str, float], float, dict[str, Any]]:
+    """Errors of every gradient, with 7 tokens in a row; how far float8 is from fp32; and what was swapped."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    device = compute_device()
+    batches = [{name: part[:, :7] for name, part in make_batch(rank).items()} for rank in range(2)]
+    exact, reference, model = make_model().to(device), make_model().to(device), make_model()
+    settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type == "cpu", pad_inner_dim=True)
+    convert_to_float8_training(reference.model.layers, config=settings)
+    for batch in batches:
+        for one in (exact, reference):
+            (one(**batch).loss / 2).backward()
+    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(float8=recipe, lm_head=lm_head))
+    wrapped(**batches[dist.get_rank()]).loss.backward()
+    assert all(parameter.dtype == torch.float32 for parameter in wrapped.parameters())
+    truth = dict(reference.named_parameters())
+    errors = {name: relative_error(full(p.grad), truth[name].grad) for name, p in wrapped.named_parameters()}
+    gradients = [torch.cat([p.grad.flatten() for p in one.parameters()]) for one in (reference, exact)]
+    swapped = [module for module in wrapped.modules() if "Float8Linear" in type(module).__name__]
+    lm_head_kind = type(wrapped.lm_head).__name__.removeprefix("FSDP")
+    return errors, relative_error(*gradients), {"Float8Linear": len(swapped), "lm_head": lm_head_kind}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_on_the_meta_device_accumulation_and_verify(recipe: str, workers_2: Workers) -> None:
+    for losses, verdict in workers_2.run(as_they_are, losses_of_ways, recipe):
+        assert losses["meta"] == pytest.approx(losses["built"], rel=1e-6)
+        assert losses["checkpointing"] == pytest.approx(losses["built"], rel=1e-3)
+        assert losses["built"][-1] < losses["built"][0]
+        assert verdict == ()
+
+
+def losses_of_ways(recipe: Any) -> tuple[dict[str, list[float]], tuple[str, ...]]:
+    losses: dict[str, list[float]] = {}
+    for way in ("meta", "built", "checkpointing"):
+        with torch.device("meta"):
+            model = make_model()
+        if way != "meta":
+            # The values of the model on the meta device, in one with storage.
+            torch.manual_seed(3)
+            other = liger_dist.wrap(model, "fsdp2")
+            values = {name: full(p).clone() for name, p in other.named_parameters()}
+            model = make_model()
+            model.load_state_dict(values)
+        if way == "checkpointing":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.manual_seed(3)
+        wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(float8=recipe, param_dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        losses[way] = []
+        for _ in range(3):
+            for micro in range(2):
+                wrapped.set_requires_gradient_sync(micro == 1)
+                loss = wrapped(**make_batch(dist.get_rank(), seed=micro)).loss
+                (loss / 2).backward()
+                losses[way].append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, liger_dist.verify(wrapped, make_batch(dist.get_rank())).problems
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_resumes_and_exports(recipe: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    """Bit for bit; the exported weights are the masters."""
+    options: dict[str, Any] = {"strategy": "fsdp2", "float8": recipe, "dtype": "bfloat16", "steps": 4}
+    options |= {"checkpoint_every": 2, "lm_head": "vocab_parallel"}
+    runs = {name: config_for(data, cache, tmp_path / name, **options) for name in ("whole", "halves")}
+    workers_2.run(as_they_are, train, runs["whole"])
+    workers_2.run(as_they_are, train, config_for(data, cache, tmp_path / "halves", **options, stop_at_step=2))
+    workers_2.run(as_they_are, train, config_for(data, cache, tmp_path / "halves", **options, resume=True))
+    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "whole")
+    for name in runs:
+        export(tmp_path / name, tmp_path / name / "exported", step=None)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "exported").state_dict() for name in runs]
+    for name, weight in models[0].items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, models[1][name]), name
+
+
+def test_lora(workers_2: Workers) -> None:
+    """The base layers compute in float8, LoRA's matrices do not, and only these train."""
+    for kinds, trained in workers_2.run(as_they_are, lora_layers):
+        assert kinds == {"base_layer": "Float8Linear", "lora_A": "Linear", "lora_B": "Linear"}
+        assert trained
+
+
+def lora_layers() -> tuple[dict[str, str], bool]:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(make_model(), LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise", param_dtype=torch.bfloat16))
+    wrapped(**make_batch(dist.get_rank())).loss.backward()
+    layer = wrapped.base_model.model.model.layers[0].mlp.up_proj
+    parts = {"base_layer": layer.base_layer, "lora_A": layer.lora_A["default"], "lora_B": layer.lora_B["default"]}
+    has_gradient = {name: p.grad is not None for name, p in wrapped.named_parameters()}
+    return {name: type(part).__name__ for name, part in parts.items()}, all(
+        has == ("lora_" in name) for name, has in has_gradient.items()
+    )
+
+
+def test_wrong_options() -> None:
+    for options, sentence in (
+        ({"float8": "blockwise"}, "float8 is 'blockwise'"),
+        ({"float8": "rowwise", "cpu_offload": True}, "float8 is 'rowwise' but cpu_offload is True"),
+    ):
+        with pytest.raises(liger_dist.LigerDistError, match=sentence):
+            liger_dist.FSDP2(**options).check(liger_dist.WrapConfig(), world_size=2)  # type: ignore[arg-type]
+
+
+def test_a_model_without_sizes_that_fit(workers_2: Workers) -> None:
+    """Nothing is left behind: the model can be wrapped without."""
+    for message, is_plain in workers_2.run(odd_sizes):
+        assert "none of the 14 linear layers of the decoder has sizes that are multiples of 16" in message
+        assert is_plain
+
+
+def odd_sizes() -> tuple[str, bool]:
+    model = make_model(hidden_size=24, intermediate_size=40, num_attention_heads=2)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, liger_dist.FSDP2(float8="rowwise"))
+    return str(caught.value), not liger_dist.is_wrapped(model) and type(model.lm_head) is torch.nn.Linear
+
+
+def test_options_of_the_program() -> None:
+    from training.config import parse
+
+    for options, sentence in (
+        (["--float8", "rowwise"], "--float8 is rowwise and --dtype float32; expected bfloat16"),
+        (["--float8", "rowwise", "--dtype", "bfloat16", "--mlp_tile_tokens", "8"], "--mlp_tile_tokens is 8 but"),
+    ):
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            parse(options)
+        assert sentence in str(caught.value)
