@@ -56,6 +56,15 @@ NAMES: dict[tuple[str, str], str] = {
     "checkpoints, in which a second loss before a backward then fails",
     ("torch._C", "_storage_Use_Count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     ("torch", "Tensor._use_count"): "gated_mlp.py allocates the gradients of gate and up beside them",
+    (
+        "torch._functorch.config",
+        "ban_recompute_materialized_backward",
+    ): "layer_compilation.py: compiled layers keep inputs of products, a third of their activations",
+    (
+        "torch._functorch.config",
+        "ban_recompute_reductions",
+    ): "layer_compilation.py: compiled layers keep outputs of norms",
+    ("torch._dynamo", "lookup_backend"): "layer_compilation.py cannot compile layers",
     ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",
     (
         "torch._C",

@@ -40,17 +40,25 @@ def as_they_are(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gather": {},
+    "vocab_parallel": {"lm_head": "vocab_parallel"},
+    "HSDP": {"mesh": (2, 1)},
+    "no reshard": {"reshard_after_forward": False},
+}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("lm_head", ["gather", "vocab_parallel"])
-def test_gradients_are_those_of_torchao_unwrapped(lm_head: str, recipe: str, workers_2: Workers) -> None:
-    for errors, changed, kinds in workers_2.run(as_they_are, errors_of_a_step, lm_head, recipe):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_torchao_unwrapped(layout: str, recipe: str, workers_2: Workers) -> None:
+    for errors, changed, kinds in workers_2.run(as_they_are, errors_of_a_step, layout, recipe):
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
         assert changed > 10 * TOLERANCE, "the layers compute in fp32"
         assert kinds == {"Float8Linear": 14, "lm_head": "FusedLMHead"}
 
 
-def errors_of_a_step(lm_head: Any, recipe: Any) -> tuple[dict[str, float], float, dict[str, Any]]:
+def errors_of_a_step(layout: str, recipe: Any) -> tuple[dict[str, float], float, dict[str, Any]]:
     """Errors of every gradient, with 7 tokens in a row; how far float8 is from fp32; and what was swapped."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -62,7 +70,7 @@ def errors_of_a_step(lm_head: Any, recipe: Any) -> tuple[dict[str, float], float
     for batch in batches:
         for one in (exact, reference):
             (one(**batch).loss / 2).backward()
-    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(float8=recipe, lm_head=lm_head))
+    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(float8=recipe, **LAYOUTS[layout]))
     wrapped(**batches[dist.get_rank()]).loss.backward()
     assert all(parameter.dtype == torch.float32 for parameter in wrapped.parameters())
     truth = dict(reference.named_parameters())
@@ -171,6 +179,24 @@ def odd_sizes() -> tuple[str, bool]:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(model, liger_dist.FSDP2(float8="rowwise"))
     return str(caught.value), not liger_dist.is_wrapped(model) and type(model.lm_head) is torch.nn.Linear
+
+
+def test_tensor_parallel_layers(workers_2: Workers) -> None:
+    for message in workers_2.run(tensor_parallel_layers):
+        assert "float8 was asked for and the layers are tensor-parallel already" in message
+
+
+def tensor_parallel_layers() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = make_model().to(compute_device())
+    mesh = init_device_mesh(compute_device().type, (2,))
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
+    return str(caught.value)
 
 
 def test_options_of_the_program() -> None:
