@@ -290,8 +290,8 @@ def _remove_hooks(model: nn.Module, record: Wrapped) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is removed; sharding and
-    tensor parallelism stay, and with them FSDP1's wrapper.
+    """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is removed; sharding,
+    tensor parallelism, compiled layers and float8 stay, and with them FSDP1's wrapper.
 
     Raises:
         LigerDistError: the model is not wrapped.
