@@ -55,10 +55,14 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
         layer.compile(backend=_compile_graph)
 
 
-def uncompile(layers: Iterable[nn.Module]) -> None:
-    """Undoes :func:`compile_each`."""
-    for layer in layers:
-        layer._compiled_call_impl = None
+def compiled_call(layer: nn.Module) -> Any:
+    """What ``layer`` calls instead of its own code; None for a layer that is not compiled."""
+    return layer._compiled_call_impl
+
+
+def restore_call(layer: nn.Module, call: Any) -> None:
+    """Gives ``layer`` what :func:`compiled_call` returned before."""
+    layer._compiled_call_impl = call
 
 
 def _compile_graph(graph: Any, inputs: Any) -> Any:

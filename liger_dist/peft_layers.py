@@ -64,6 +64,11 @@ def lora_objection(head: nn.Module) -> str | None:
     return f"LoRA of the variant {others[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if others else None
 
 
+def reads_base_weight(layer: nn.Module) -> bool:
+    """True for a layer whose forward reads the weight of its base layer, as DoRA's norms do."""
+    return bool(getattr(layer, "lora_magnitude_vector", None))
+
+
 def has_active_dropout(head: nn.Module) -> bool:
     """True if LoRA dropout is active: the effective weight then differs per token."""
     return has_lora(head) and any(

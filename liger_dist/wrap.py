@@ -24,6 +24,7 @@ from .fused_head.signature import check_outputs
 from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
+from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, call_with_hooks, restore_calls
 from .sharding import as_strategy, optional_encoders
@@ -155,6 +156,11 @@ def _inspect(
     outputs = as_output_names(config.outputs)
     check_outputs(outputs)
     structure = find_structure(model)
+    if config.mlp_tile_tokens is not None and any(compiled_call(layer) is not None for layer in structure.layers):
+        raise LigerDistError(
+            f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
+            "leave it out, or do not compile them."
+        )
     on_meta = is_meta(model)
     chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
     initialize = initializer_of(model) if on_meta else None

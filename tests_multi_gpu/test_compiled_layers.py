@@ -129,6 +129,10 @@ def test_tiles_of_the_mlp_are_refused() -> None:
     for strategy in (liger_dist.FSDP1(compile_layers=True), liger_dist.FSDP2(compile_layers=True)):
         with pytest.raises(liger_dist.LigerDistError, match="mlp_tile_tokens is 8 but the layers are compiled"):
             strategy.check(config, world_size=2)
+    model = make_model("llama", dtype=torch.float32)
+    liger_dist.compile_layers(model)
+    with pytest.raises(liger_dist.LigerDistError, match="mlp_tile_tokens is 8 but the layers are compiled"):
+        liger_dist.wrap(model, "none", config=config)
 
 
 def test_a_model_without_layers() -> None:

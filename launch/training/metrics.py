@@ -244,5 +244,5 @@ class Flops:
         if self.peak is None:
             return ""
         achieved = tokens_per_second * self.per_token
-        said = f"utilisation {achieved / self.peak:.1%} of the {self.peak / 1e12:.0f} of bf16"
-        return f", {achieved / 1e12:.0f} TFLOP/s of the model on each GPU, {said}"
+        share = f"utilisation {achieved / self.peak:.1%} of the {self.peak / 1e12:.0f} of bf16"
+        return f", {achieved / 1e12:.0f} TFLOP/s of the model on each GPU, {share}"

@@ -182,7 +182,7 @@ def _write_missing(
 
 
 def together(work: Callable[[], T]) -> T:
-    """Does this rank's work, and waits for that of the others.
+    """Does this rank's work, and waits for the other ranks.
 
     Raises:
         LigerDistError: on every rank, what one of them raises.
@@ -246,7 +246,7 @@ class Shards:
         for file in self._here.glob("*.partial"):
             file.unlink()
         files = [file for file in self._here.glob("*.parquet") if file.is_file()]
-        others = [file for file in files if _counts_of(file)["fingerprint"] != self._fingerprint]
+        others = [file for file in files if _counts_of(file).get("fingerprint") != self._fingerprint]
         if others and not overwrite:
             raise LigerDistError(
                 f"{others[0]} has scores of other data, another model (or other files of it) or other options "
@@ -255,7 +255,15 @@ class Shards:
             )
         for file in others:
             file.unlink()
-        return [index for index in range(self.count) if not self._path(index).is_file()]
+        missing = [index for index in range(self.count) if not self._path(index).is_file()]
+        done, parts = self._folder / "data", self._folder / "parts"
+        if missing and done.is_dir():
+            # It has that name when it is complete.
+            (self._folder / "scores.json").unlink(missing_ok=True)
+            for file in done.iterdir():
+                file.replace(parts / file.name)
+            done.rmdir()
+        return missing
 
     def sequences(self, index: int) -> list[list[Piece]]:
         """Takes the sequences of a shard."""
@@ -331,7 +339,7 @@ class Shards:
 
     @property
     def _here(self) -> Path:
-        """Where shards are: in ``data`` once all were there."""
+        """The folder of the shards: ``data`` when all are there."""
         done = self._folder / "data"
         return done if done.is_dir() else self._folder / "parts"
 
@@ -378,8 +386,10 @@ def _matrices(values: list[NDArray[Any]], dtype: Any, top_k: int) -> Any:
 
 
 def _counts_of(path: Path) -> dict[str, Any]:
-    """Raises:
-    LigerDistError: the file is damaged or no shard.
+    """Reads the counts of a shard from its metadata.
+
+    Raises:
+        LigerDistError: the file is damaged or no shard.
     """
     try:
         counts: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[COUNTS])

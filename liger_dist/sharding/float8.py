@@ -1,8 +1,15 @@
-"""float8 linear layers of torchao under FSDP2, and its private names.
+"""float8 linear layers of torchao under FSDP2.
 
-With the recipe "tensorwise" each rank casts its shards, with scales that one all-reduce per forward of the model
+With the recipe "tensorwise" each rank casts its shards, with scales that one all-reduce per forward of the decoder
 computes for all weights, and FSDP2 all-gathers one byte per element. With "rowwise" it all-gathers the compute dtype,
 and every rank casts the full weights.
+
+[Note: Weights of a float8 all-gather]
+torchao casts a shard in FSDP2's pre-all-gather hook, which it hangs on a tensor class of the parameter. Other code must
+not meet that class: a checkpoint that is staged for a background write would copy nothing out of it, and one with its
+pickle needs torchao to be read. So state dicts hold the shard inside it, in the same memory. Two kinds of layers keep
+the usual all-gather: those whose rows the ranks do not divide, because FSDP2 pads their shards and the cast would not,
+and those of DoRA, which reads the weight.
 """
 
 from __future__ import annotations
@@ -13,16 +20,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist.peft_layers import reads_base_weight
+from liger_dist.tracing import untraced
 
 from .process_groups import compute_device
 
 Recipe = Literal["tensorwise", "rowwise"]
 _MULTIPLE = 16
-"""that float8 products ask of both sizes of a weight"""
+"""divisor of both sizes of a weight in float8 products"""
 _CAPABILITY = (8, 9)
 """the first GPUs with float8 products"""
 
@@ -46,17 +55,11 @@ def check_float8() -> None:
         )
 
 
-def _linears(layers: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """The linear layers in ``layers``. PEFT keeps the matrices of LoRA in dictionaries of modules, which are left
-    out."""
-    for layer in layers:
-        for parent in layer.modules():
-            if not isinstance(parent, nn.ModuleDict):
-                yield from (child for child in parent.children() if type(child) is nn.Linear)
-
-
-def convert(layers: Iterable[nn.Module], recipe: Recipe, undo: ExitStack) -> None:
+def convert(layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, undo: ExitStack) -> None:
     """Swaps the classes of the linear layers in ``layers`` for torchao's. Before they are sharded.
+
+    Args:
+        shards: ranks that share the rows of a weight.
 
     Raises:
         LigerDistError: a weight that is a DTensor, or no layer with sizes that are multiples of 16.
@@ -65,25 +68,54 @@ def convert(layers: Iterable[nn.Module], recipe: Recipe, undo: ExitStack) -> Non
 
     config = replace(
         Float8LinearConfig.from_recipe_name(recipe),
-        enable_fsdp_float8_all_gather=recipe == "tensorwise",
         # Any number of tokens.
         pad_inner_dim=True,
         emulate=compute_device().type == "cpu",
     )
-    found = list(_linears(layers))
+    weights: dict[int, nn.Parameter] = {}
+    for linear, keeps_weight in _fitting(layers):
+        gathers_float8 = recipe == "tensorwise" and not keeps_weight and linear.weight.shape[0] % shards == 0
+        options = replace(config, enable_fsdp_float8_all_gather=gathers_float8)
+        converted = convert_to_float8_training(linear, config=options)
+        # Layers that share a weight go on sharing it.
+        converted.weight = weights.setdefault(id(linear.weight), converted.weight)
+        _become(linear, converted, undo)
+        if gathers_float8:
+            undo.callback(linear.register_state_dict_post_hook(_replace_by_shard).remove)
+
+
+def _fitting(layers: Iterable[nn.Module]) -> list[tuple[nn.Linear, bool]]:
+    """The linear layers in ``layers`` that compute in float8, each once; True with those whose weight is read by
+    another module."""
+    found = dict(_linears(layers))
+    if not found:
+        raise LigerDistError(
+            "float8 was asked for and the decoder has no torch.nn.Linear; it computes these alone, not subclasses or "
+            "weights of experts. Leave float8 out."
+        )
     if any(isinstance(linear.weight, DTensor) for linear in found):
         raise LigerDistError(
             "float8 was asked for and the layers are tensor-parallel already; load the model without a plan, or leave "
             "float8 out."
         )
-    fitting = [linear for linear in found if all(size % _MULTIPLE == 0 for size in linear.weight.shape)]
+    fitting = [place for place in found.items() if all(size % _MULTIPLE == 0 for size in place[0].weight.shape)]
     if not fitting:
         raise LigerDistError(
             f"float8 was asked for and none of the {len(found)} linear layers of the decoder has sizes that are "
             f"multiples of {_MULTIPLE}; leave float8 out."
         )
-    for linear in fitting:
-        _become(linear, convert_to_float8_training(linear, config=config), undo)
+    return fitting
+
+
+def _linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Linear, bool]]:
+    """PEFT keeps the matrices of LoRA in dictionaries of modules, which are left out."""
+    for layer in layers:
+        for parent in layer.modules():
+            if isinstance(parent, nn.ModuleDict):
+                continue
+            for child in parent.children():
+                if type(child) is nn.Linear:
+                    yield child, reads_base_weight(parent)
 
 
 def _become(linear: nn.Linear, converted: nn.Module, undo: ExitStack) -> None:
@@ -98,12 +130,28 @@ def _become(linear: nn.Linear, converted: nn.Module, undo: ExitStack) -> None:
     vars(linear).update(options)
 
 
-def precompute_scales(model: nn.Module, undo: ExitStack) -> None:
-    """Makes every forward of ``model`` compute the scales of all its float8 weights first: one all-reduce, instead of
-    one before each all-gather. Weights that change outside of a training step need no further call."""
+def _replace_by_shard(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Replaces the weight in a state dict by its shard as a plain tensor; see [Note: Weights of a float8
+    all-gather]."""
+    weight = state.get(f"{prefix}weight")
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    shard: Tensor | None = getattr(local, "_tensor", None)
+    if shard is None:
+        return
+    if isinstance(weight, DTensor):
+        shard = DTensor.from_local(
+            shard, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    state[f"{prefix}weight"] = shard
+
+
+def precompute_scales(decoder: nn.Module, undo: ExitStack) -> None:
+    """Makes every forward of ``decoder`` compute the scales of all its float8 weights first: one all-reduce, instead of
+    one before each all-gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
+    @untraced
     def before_forward(module: nn.Module, *_: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(module)
 
-    undo.callback(model.register_forward_pre_hook(before_forward).remove)
+    undo.callback(decoder.register_forward_pre_hook(before_forward).remove)

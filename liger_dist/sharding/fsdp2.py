@@ -144,11 +144,11 @@ class FSDP2(FullySharded):
                 undo=undo,
             )
         if self.float8 is not None:
-            convert(structure.layers, self.float8, undo)
+            convert(structure.layers, self.float8, shards=mesh.size(mesh.ndim - 1), undo=undo)
         self.compile(structure, undo)
         self._fully_shard(model, structure, mesh, row_shards)
         if self.float8 == "tensorwise":
-            precompute_scales(model, undo)
+            precompute_scales(structure.decoder, undo)
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device
             materialize(model, initialize, layers=structure.all_layers, device=at)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
-from liger_dist.layer_compilation import compile_each, uncompile
+from liger_dist.layer_compilation import compile_each, compiled_call, restore_call
 from liger_dist.structure import Structure
 
 from .mesh import Mesh, check_mesh, require_process_group
@@ -55,7 +55,8 @@ class FullySharded:
     def compile(self, structure: Structure, undo: ExitStack) -> None:
         """Compiles the decoder layers where that is asked for; before they are sharded."""
         if self.compiles_layers:
-            undo.callback(uncompile, structure.layers)
+            for layer in structure.layers:
+                undo.callback(restore_call, layer, compiled_call(layer))
             compile_each(structure.layers)
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
