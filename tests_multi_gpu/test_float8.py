@@ -129,8 +129,7 @@ def losses_of_ways(recipe: Any) -> tuple[dict[str, list[float]], tuple[str, ...]
     return losses, liger_dist.verify(wrapped, make_batch(dist.get_rank())).problems
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "in_background"), [("tensorwise", False), ("tensorwise", True), ("rowwise", False)])
 def test_training_resumes_and_exports(
     recipe: str, in_background: bool, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +213,7 @@ def shared_weight() -> bool:
 @pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on CPUs"
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_compiled_layers(recipe: str, workers_2: Workers) -> None:
     """Gradients of the same layers without compiling."""
     for error in workers_2.run(error_of_compiled_layers, recipe):
