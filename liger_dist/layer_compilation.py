@@ -56,7 +56,7 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
 
 
 def compiled_call(layer: nn.Module) -> Any:
-    """What ``layer`` calls instead of its own code; None for a layer that is not compiled."""
+    """Returns the compiled function that runs when ``layer`` is called; None for a layer that is not compiled."""
     return layer._compiled_call_impl
 
 

@@ -179,33 +179,29 @@ def test_three_steps_as_without_the_plugin(tmp_path: Any) -> None:
         assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
 
 
-def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
-    from axolotl.core.trainers.base import AxolotlTrainer
+def three_steps(folder: str, **changes: Any) -> Any:
+    """Axolotl's training arguments."""
     from axolotl.core.training_args import AxolotlTrainingArguments
-    from datasets import Dataset
 
-    forget_earlier_trainers()
-    cfg = {"plugins": [PLUGIN], "liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}}
-    model = make_model("llama", dtype=torch.float32).cpu()
-    arguments = AxolotlTrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        max_steps=3,
-        learning_rate=0.05,
-        optim="sgd",
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    data = Dataset.from_list([{name: column.tolist() for name, column in row.items()} for row in Sequences().rows])
-    trainer = AxolotlTrainer(model=model, args=arguments, train_dataset=data.with_format("torch"))
-    if has_plugin:
-        found = manager(cfg)
-        found.post_trainer_create(found.cfg, trainer)
+    usual: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
+    return AxolotlTrainingArguments(**(usual | changes))
+
+
+def what_it_trains(trainer: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """Losses, weights, and what was seen of the fused loss."""
     with watched() as seen:
         trainer.train()
     return {
@@ -214,6 +210,22 @@ def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
         "calls": seen.fused_calls,
         "rows": seen.most_logits,
     }
+
+
+def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from datasets import Dataset
+
+    forget_earlier_trainers()
+    cfg = {"plugins": [PLUGIN], "liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}}
+    model = make_model("llama", dtype=torch.float32).cpu()
+    arguments = three_steps(folder)
+    data = Dataset.from_list([{name: column.tolist() for name, column in row.items()} for row in Sequences().rows])
+    trainer = AxolotlTrainer(model=model, args=arguments, train_dataset=data.with_format("torch"))
+    if has_plugin:
+        found = manager(cfg)
+        found.post_trainer_create(found.cfg, trainer)
+    return what_it_trains(trainer, model)
 
 
 @pytest.mark.parametrize(
@@ -235,28 +247,14 @@ def test_knowledge_distillation(options: dict[str, Any], tmp_path: Path) -> None
 
 
 def distilled(folder: str, options: dict[str, Any], has_plugin: bool) -> dict[str, Any]:
-    from axolotl.core.training_args import AxolotlTrainingArguments
     from axolotl.integrations.kd.collator import DataCollatorForKD
     from axolotl.integrations.kd.trainer import AxolotlKDTrainer
     from datasets import Dataset
 
     forget_earlier_trainers()
     model = make_model("llama", dtype=torch.float32).cpu()
-    arguments = AxolotlTrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        max_steps=3,
-        learning_rate=0.05 * (1.0 if has_plugin else options.get("kd_temperature", 1.0) ** 2),
-        optim="sgd",
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-        remove_unused_columns=False,
-    )
+    rate = 0.05 * (1.0 if has_plugin else options.get("kd_temperature", 1.0) ** 2)
+    arguments = three_steps(folder, learning_rate=rate, remove_unused_columns=False)
     defaults = {"kd_ce_alpha": 0.0, "kd_temperature": 1.0, "kd_beta": 0.0, "kd_normalize_topk": False}
     for name, value in (defaults | options).items():
         setattr(arguments, name, value)
@@ -272,14 +270,7 @@ def distilled(folder: str, options: dict[str, Any], has_plugin: bool) -> dict[st
             {"plugins": [PLUGIN], "kd_trainer": True, "liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} | options
         )
         found.post_trainer_create(found.cfg, trainer)
-    with watched() as seen:
-        trainer.train()
-    return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "calls": seen.fused_calls,
-        "rows": seen.most_logits,
-    }
+    return what_it_trains(trainer, model)
 
 
 def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
