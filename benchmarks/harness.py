@@ -28,7 +28,18 @@ import torch
 from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "torchao", "liger-kernel", "trl", "quack-kernels", "cut-cross-entropy", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "torchao",
+    "deepspeed",
+    "transformers",
+    "liger-kernel",
+    "nvidia-cutlass-dsl",
+    "trl",
+    "quack-kernels",
+    "cut-cross-entropy",
+)
 
 
 @dataclass(frozen=True)

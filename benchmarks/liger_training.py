@@ -19,21 +19,18 @@ from training.fault_tolerance import run
 from training.parallel_dims import ParallelDims
 from training.run import train
 
-from .training_step import sharded_by_hand
+from .training_ways import by_hand
 
 
 def build(config: TrainConfig, dims: ParallelDims, model: Any, wrapping: Any = None) -> nn.Module:
     """As Liger's documentation has it: patched, and sharded by layers and root; under DeepSpeed patched alone."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
     torch.manual_seed(config.seed)
     model.to_empty(device=device())
     model.init_weights()
     # What is computed from the config, and not stored, is computed again.
     with device():
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    apply_liger_kernel_to_llama(model=model)
-    patched: nn.Module = model if dims.strategy == "deepspeed" else sharded_by_hand(model)
+    patched: nn.Module = by_hand("zero3" if dims.strategy == "deepspeed" else "fsdp2", liger=True)(model)
     return patched
 
 

@@ -27,6 +27,8 @@ def linear_cross_entropies() -> list[tuple[str, Loss, str]]:
             ("Liger fp32 x4", liger(accum_dtype=torch.float32, chunk_mem_const=4), "fp32 sum"),
             ("Liger fp32 x8", liger(accum_dtype=torch.float32, chunk_mem_const=8), "fp32 sum"),
         ]
+        if find_spec("cutlass"):
+            found.append(("Liger CuTe, for Hopper", liger_cute, "fp32 sum"))
     if find_spec("trl"):
         found.append(("TRL", trl(), "fp32 sum"))
     if find_spec("cut_cross_entropy"):
@@ -58,6 +60,14 @@ def liger(**options: Any) -> Loss:
         result = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, *first, *rest)
         return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
+    return loss
+
+
+def liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """bf16, whole tiles of tokens and classes, no option."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import LigerFusedLinearCrossEntropySM90Function
+
+    loss: Tensor = LigerFusedLinearCrossEntropySM90Function.apply(hidden, weight, labels)
     return loss
 
 

@@ -22,7 +22,7 @@ from torch import nn
 import liger_dist
 
 from .harness import Candidate, Row, arguments, measure, save, show
-from .training_step import SHAPES, VOCAB_SIZE
+from .training_ways import SHAPES, VOCAB_SIZE
 
 LAYERS, TOKENS, DOCUMENT = 4, 8192, 700
 LONG = (65_536, 131_072)
