@@ -27,6 +27,12 @@ from .sharding.process_groups import compute_device
 Verdict = Literal["ok", "note", "wrong"]
 NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5", "deepspeed": "0.18"}
 OPTIONAL = {"accelerate": "1.15", "peft": "0.21", "trl": "1.16"}
+OF_SOME_MODELS = {
+    "mamba_ssm": "Mamba layers",
+    "causal_conv1d": "convolutions of Mamba and of linear attention",
+    "fla": "linear attention (pip install flash-linear-attention)",
+}
+"""modules with kernels that transformers calls where they are installed; without them it runs loops in torch"""
 LEAST_SHARED_MEMORY = 2**30
 LEAST_OPEN_FILES = 4096
 MESSAGE_BYTES = 2**28
@@ -69,11 +75,12 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at versions, GPUs, kernels, DeepSpeed's operators, links between GPUs, and the host; under torchrun also at
-    how fast and how right an all-reduce of all processes is (a collective)."""
-    checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, kernels, deepspeed_operators, links, host]
+    """Looks at versions, GPUs with their power and clocks, cuDNN, kernels, DeepSpeed's operators, links between GPUs,
+    and the host; under torchrun also at how fast and how right an all-reduce of all processes is (a collective)."""
+    checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, power, cudnn, kernels, kernels_of_models]
+    checks += [deepspeed_operators, links, host]
     if dist.is_initialized():
-        checks.append(collectives)
+        checks += [collectives, multiplied_sums]
     found = tuple(finding for check in checks for finding in check())
     return Diagnosis(of_all_processes(found) if dist.is_initialized() else found)
 
@@ -137,6 +144,53 @@ def gpus() -> Iterator[Finding]:
             yield Finding(name, os.environ[name], "note", f"it makes training slow: unset {name} unless you know why")
 
 
+def power() -> Iterator[Finding]:
+    """Limits of power and clock below those that the GPUs come with, and GPUs that are throttled now."""
+    names = ("index", "power.limit", "power.default_limit", "clocks.applications.gr", "clocks.max.gr")
+    reasons = ("clocks_event_reasons.hw_thermal_slowdown", "clocks_event_reasons.hw_power_brake_slowdown")
+    query = f"--query-gpu={','.join((*names, *reasons))}"
+    for line in _output("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines():
+        index, *values, hot, braked = (value.strip() for value in line.split(","))
+        limit, usual, clock, most = (float(value) if _is_number(value) else None for value in values)
+        slows = "; products are bound by it, so that a step takes longer than this kind of GPU needs"
+        if limit is not None and usual is not None and limit < usual:
+            remedy = f"nvidia-smi -i {index} -pl {usual:.0f} as root{slows}"
+            yield Finding(f"power of GPU {index}", f"limited to {limit:.0f} W of {usual:.0f} W", "note", remedy)
+        elif limit is not None:
+            yield Finding(f"power of GPU {index}", f"{limit:.0f} W")
+        if clock is not None and most is not None and clock < most:
+            remedy = f"nvidia-smi -i {index} -rac as root{slows}"
+            yield Finding(f"clock of GPU {index}", f"set to {clock:.0f} MHz of {most:.0f} MHz", "note", remedy)
+        elif most is not None:
+            yield Finding(f"clock of GPU {index}", f"up to {most:.0f} MHz")
+        if "Active" in (hot, braked):
+            remedy = "look after cooling and power supply: the GPU lowers its clock by itself"
+            yield Finding(f"throttling of GPU {index}", "too hot" if hot == "Active" else "power brake", "note", remedy)
+
+
+def cudnn() -> Iterator[Finding]:
+    """Whether the cuDNN that is loaded is the one that torch has brought: attention runs in it."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return
+    try:
+        loaded = torch.backends.cudnn.version()
+    except RuntimeError as error:  # torch refuses one that is older than what it was built with.
+        remedy = "an older cuDNN hides torch's: take its folder out of LD_LIBRARY_PATH"
+        yield Finding("cuDNN", str(error)[:200], "wrong", remedy)
+        return
+    found = "none" if loaded is None else f"{loaded // 10000}.{loaded // 100 % 100}.{loaded % 100}"
+    try:
+        brought = metadata.version(f"nvidia-cudnn-cu{torch.version.cuda.split('.')[0]}")
+    except metadata.PackageNotFoundError:
+        yield Finding("cuDNN", found)
+        return
+    if loaded is not None and _numbers(found) < _numbers(brought):
+        remedy = "the older one hides torch's: take its folder out of LD_LIBRARY_PATH; attention is slower with it"
+        yield Finding("cuDNN", f"{found} is loaded, {brought} is installed", "note", remedy)
+    else:
+        yield Finding("cuDNN", found)
+
+
 def kernels() -> Iterator[Finding]:
     """A small loss and its gradient, by the kernels, against plain torch."""
     device = compute_device()
@@ -160,6 +214,18 @@ def kernels() -> Iterator[Finding]:
     else:
         remedy = "the GPU or its compiler computes wrong numbers: clear ~/.triton/cache, update triton, test the GPU"
         yield Finding("kernels", f"{way}, relative error of a gradient {error:.1e}", "wrong", remedy)
+
+
+def kernels_of_models() -> Iterator[Finding]:
+    """Packages without which some models' layers run step by step in Python, on GPUs."""
+    if not torch.cuda.is_available():
+        return
+    missing = {name: what for name, what in OF_SOME_MODELS.items() if importlib.util.find_spec(name) is None}
+    if missing:
+        remedy = f"needed for speed by models with {'; '.join(missing.values())}; other models do not use them"
+        yield Finding("kernels of some models", f"not installed: {', '.join(missing)}", "note", remedy)
+    else:
+        yield Finding("kernels of some models", ", ".join(OF_SOME_MODELS))
 
 
 def deepspeed_operators() -> Iterator[Finding]:
@@ -241,6 +307,23 @@ def collectives() -> Iterator[Finding]:
     yield Finding("all-reduce", f"right over {size} processes, {bus:.1f} GB/s of {ones.nbytes / 2**20:.0f} MiB")
 
 
+def multiplied_sums() -> Iterator[Finding]:
+    """NCCL's sum of bf16 numbers that are multiplied first, which FSDP2 uses after ``set_gradient_divide_factor``:
+    zeros with some versions (pytorch/pytorch#190747). This library's strategies do not use it."""
+    if dist.get_backend() != "nccl" and "cuda:nccl" not in str(dist.get_backend_config()):
+        return
+    size = dist.get_world_size()
+    ones = torch.ones(2**10, dtype=torch.bfloat16, device=compute_device())
+    dist.all_reduce(ones, op=dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
+    if bool((ones == 0.5 * size).all()):
+        yield Finding("bf16 sums with a factor", f"right over {size} processes")
+    else:
+        remedy = (
+            "gradients after set_gradient_divide_factor would be wrong: use reduce_dtype=torch.float32, or no factor"
+        )
+        yield Finding("bf16 sums with a factor", f"{float(ones[0]):g} instead of {0.5 * size:g}", "note", remedy)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -248,6 +331,10 @@ def _wait(device: torch.device) -> None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d+)?", text) is not None
 
 
 def _output(*command: str) -> str:

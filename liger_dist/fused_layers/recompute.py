@@ -11,10 +11,10 @@ backward through a part of the graph frees what a later one through another part
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -119,8 +119,7 @@ class _Part:
     def compute(self) -> Tensor:
         # Several products unpack it one after another, and the producer's own backward follows.
         if self.producer.copy is None:
-            kind: Any = type(self.producer)
-            function = _function_of(kind)
+            function = _kind_of(self.producer).function
             assert function is not None
             with torch.no_grad():
                 self.producer.copy = function.recompute(self.producer)
@@ -128,22 +127,34 @@ class _Part:
         return copy.as_strided(self.shape, self.stride, self.offset)
 
 
-def _function_of(node_type: Any) -> type[RecomputedFunction] | None:
-    """The :class:`RecomputedFunction` whose nodes these are, if they are one's."""
+@dataclass(frozen=True)
+class _NodeKind:
+    """What a walk needs to know of one type of autograd's nodes."""
+
+    function: type[RecomputedFunction] | None
+    """whose nodes these are, if they are one's"""
+    saved_names: tuple[tuple[str, str], ...]
+    """of a product: the handle of a saved tensor and the tensor itself"""
+
+
+_KINDS: WeakKeyDictionary[Any, _NodeKind] = WeakKeyDictionary()
+"""by type of node, whose functions may be made at run time and end with their last node"""
+
+
+def _kind_of(node: Any) -> _NodeKind:
+    kind = _KINDS.get(type(node))
+    if kind is None:
+        kind = _KINDS[type(node)] = _NodeKind(*_read_kind(type(node)))
+    return kind
+
+
+def _read_kind(node_type: Any) -> tuple[type[RecomputedFunction] | None, tuple[tuple[str, str], ...]]:
     function = getattr(node_type, "_forward_cls", None)
-    return function if isinstance(function, type) and issubclass(function, RecomputedFunction) else None
-
-
-def _saved_names(node_type: Any) -> tuple[tuple[str, str], ...]:
-    """Attributes of a product: the handle of a saved tensor and the tensor itself; none for any other node."""
-    if hasattr(node_type, "_forward_cls"):
-        return (("_raw_saved_tensors", "saved_tensors"),)
-    return _saved_names_of_torch(node_type) if node_type.__name__ in PRODUCTS else ()
-
-
-@functools.cache
-def _saved_names_of_torch(node_type: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((name, name[4:]) for name in dir(node_type) if name.startswith("_raw_saved_"))
+    if function is not None:
+        is_recomputed = isinstance(function, type) and issubclass(function, RecomputedFunction)
+        return function if is_recomputed else None, (("_raw_saved_tensors", "saved_tensors"),)
+    names = dir(node_type) if node_type.__name__ in PRODUCTS else ()
+    return None, tuple((name, name[4:]) for name in names if name.startswith("_raw_saved_"))
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any]]:
@@ -153,13 +164,12 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
     seen, waiting = {last}, [last]
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
-        kind: Any = type(node)
-        function = _function_of(kind)
-        if function is not None and hasattr(node, "output"):
+        kind = _kind_of(node)
+        if kind.function is not None and hasattr(node, "output"):
             producers.append(node)
-            if function.is_end_of_walk:
+            if kind.function.is_end_of_walk:
                 continue
-        elif _saved_names(kind):
+        elif kind.saved_names:
             products.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -170,8 +180,7 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     """The tensors that a node has saved without hooks, each with the handle that takes hooks."""
-    kind: Any = type(node)
-    for place, name in _saved_names(kind):
+    for place, name in _kind_of(node).saved_names:
         raw = getattr(node, place)
         several = raw if isinstance(raw, tuple) else (raw,)
         if any(one.unpack_hook is not None for one in several):

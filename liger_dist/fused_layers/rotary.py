@@ -178,14 +178,16 @@ class _Call:
         """``own`` are the globals of the forward that calls the function by ``name``."""
         self.own, self.name, self.convention, self.backend = own, name, convention, backend
         self.function: FunctionType = own[name]
-        self._signature = signature(self.function)
+        self._parameters = signature(self.function).parameters
+        self._required = {name for name, one in self._parameters.items() if one.default is Parameter.empty}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self.own.get(self.name, self.function)
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
-        given = self._signature.bind(*args, **kwargs).arguments
-        arguments = _arguments(given, self.convention)
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        is_bound = len(given) == len(args) + len(kwargs) and self._required <= given.keys() <= self._parameters.keys()
+        arguments = _arguments(given, self.convention) if is_bound else None
         if arguments is None:
             return self.function(*args, **kwargs)
         tensors, cos, sin, num_rotated = arguments

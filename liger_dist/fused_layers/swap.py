@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +26,7 @@ Forward = Callable[..., Any]
 _MATCH = "_liger_dist_match"
 _OWNER = "_liger_dist_owner"
 _SIMPLE = (bool, int, float, str, type(None))
+_MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FRAMEWORKS = ("torch.distributed.", "deepspeed.")
 """whose hooks unshard, move and free tensors, and change no number"""
@@ -147,9 +149,19 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
     """True if all of them are unchanged. Attributes that FSDP and DeepSpeed have added since do not count, unless the
     module's class has a default for them."""
-    now = settings_of(module)
-    changed = [name for name, value in settings.items() if name not in now or now[name] != value]
-    return not changed and not any(hasattr(type(module), name) for name in now.keys() - settings.keys())
+    now = vars(module)
+    for name, value in settings.items():
+        if type(now.get(name, value)) not in _SIMPLE or now.get(name, _MISSING) != value:
+            return False
+    kind: Any = type(module)
+    defaults = _defaults_of(kind)
+    return defaults.isdisjoint(now) or not (settings_of(module).keys() - settings.keys()) & defaults
+
+
+@lru_cache(maxsize=256)
+def _defaults_of(cls: Any) -> frozenset[str]:
+    """Names for which a class has a value, and of which every module may not have its own."""
+    return frozenset(dir(cls)) - _OF_EVERY_MODULE
 
 
 def has_hooks(module: nn.Module) -> bool:
