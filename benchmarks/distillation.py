@@ -16,7 +16,7 @@ from liger_dist_kernels import Divergence
 
 from . import peers
 from .harness import Candidate, Row, arguments, measure, products, save, show
-from .linear_cross_entropy import CHECKED, Inputs, relative, step, three_gemms
+from .linear_cross_entropy import CHECKED, Inputs, bare_gemms, relative, step
 
 SHAPE = (8192, 4096, 128256)
 CLASSES = 64
@@ -56,7 +56,7 @@ def ours(
 
 def four_gemms(pair: Pair) -> Callable[[], None]:
     """The student's three products, and the teacher's logits."""
-    three = three_gemms(pair.inputs)
+    three = bare_gemms(pair.inputs)
     logits = torch.empty(len(pair.teacher_TE), len(pair.teacher_VE), dtype=torch.bfloat16, device="cuda")
 
     def run() -> None:

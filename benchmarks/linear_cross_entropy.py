@@ -36,7 +36,7 @@ class Inputs:
     labels_T: Tensor
 
     @staticmethod
-    def random(T: int, D: int, V: int, *, peaked: bool = False, masked: float = 0.0) -> Inputs:
+    def random(T: int, D: int, V: int, *, peaked: bool = False, masked: float = 0.0, frozen: bool = False) -> Inputs:
         torch.manual_seed(0)
         hidden = torch.randn(T, D, device="cuda")
         weight = torch.randn(V, D, device="cuda") / D**0.5
@@ -47,7 +47,7 @@ class Inputs:
             hidden[::2] += gain * weight[labels[::2]] / weight[labels[::2]].square().sum(-1, keepdim=True)
         if masked:
             labels[torch.rand(T, device="cuda") < masked] = -100
-        return Inputs(hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), labels)
+        return Inputs(hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(not frozen), labels)
 
 
 def step(inputs: Inputs, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
@@ -72,8 +72,8 @@ def ours(budget_mib: int, labels: Tensor | None = None) -> Callable[[Tensor, Ten
     return loss
 
 
-def three_gemms(inputs: Inputs) -> Callable[[], None]:
-    """The products alone, on buffers that are there already."""
+def bare_gemms(inputs: Inputs) -> Callable[[], None]:
+    """The products alone, three or with a frozen weight two, on buffers that are there already."""
     x, w = inputs.hidden_TD.detach(), inputs.weight_VD.detach()
     logits = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     d_logits = torch.randn_like(logits)
@@ -82,7 +82,8 @@ def three_gemms(inputs: Inputs) -> Callable[[], None]:
     def run() -> None:
         torch.mm(x, w.T, out=logits)
         torch.mm(d_logits, w, out=d_x)
-        torch.mm(d_logits.T, x, out=d_w)
+        if inputs.weight_VD.requires_grad:
+            torch.mm(d_logits.T, x, out=d_w)
 
     return run
 
@@ -110,13 +111,14 @@ class Truth:
         self.d_hidden = (p * valid[self.rows_T, None] / count) @ w
 
     def errors(self, loss: Tensor, inputs: Inputs) -> dict[str, float]:
-        assert inputs.weight_VD.grad is not None
         assert inputs.hidden_TD.grad is not None
-        return {
+        found = {
             "loss error": relative(loss, self.loss),
-            "dW error": relative(inputs.weight_VD.grad[self.rows_V], self.d_weight),
             "dX error": relative(inputs.hidden_TD.grad[self.rows_T], self.d_hidden),
         }
+        if inputs.weight_VD.grad is not None:
+            found["dW error"] = relative(inputs.weight_VD.grad[self.rows_V], self.d_weight)
+        return found
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -128,7 +130,8 @@ def run(name: str, inputs: Inputs, candidates: list[tuple[str, Callable[..., Ten
     steps = {label: step(inputs, loss) for label, loss, _ in candidates}
     truth = Truth(inputs)
     torch.cuda.empty_cache()
-    gemms = Candidate("three GEMMs", three_gemms(inputs), "")
+    number = "three" if inputs.weight_VD.requires_grad else "two"
+    gemms = Candidate(f"{number} GEMMs", bare_gemms(inputs), "")
     rows = measure(
         name,
         [gemms, *(Candidate(label, steps[label], accuracy) for label, _, accuracy in candidates)],
@@ -152,14 +155,19 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only this library and the GEMMs")
     parser.add_argument("--without", default="", help="implementations to leave out, comma-separated")
     parser.add_argument("--peaked", action="store_true", help="labels likely for half of the tokens")
+    parser.add_argument("--frozen", action="store_true", help="without the weight's gradient, as with LoRA")
     parser.add_argument("--masked", type=float, default=0.0, help="share of tokens without a target")
     given = parser.parse_args()
-    suffix = (", peaked" if given.peaked else "") + (f", {given.masked:.0%} masked" if given.masked else "")
+    suffix = (
+        (", frozen" if given.frozen else "")
+        + (", peaked" if given.peaked else "")
+        + (f", {given.masked:.0%} masked" if given.masked else "")
+    )
     for shape in SHAPES:
         name = "x".join(map(str, shape)) + suffix
         if given.only not in name:
             continue
-        inputs = Inputs.random(*shape, peaked=given.peaked, masked=given.masked)
+        inputs = Inputs.random(*shape, peaked=given.peaked, masked=given.masked, frozen=given.frozen)
         known = inputs.labels_T.cpu() if given.masked else None
         candidates = [(f"liger_dist {b} MiB", ours(b, known), "fp32 sum") for b in BUDGETS_MIB]
         if not given.no_peers:

@@ -14,7 +14,7 @@ from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 
 from . import peers
 from .harness import Candidate, Row, arguments, measure, products, save, show
-from .linear_cross_entropy import Inputs, relative, step, three_gemms
+from .linear_cross_entropy import Inputs, bare_gemms, relative, step
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 128256))
 CHECKED = 512
@@ -46,7 +46,7 @@ def training(logits_dtype: LogitsDtype) -> Callable[[Tensor, Tensor, Tensor], Te
 
 def four_gemms(inputs: Inputs) -> Callable[[], None]:
     """One product for the logits, and those of the backward with the logits again."""
-    three, one = three_gemms(inputs), one_gemm(inputs)
+    three, one = bare_gemms(inputs), one_gemm(inputs)
 
     def run() -> None:
         one()

@@ -69,6 +69,19 @@ def reads_base_weight(layer: nn.Module) -> bool:
     return bool(getattr(layer, "lora_magnitude_vector", None))
 
 
+def only_plain_adapter(layer: Any) -> str | None:
+    """The name of the one active adapter of a LoRA layer, if its forward adds ``scaling * B(A(x))`` now: not disabled,
+    not merged, no variant of LoRA, no dropout that is active."""
+    if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+        return None
+    (name,) = layer.active_adapters
+    if name not in layer.lora_A or name in layer.lora_variant:
+        return None
+    dropout = layer.lora_dropout[name]
+    is_dropped = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+    return None if is_dropped else name
+
+
 def has_active_dropout(head: nn.Module) -> bool:
     """True if LoRA dropout is active: the effective weight then differs per token."""
     return has_lora(head) and any(

@@ -13,11 +13,12 @@ from liger_dist.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
+from .low_rank import LOW_RANK
 from .norm import NORM
 from .rotary import ROTARY
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
-KINDS: tuple[Kind, ...] = (NORM, GATED_MLP, ROTARY)
+KINDS: tuple[Kind, ...] = (NORM, LOW_RANK, GATED_MLP, ROTARY)
 """A module is matched against the first kind whose candidate it is."""
 
 

@@ -278,8 +278,8 @@ def _make_forward(own: Forward) -> Forward:
     def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         match: GatedMatch | None = match_of(self)
         # A compiler fuses the activation itself, and should not trace the checks.
-        is_own = torch.compiler.is_compiling() or match is None or args or kwargs
-        if is_own or not _is_as_probed(self, match, own):
+        is_traced = torch.compiler.is_compiling()
+        if match is None or is_traced or args or kwargs or not _is_as_probed(self, match, own):
             return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
         compute = functools.partial(own if runs_own_code(hidden_states) else _fused, self)
         if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-MAX_NODES = 64
-"""of one walk; an attention has two dozen, with adapters twice as many"""
+MAX_NODES = 128
+"""of one walk; an attention has two dozen, with adapters three times as many"""
 MIN_BYTES = 2**24
 """of an output, and of the input of the norm after it: a walk takes 0.1 ms of host time, which small layers do not
 have"""
 PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
 """nodes of autograd that save the operand of a weight; custom functions may as well"""
+SUM = "AddBackward0"
+_WALKED = "liger_dist: walked"
 
 
 def _has_private_names() -> bool:
@@ -135,6 +137,7 @@ class _NodeKind:
     """whose nodes these are, if they are one's"""
     saved_names: tuple[tuple[str, str], ...]
     """of a product: the handle of a saved tensor and the tensor itself"""
+    is_sum: bool
 
 
 _KINDS: WeakKeyDictionary[Any, _NodeKind] = WeakKeyDictionary()
@@ -144,24 +147,30 @@ _KINDS: WeakKeyDictionary[Any, _NodeKind] = WeakKeyDictionary()
 def _kind_of(node: Any) -> _NodeKind:
     kind = _KINDS.get(type(node))
     if kind is None:
-        kind = _KINDS[type(node)] = _NodeKind(*_read_kind(type(node)))
+        kind = _KINDS[type(node)] = _read_kind(type(node))
     return kind
 
 
-def _read_kind(node_type: Any) -> tuple[type[RecomputedFunction] | None, tuple[tuple[str, str], ...]]:
+def _read_kind(node_type: Any) -> _NodeKind:
     function = getattr(node_type, "_forward_cls", None)
     if function is not None:
         is_recomputed = isinstance(function, type) and issubclass(function, RecomputedFunction)
-        return function if is_recomputed else None, (("_raw_saved_tensors", "saved_tensors"),)
+        saved = (("_raw_saved_tensors", "saved_tensors"),)
+        return _NodeKind(function if is_recomputed else None, saved, is_sum=False)
     names = dir(node_type) if node_type.__name__ in PRODUCTS else ()
-    return None, tuple((name, name[4:]) for name in names if name.startswith("_raw_saved_"))
+    saved_by_torch = tuple((name, name[4:]) for name in names if name.startswith("_raw_saved_"))
+    return _NodeKind(None, saved_by_torch, is_sum=node_type.__name__ == SUM)
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any]]:
-    """Nodes whose output can be recomputed, and products; of very large graphs only a part."""
+    """Nodes whose output can be recomputed, and products; of very large graphs only a part.
+
+    A walk ends at sums where an earlier one began: those of the residual stream, whose past has been walked.
+    """
     producers: list[Any] = []
     products: list[Any] = []
     seen, waiting = {last}, [last]
+    last.metadata[_WALKED] = True
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
         kind = _kind_of(node)
@@ -171,6 +180,8 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
                 continue
         elif kind.saved_names:
             products.append(node)
+        elif kind.is_sum and node is not last and _WALKED in node.metadata:
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -1,0 +1,142 @@
+"""Linear layers with a low-rank adapter (LoRA): ``base(x) + scaling * B(A(x))``, the product with B added in place, the
+match of PEFT's modules that compute it, and their swapped forward.
+
+PEFT's code makes the product with B, scales it and adds it: three tensors as large as the output, and one more in the
+backward. Here the product is summed into the output of the base layer, and the scaling is applied to the ``[T, r]``
+side. Base layer and A stay modules that are called as before.
+
+Legend: T tokens, O features of the output, r the rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import refuse_second_order
+from liger_dist.peft_layers import only_plain_adapter
+from liger_dist.stand_ins import swapped
+from liger_dist_kernels import Backend
+
+from .swap import Forward, Kind, LeftAloneError, has_hooks, is_local, match_of, own_forward, probing, runs_own_code
+
+TOLERANCE = 1e-5
+_PARTS = ("lora_A", "lora_B")
+
+
+class _AddLowRank(torch.autograd.Function):
+    """``y += scaling * low @ B.T``, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(low, weight_Or)
+        ctx.scaling = scaling
+        y.view(-1, y.shape[-1]).addmm_(low.flatten(0, -2), weight_Or.T, alpha=scaling)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        low, weight_Or = ctx.saved_tensors
+        d_y_TO, low_Tr = d_y.flatten(0, -2), low.flatten(0, -2)
+        d_low, d_weight = None, None
+        if ctx.needs_input_grad[1]:
+            d_low = (d_y_TO @ weight_Or).mul_(ctx.scaling).view(low.shape)
+        if ctx.needs_input_grad[2]:
+            d_weight = (d_y_TO.T @ low_Tr).mul_(ctx.scaling)
+        return d_y, d_low, d_weight, None
+
+
+@dataclass(frozen=True)
+class LowRankMatch:
+    """A layer that adds a product in the way of PEFT."""
+
+    def __str__(self) -> str:
+        return "LoRA (added in place)"
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    return (
+        all(isinstance(module._modules.get(name), nn.ModuleDict) for name in _PARTS) and "base_layer" in module._modules
+    )
+
+
+def _match(module: Any, backend: Backend) -> LowRankMatch:
+    if not isinstance(module.base_layer, nn.Linear):
+        raise LeftAloneError(f"its base layer is a {type(module.base_layer).__name__}")
+    name = only_plain_adapter(module)
+    if name is None:
+        raise LeftAloneError("it has no active adapter of plain LoRA, or several")
+    with probing(module):
+        results = [_probe(module, name, own) for own in (True, False)]
+    if any((ours - own).norm() > TOLERANCE * own.norm() for own, ours in zip(*results, strict=True)):
+        raise LeftAloneError("it does not compute base(x) + scaling * B(A(x))")
+    return LowRankMatch()
+
+
+def _probe(module: Any, name: str, own: bool) -> list[Tensor]:
+    """Output and gradients of PEFT's forward, or of this one, around small layers."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        base, a, b = nn.Linear(6, 8), nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False)
+        x = torch.randn(2, 3, 6, requires_grad=True)
+    small = {"base_layer": base, "lora_A": nn.ModuleDict({name: a}), "lora_B": nn.ModuleDict({name: b})}
+    with ExitStack() as stack, torch.enable_grad():
+        stack.enter_context(swapped(vars(module), "training", False))
+        for part, layers in small.items():
+            stack.enter_context(swapped(module._modules, part, layers))
+        y = type(module).forward(module, x) if own else _added(base(x), a(x), b.weight, module.scaling[name])
+        upstream = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+        gradients = torch.autograd.grad(y, [x, base.weight, a.weight, b.weight], upstream)
+    return [y.detach(), *gradients]
+
+
+def _make_forward(own: Forward) -> Forward:
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        name = None
+        if match_of(self) is not None and not args and not kwargs and own_forward(self, own) is None:
+            name = _adapter(self, x)
+        if name is None:
+            return (own_forward(self, own) or own)(self, x, *args, **kwargs)
+        y = self.base_layer(x)
+        low = self.lora_A[name](x)
+        b = self.lora_B[name]
+        if not _may_add(y, low, b.weight):
+            return (y + b(low) * self.scaling[name]).to(y.dtype)
+        return _added(y, low, b.weight, self.scaling[name])
+
+    return forward
+
+
+def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
+    result: Tensor = _AddLowRank.apply(y, low, weight_Or, scaling)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _adapter(module: Any, x: Any) -> str | None:
+    """The adapter to add; None where PEFT's own code has to run: it scales a copy of the input in another dtype, drops
+    some of it, is asked for something else than one plain adapter, or its layers are wrapped or hooked one by one."""
+    if runs_own_code(x, under_autocast=False):
+        return None
+    name = only_plain_adapter(module)
+    if name is None or has_hooks(module.base_layer):
+        return None
+    a, b = module.lora_A[name], module.lora_B[name]
+    is_plain = all(type(part) is nn.Linear and part.bias is None and is_local(part.weight) for part in (a, b))
+    return name if is_plain and not has_hooks(b) and a.weight.dtype == b.weight.dtype == x.dtype else None
+
+
+def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:
+    """True if ``y`` is a fresh output of the base layer in the adapter's dtype, and B is no parameter of ZeRO-3, which
+    is gathered for its own module's call."""
+    is_fresh = is_local(y) and y._base is None and y.is_contiguous() and y.dtype == weight_Or.dtype
+    fits = is_local(low) and low.dtype == weight_Or.dtype and not hasattr(weight_Or, "ds_shape")
+    return is_fresh and fits and tuple(weight_Or.shape) == (y.shape[-1], low.shape[-1])
+
+
+LOW_RANK = Kind(name="LoRA", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)

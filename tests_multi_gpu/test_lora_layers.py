@@ -1,0 +1,244 @@
+"""Layers with LoRA: the adapter is added in place where PEFT's code does the same, under every sharding, and PEFT's own
+code runs wherever it would do something else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from layouts import zero_settings
+from models import full, make_batch, make_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+peft = pytest.importorskip("peft")
+
+ADDED_IN_PLACE = "14 x Linear: LoRA (added in place)"
+
+
+def adapted(dtype: torch.dtype = torch.float32, *, name: str = "default", **settings: Any) -> Any:
+    """Llama of two layers with LoRA on all linear layers of the decoder, which counts."""
+    model = make_model("llama", dtype=dtype).to(compute_device())
+    settings = {"r": 2, "target_modules": "all-linear", "lora_alpha": 6} | settings
+    result = peft.get_peft_model(model, peft.LoraConfig(**settings), adapter_name=name)
+    fill(result)
+    return result
+
+
+def fill(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_as_peft(wrapped: Any, own: Any, *, bound: float = 1e-5) -> None:
+    """Loss and the gradient of every parameter, against ``own`` in fp64."""
+    batch = make_batch(0)
+    loss, expected = (model(**batch, use_cache=False).loss for model in (wrapped, own.double()))
+    assert relative_error(loss, expected) < bound
+    loss.backward()
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters()}
+    for name, parameter in own.named_parameters():
+        if parameter.grad is None:
+            assert gradients[name] is None, name
+        else:
+            assert relative_error(gradients[name], parameter.grad) < 10 * bound, name
+
+
+@pytest.mark.parametrize("order", ["wrapped last", "wrapped first"])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["LoRA", "rank-stabilised"])
+def test_adapters_are_added_in_place(order: str, settings: dict[str, Any]) -> None:
+    if order == "wrapped first":
+        inner = liger_dist.wrap(make_model("llama", dtype=torch.float32).to(compute_device()), "none")
+        wrapped = peft.get_peft_model(
+            inner, peft.LoraConfig(r=2, target_modules="all-linear", lora_alpha=6, **settings)
+        )
+        fill(wrapped)
+    else:
+        wrapped = liger_dist.wrap(adapted(**settings), "none")
+    assert (ADDED_IN_PLACE in str(liger_dist.explain(wrapped))) == (order == "wrapped last")
+    assert_as_peft(wrapped, adapted(**settings))
+
+
+class Outputs(TorchDispatchMode):
+    """Addresses of tensors of one size that operators return."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.addresses = numel, set[int]()
+        self.alive: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.numel:
+            self.addresses.add(result.untyped_storage().data_ptr())
+            self.alive.append(result)
+        return result
+
+
+@pytest.mark.parametrize(("is_wrapped", "number"), [(True, 1), (False, 4)])
+def test_one_tensor_of_the_size_of_the_output_is_made(is_wrapped: bool, number: int) -> None:
+    """And none beside the gradient of the output in the backward; PEFT's code makes more."""
+    model = adapted()
+    if is_wrapped:
+        liger_dist.wrap(model, "none")
+    layer = model.base_model.model.model.layers[0].mlp.gate_proj
+    x = torch.randn(2, 3, 16, device=compute_device(), requires_grad=True)
+    with Outputs(2 * 3 * 24) as outputs:
+        y = layer(x)
+    assert len(outputs.addresses) == number
+    upstream = torch.ones_like(y)
+    with Outputs(2 * 3 * 24) as outputs:
+        y.backward(upstream)
+    assert len(outputs.addresses) == (1 if is_wrapped else 2)
+
+
+def disabled(model: Any) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = model.disable_adapter()
+    return context
+
+
+def merged(model: Any) -> AbstractContextManager[Any]:
+    model.merge_adapter()
+    return nullcontext()
+
+
+def with_two_adapters(model: Any) -> AbstractContextManager[Any]:
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules="all-linear"))
+    fill(model)
+    model.base_model.set_adapter(["default", "other"])
+    return nullcontext()
+
+
+def with_another_adapter(model: Any) -> AbstractContextManager[Any]:
+    """Of which DoRA is none of ours."""
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules="all-linear", use_dora=True))
+    fill(model)
+    model.set_adapter("other")
+    return nullcontext()
+
+
+def with_hooks(model: Any) -> AbstractContextManager[Any]:
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.up_proj.base_layer.register_forward_hook(lambda _, args, output: 2.0 * output)
+        layer.self_attn.v_proj.lora_B["default"].register_forward_hook(lambda _, args, output: 3.0 * output)
+    return nullcontext()
+
+
+CHANGES: list[Callable[[Any], AbstractContextManager[Any]]] = [
+    disabled,
+    merged,
+    with_two_adapters,
+    with_another_adapter,
+    with_hooks,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_wrap(change: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
+    with change(wrapped), change(own):
+        if change in (disabled, merged):
+            batch = make_batch(0)
+            loss, expected = (model(**batch, use_cache=False).loss for model in (wrapped, own.double()))
+            assert relative_error(loss, expected) < 1e-5
+        else:
+            assert_as_peft(wrapped, own)
+
+
+@pytest.mark.parametrize("settings", [{"lora_bias": True}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=str)
+def test_other_adapters_run_the_code_of_peft(settings: dict[str, Any]) -> None:
+    wrapped, own = liger_dist.wrap(adapted(**settings), "none"), adapted(**settings)
+    if "lora_dropout" in settings:
+        wrapped.eval()
+        own.eval()
+    assert_as_peft(wrapped, own)
+
+
+def test_adapters_in_another_dtype() -> None:
+    """PEFT keeps adapters of a bf16 model in fp32, and computes them so."""
+    wrapped, own = liger_dist.wrap(adapted(torch.bfloat16), "none"), adapted(torch.bfloat16)
+    batch = make_batch(0)
+    loss, expected = (model(**batch, use_cache=False).loss for model in (wrapped, own))
+    assert relative_error(loss, expected) < 1e-2
+
+
+def test_copies_checkpoints_and_unwrap(tmp_path: Any) -> None:
+    wrapped = liger_dist.wrap(adapted(), "none")
+    assert_as_peft(copy.deepcopy(wrapped), adapted())
+    wrapped.save_pretrained(tmp_path)
+    base = make_model("llama", dtype=torch.float32).to(compute_device())
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    for (name, saved), (_, read) in zip(wrapped.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(saved, read), name
+    kinds = {type(module) for module in adapted().modules()}
+    assert {type(module) for module in liger_dist.unwrap(wrapped).modules()} == kinds
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": "ddp",
+    "fsdp2": liger_dist.FSDP2(),
+    "fsdp2, vocab-parallel, checkpointing": liger_dist.FSDP2(lm_head="vocab_parallel"),
+    "fsdp1": liger_dist.FSDP1(),
+    "zero3": "deepspeed",
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_of_two_ranks(name: str, workers_2: Workers) -> None:
+    for errors in workers_2.run(errors_under, name):
+        worst = max(errors, key=lambda key: errors[key])
+        assert len(errors) == 28
+        assert errors[worst] < 1e-4, f"{worst}: {errors[worst]:.1e}"
+
+
+def errors_under(name: str) -> dict[str, float]:
+    """Of every adapter's gradient, against PEFT's own in fp64."""
+    model, reference = adapted(), adapted().double()
+    if "checkpointing" in name:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for rank in range(2):
+        (reference(**make_batch(rank), use_cache=False).loss / 2).backward()
+    truth = {key: parameter.grad for key, parameter in reference.named_parameters() if parameter.grad is not None}
+    wrapped = liger_dist.wrap(model, STRATEGIES[name])
+    assert ADDED_IN_PLACE in str(liger_dist.explain(wrapped))
+    batch = make_batch(torch.distributed.get_rank())
+    got = zero3_gradients(wrapped, batch) if name == "zero3" else gradients(wrapped, batch)
+    return {key: relative_error(got[key], gradient) for key, gradient in truth.items()}
+
+
+def gradients(wrapped: Any, batch: Any) -> dict[str, Tensor]:
+    wrapped(**batch, use_cache=False).loss.backward()
+    whole = FullyShardedDataParallel.summon_full_params
+    is_fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
+    with whole(wrapped, with_grads=True) if is_fsdp1 else nullcontext():
+        return {
+            key.replace("_fsdp_wrapped_module.", "").removeprefix("module."): full(parameter.grad).clone()
+            for key, parameter in wrapped.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def zero3_gradients(wrapped: Any, batch: Any) -> dict[str, Tensor]:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=zero_settings({"stage": 3}))
+    engine.backward(engine(**batch, use_cache=False).loss)
+    found = {key: safe_get_full_grad(p) for key, p in wrapped.named_parameters() if p.requires_grad}
+    engine.destroy()
+    return found
