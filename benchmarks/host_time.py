@@ -113,6 +113,7 @@ def narrow_ms(way: Way, layers: int, rounds: int) -> float:
         for _ in range(10):
             training.step(ids, ids)
         found = step_ms(lambda: training.step(ids, ids), 5 * rounds)
+        training.close()
     torch._dynamo.reset()
     return found
 
@@ -136,6 +137,7 @@ def real_row(problem: str, name: str, way: Way, shape: str, rounds: int) -> Row:
         row = Row(problem, name, "", median_ms=step_ms(lambda: training.step(ids, labels), rounds))
         gpu = gpu_time(lambda: training.step(ids, labels))
         counts = host_samples(lambda: training.step(ids, labels), 3)
+        training.close()
     row.figures = {
         "computing ms": gpu.computing,
         "communicating ms": gpu.communicating,

@@ -79,6 +79,7 @@ def run(way: Way, name: str, steps: int) -> Seen:
             times.append((time.perf_counter() - began) * 1e3)
         peak_gib = torch.cuda.max_memory_allocated() / 2**30
         busy = computing_ms(lambda: training.step(ids, labels))
+        training.close()
     largest = torch.tensor([*times, peak_gib], device="cuda")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     *slowest, peak = largest.tolist()

@@ -57,6 +57,8 @@ class Training:
     model: Any
     backward: Callable[[Tensor], object]
     update: Callable[[], object]
+    close: Callable[[], object] = lambda: None
+    """takes down what a framework holds of it"""
 
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -235,4 +237,4 @@ def by_deepspeed(model: Any) -> Training:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    return Training(engine, engine.backward, engine.step)
+    return Training(engine, engine.backward, engine.step, engine.destroy)

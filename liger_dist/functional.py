@@ -78,7 +78,8 @@ def linear_cross_entropy(
         remainder: what becomes of 1 minus the sum of a token's ``probs``: "drop" (None) leaves it out, "renormalize"
             divides by the sum, "spread" gives all classes without an id equal parts of it.
         logits_dtype: see :class:`WrapConfig`.
-        memory_budget: bytes of the buffer of logits; None for 1 GiB, without gradients 128 MiB (256 MiB of fp32).
+        memory_budget: bytes of the buffer of logits; None for 1 GiB (256 MiB if the weight gets no gradient), without
+            gradients 128 MiB (256 MiB of fp32).
         max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
             among them; an assertion on the device fails when more have one.
 

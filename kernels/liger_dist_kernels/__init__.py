@@ -54,6 +54,7 @@ from .token_chunks import SMALLEST_TILE as SMALLEST_TILE
 from .token_chunks import LocalTokens as LocalTokens
 from .token_chunks import TokenChunks as TokenChunks
 from .token_chunks import TokenTargets as TokenTargets
+from .token_chunks import default_budget as default_budget
 from .token_chunks import plan_chunks as plan_chunks
 from .token_chunks import plan_tiles as plan_tiles
 from .token_loss import TokenGradients as TokenGradients

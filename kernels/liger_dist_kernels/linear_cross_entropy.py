@@ -62,7 +62,8 @@ class Scoring:
     """``torch.float32`` keeps logits of 16-bit operands as the products' fp32 sums; None rounds them to the operands'
     dtype"""
     memory_budget: int | None = None
-    """bytes of the buffer of logits; None for 1 GiB with gradients, 128 MiB (fp32: 256 MiB) without"""
+    """bytes of the buffer of logits; None for 1 GiB with gradients, 256 MiB with those of the hidden states alone, 128
+    MiB (fp32: 256 MiB) without"""
     backend: Backend = "auto"
 
     def keeps_fp32(self, hidden: Tensor) -> bool:
@@ -165,7 +166,8 @@ def linear_cross_entropy(
         return score(LocalTokens(hidden_TD, targets), head, targets, scoring=scoring)
     if gradients is None:
         raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
-    plan = plan_chunks(len(hidden_TD), weight_VD.shape[0], hidden_TD.element_size(), scoring.memory_budget)
+    shape = len(hidden_TD), weight_VD.shape[0], hidden_TD.element_size()
+    plan = plan_chunks(*shape, scoring.memory_budget, trains_weight=needs.weight)
     tokens = LocalTokens(hidden_TD, targets, gradients, plan.rows)
     return score_with_gradients(
         tokens, head, targets, scoring=scoring, needs=needs, weight_gradient_VD=weight_gradient_VD

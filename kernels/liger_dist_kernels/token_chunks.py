@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 DEFAULT_MEMORY_BUDGET = 2**30
+DEFAULT_FROZEN_BUDGET = 2**28
+"""Of an lm_head whose weight gets no gradient: chunks of 1024 tokens of 128256 classes take as long as larger ones
+(H100, D = 2048 and 4096)."""
 TILE_ROWS, TILE_COLUMNS = 4096, 16384
 """Tokens and classes whose logits exist at once where no gradient is made: 128 MiB of bf16. Products of this size are
 as fast as one over all classes; with fewer classes the kernels' starts and ends show (H200, D = 2048 and 4096)."""
@@ -29,19 +32,26 @@ class ChunkPlan:
     num_chunks: int
 
 
-def plan_chunks(num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None) -> ChunkPlan:
-    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (default 1 GiB; a single token
-    may exceed it). A function of shapes alone.
+def plan_chunks(
+    num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None, *, trains_weight: bool = True
+) -> ChunkPlan:
+    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (a single token may exceed it;
+    default 1 GiB, for a weight without gradient 256 MiB). A function of shapes alone.
 
     Few, because every chunk reads the weight again and, from the third on, an fp32 sum of weight gradients as well,
     which is larger than the buffer: two chunks of 1 GiB take less memory than four of 512 MiB.
     """
     if num_tokens == 0:
         return ChunkPlan(rows=0, num_chunks=0)
-    budget = DEFAULT_MEMORY_BUDGET if memory_budget is None else memory_budget
+    budget = default_budget(trains_weight) if memory_budget is None else memory_budget
     num_chunks = -(-num_tokens // max(1, budget // (vocab_size * itemsize)))
     rows = -(-num_tokens // num_chunks)
     return ChunkPlan(rows=rows, num_chunks=-(-num_tokens // rows))
+
+
+def default_budget(trains_weight: bool) -> int:
+    """Bytes of a chunk's logits where nobody has asked for others."""
+    return DEFAULT_MEMORY_BUDGET if trains_weight else DEFAULT_FROZEN_BUDGET
 
 
 @dataclass(frozen=True)

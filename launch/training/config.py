@@ -63,7 +63,9 @@ class TrainConfig:
     lm_head: Literal["gather", "vocab_parallel"] = option(
         "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and exchange the tokens"
     )
-    memory_budget: Optional[int] = option(None, "bytes of the buffer for one chunk of logits; default: 1 GiB")
+    memory_budget: Optional[int] = option(
+        None, "bytes of the buffer for one chunk of logits; default: 1 GiB, with LoRA 256 MiB"
+    )
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; weights and optimizer states are fp32")
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
     offload_checkpoints: bool = option(False, "activation_checkpointing: keep the layers' inputs in host memory")

@@ -31,7 +31,9 @@ class Section(BaseModel):
     backend: Literal["auto", "triton", "reference"] = Field(
         "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
     )
-    memory_budget: int | None = Field(None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB")
+    memory_budget: int | None = Field(
+        None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB, frozen 256 MiB"
+    )
     logits_dtype: Literal["float32", "fp32_operands"] | None = Field(
         None,
         description="float32: fp32 logits of 16-bit operands; fp32_operands: those too; null: the operands' own",

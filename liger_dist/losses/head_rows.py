@@ -80,7 +80,8 @@ class HeadRows:
             return LocalTokens(hidden_TD, problem.targets)
         # What is recomputed has all tokens of a chunk in a tile of a few classes.
         columns = self.largest if isinstance(gradients, TokenGradients) else min(self.largest, SMALLEST_TILE)
-        plan = plan_chunks(len(hidden_TD), columns, hidden_TD.element_size(), problem.execution.memory_budget)
+        shape = len(hidden_TD), columns, hidden_TD.element_size()
+        plan = plan_chunks(*shape, problem.execution.memory_budget, trains_weight=problem.needs.weight)
         return LocalTokens(hidden_TD, problem.targets, gradients, plan.rows)
 
     def score(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from liger_dist.losses.token_exchange import numbers_of_token
-from liger_dist_kernels import DEFAULT_MEMORY_BUDGET
+from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, default_budget
 
 FP32 = 4
 LABEL, SCALES, STATISTICS = 8, 8, 12
@@ -58,7 +58,8 @@ def gathered(shapes: HeadShapes) -> HeadCost:
     its gradient, and what the reduction starts from."""
     full, full_fp32 = shapes.weight_bytes, shapes.weight_bytes // shapes.itemsize * FP32
     if not shapes.trains:
-        logits, _ = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
+        budget = default_budget(trains_weight=False)
+        logits, _ = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size, default=budget)
         return HeadCost(sent_bytes=full * (shapes.ranks - 1) // shapes.ranks, held_bytes=full + logits)
     peers = shapes.ranks - 1
     logits, chunks = _buffer(shapes, tokens=shapes.tokens, numbers=shapes.vocab_size)
@@ -85,9 +86,9 @@ def vocab_parallel(shapes: HeadShapes) -> HeadCost:
     )
 
 
-def _buffer(shapes: HeadShapes, *, tokens: int, numbers: int) -> tuple[int, int]:
+def _buffer(shapes: HeadShapes, *, tokens: int, numbers: int, default: int = DEFAULT_MEMORY_BUDGET) -> tuple[int, int]:
     """Bytes of a chunk with so many ``numbers`` for each token, and how many chunks there are."""
-    budget = shapes.memory_budget or DEFAULT_MEMORY_BUDGET
+    budget = shapes.memory_budget or default
     full = tokens * numbers * shapes.itemsize
     chunks = -(-full // budget)
     return (-(-full // chunks), chunks) if chunks else (0, 0)
