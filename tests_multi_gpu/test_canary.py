@@ -203,10 +203,10 @@ def test_a_product_tells_its_saved_operands() -> None:
         "autograd's nodes hide their saved tensors: recompute.py saves outputs instead of recomputing them"
     )
     assert type(node).__name__ == "MmBackward0", "products have another name: recompute.py does not find them"
-    total: Any = (torch.ones(2, requires_grad=True) + 1.0).grad_fn
-    total.metadata["note"] = True
-    assert type(total).__name__ == "AddBackward0", "sums have another name: recompute.py walks the residual stream"
-    del total
+    total: Any = torch.ones(2, requires_grad=True) + 1.0
+    total.grad_fn.metadata["note"] = True
+    is_marked = "note" in total.grad_fn.metadata and type(total.grad_fn).__name__ == "AddBackward0"
+    assert is_marked, "sums cannot be marked: recompute.py walks the whole residual stream"
 
 
 @pytest.mark.parametrize("module", ATTRIBUTES)
