@@ -7,7 +7,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 
 import torch
@@ -24,6 +24,7 @@ from .fused_head.signature import check_outputs
 from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
+from .fused_layers.sequence_shards import check_sequence_parallel
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, call_with_hooks, restore_calls
@@ -37,8 +38,9 @@ from .sharding.marks import (
     unmark_sharded,
 )
 from .sharding.materialize import is_meta
-from .sharding.mesh import Mesh
+from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
+from .sharding.sequence_parallel import detach
 from .sharding.vocab_parallel import release_communicators
 from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
@@ -106,6 +108,9 @@ def wrap(
     config = config or WrapConfig()
     outer, model = model, base_model_of(model)
     chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
+    if chosen.shards_sequences:
+        # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
+        config = replace(config, token_mean="global")
     with ExitStack() as undo:
         record = _fuse(model, chosen, found, config, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
@@ -163,10 +168,17 @@ def _inspect(
         )
     on_meta = is_meta(model)
     chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
+    if chosen.shards_sequences:
+        check_sequence_parallel(model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
     recipe, reason = _probe(model, structure, config)
     if reason is not None and config.fused_loss:
         chosen.check_model(model, structure, unfused=reason, on_meta=on_meta)
+        if chosen.shards_sequences:
+            raise LigerDistError(
+                f"the mesh has an axis {SEQUENCE!r} but the loss of {type(model).__name__} is not fused ({reason}), so "
+                "that its mean would be of each rank's own tokens; leave out the axis."
+            )
         _check_unfused(model, config, outputs, reason)
     return chosen, _Inspected(structure, initialize, recipe, reason)
 
@@ -308,6 +320,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     _remove_hooks(inner, record)
     restore_layers(inner, owner=record.owner)
     record.attention.restore()
+    detach(record.structure.layers)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
     restore_calls(model, inner)

@@ -11,6 +11,7 @@ arXiv:2307.08691).
   Ulysses replaces that entry; as long as another function stands there, it computes every call.
 - Packed, padded, or with a window shorter than the sequence: ``varlen_attn`` in bf16 and fp16 on GPUs; elsewhere, and
   with dropout or a second head size, one ``scaled_dot_product_attention`` for each document.
+- On a mesh with an axis "sp": any of the above, on all tokens of a part of the heads.
 - With a position bias: "sdpa" with a dense mask. With soft-capped scores or sinks, and where attention weights are
   asked for: the eager function of the model's own file with a dense mask.
 - Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' own mask.
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.sequence_parallel import SequenceAxis, gather_tokens, scatter_tokens, sequence_axis_of
 from liger_dist.tracing import untraced
 
 NAME = "liger_dist"
@@ -208,7 +210,7 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     begins, valid_on_host, is_known = torch.stack([begins, valid, is_known]).cpu()
     if not is_known.all():
         return None
-    lengths = _lengths(begins, valid_on_host)
+    lengths = document_lengths(begins, valid_on_host)
     if lengths is None:
         return None
     window = window if window is not None and window < length else None
@@ -217,7 +219,7 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     return _mask_of(lengths, device, rows=rows, window=window, **facts)
 
 
-def _lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
+def document_lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
     """The documents of every row, and its padding in short ones; bool ``[B, S]`` on the host. None if padding lies
     inside a document."""
     changes = begins.clone()
@@ -268,6 +270,9 @@ def attention(
     Raises:
         LigerDistError: ``cu_seq_lens_q`` does not fit; soft-capped scores in a model without an eager function.
     """
+    axis = sequence_axis_of(module)
+    if axis is not None:
+        return _over_ranks(axis, module, query, key, value, scaling, dropout, kwargs), None
     documents, mask = None, None
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
@@ -284,14 +289,58 @@ def attention(
         if documents is not None and not documents.is_plain:
             mask = documents.dense()
         return _of_sdpa()(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    return _of_documents(query, key, value, documents, scaling, dropout), None
+
+
+def _of_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
+) -> Tensor:
+    """``[B, S, H, D]``: attention within documents."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if documents.valid is not None:
         value = value.masked_fill(~documents.valid[:, None, :, None], 0.0)
     if _has_varlen(query, value, dropout):
-        return _varlen(query, key, value, documents, scaling), None
-    return _one_by_one(query, key, value, documents, scaling, dropout), None
+        return _varlen(query, key, value, documents, scaling)
+    return _one_by_one(query, key, value, documents, scaling, dropout)
+
+
+def _over_ranks(
+    axis: SequenceAxis,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """``[B, s, H, D]``: attention of sequences whose parts the ranks of ``axis`` hold. Its documents are those of
+    ``cu_seq_lens_q``, of the full sequences; masks of a rank's own tokens do not count.
+
+    Raises:
+        LigerDistError: the call does not come from a batch of :func:`liger_dist.shard_sequence`, or asks for weights.
+    """
+    if kwargs.get("cu_seq_lens_q") is None:
+        raise LigerDistError(
+            f"{type(module).__name__} was called without cu_seq_lens_q on a mesh with an axis 'sp', so that this rank "
+            "does not know the full sequences; cut the batch by liger_dist.shard_sequence(batch, mesh). Generation is "
+            "not available on such a mesh."
+        )
+    if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
+        raise LigerDistError(
+            f"{type(module).__name__} asks for attention weights, soft-capped scores or sinks, which are not available "
+            "on a mesh with an axis 'sp'; leave them out, or leave out the axis."
+        )
+    query, key, value = gather_tokens(query, key, value, axis)
+    documents = _given(module, query, kwargs, None)
+    if documents.is_plain:
+        own = {name: given for name, given in kwargs.items() if name != "position_ids"}
+        output, _ = _of_sdpa()(module, query, key, value, None, scaling=scaling, dropout=dropout, **own)
+    else:
+        output = _of_documents(query, key, value, documents, scaling, dropout)
+    return scatter_tokens(output, axis)
 
 
 def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:

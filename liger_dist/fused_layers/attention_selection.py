@@ -46,7 +46,7 @@ class AttentionSelection:
 def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection:
     """Selects the implementation for ``decoder``, the text decoder of ``model``: in its config, as
     ``model.set_attn_implementation`` does."""
-    reason = _reason_against(model, decoder)
+    reason = reason_against(model, decoder)
     if reason is not None:
         return AttentionSelection(reason)
     register_attention()
@@ -56,7 +56,8 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
     return AttentionSelection(None, config, own)
 
 
-def _reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
+def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
+    """Why the model keeps its own attention, as a clause; None if it does not."""
     config: Any = getattr(decoder, "config", None)
     outer: Any = getattr(model, "config", None)
     if not _is_config(config) or not _is_config(outer):

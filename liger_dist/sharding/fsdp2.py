@@ -35,8 +35,9 @@ from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .float8 import Recipe, check_float8, convert, precompute_scales
 from .fsdp_options import FullySharded
 from .materialize import materialize
-from .mesh import TENSOR_PARALLEL, make_mesh, split_axes
+from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, split_axes
 from .process_groups import compute_device
+from .sequence_parallel import SequenceAxis, attach
 from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
 from .vocab_parallel import check_row_shards, shard_rows
 
@@ -57,7 +58,8 @@ TIED_AND_PADDED = (
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(FullySharded):
     """Shards a model by FSDP2: one group per layer, one for final norm and lm_head, and the root. A last mesh axis
-    named "tp" is tensor-parallel."""
+    named "tp" is tensor-parallel. The ranks of a last axis named "sp" hold parts of the same sequences, which
+    :func:`liger_dist.shard_sequence` cuts, and share parameters with the shard axis."""
 
     name: ClassVar[str] = "fsdp2"
 
@@ -81,8 +83,17 @@ class FSDP2(FullySharded):
     def compiles_layers(self) -> bool:
         return self.compile_layers or self.float8 is not None
 
+    @property
+    def shards_sequences(self) -> bool:
+        return isinstance(self.mesh, DeviceMesh) and SEQUENCE in (self.mesh.mesh_dim_names or ())
+
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         super().check(config, world_size=world_size)
+        if self.shards_sequences and not (config.fused_loss and config.varlen_attention):
+            raise LigerDistError(
+                f"the mesh has an axis {SEQUENCE!r} but fused_loss is {config.fused_loss} and varlen_attention is "
+                f"{config.varlen_attention}; parts of sequences need both, leave them out."
+            )
         if self.float8 is not None:
             check_float8()
             if self.cpu_offload:
@@ -128,6 +139,9 @@ class FSDP2(FullySharded):
         names = ("replicate", "shard")
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         mesh, tensor_parallel = split_axes(mesh)
+        if self.shards_sequences:
+            attach(structure.layers, SequenceAxis.of(mesh), undo)
+        mesh = fold_sequence_axis(mesh)
         if tensor_parallel is not None:
             parallelize_heads(model, structure, mesh=tensor_parallel, has_storage=initialize is None)
         row_shards: frozenset[nn.Parameter] = frozenset()

@@ -11,6 +11,8 @@ from liger_dist.errors import LigerDistError
 Mesh = DeviceMesh | tuple[int, ...]
 TENSOR_PARALLEL = "tp"
 """the name of a tensor-parallel axis; all others are data-parallel"""
+SEQUENCE = "sp"
+"""the name of an axis whose ranks hold parts of the same sequences; parameters are sharded over it too"""
 
 
 def require_process_group(strategy: str, world_size: int | None) -> int:
@@ -77,10 +79,22 @@ def _check_axes(shape: tuple[int, ...], names: tuple[str, ...], *, strategy: str
             f"the mesh has axes {names}; an axis named {TENSOR_PARALLEL!r} is for strategy='fsdp2' and comes last, "
             "after the data-parallel ones; for tensor parallelism alone use strategy='tp'."
         )
+    if SEQUENCE in names:
+        _check_sequence_axis(names, strategy=strategy)
+        return
     if len(shape) - sum(is_tensor_parallel) not in (1, 2):
         raise LigerDistError(
             f"the mesh has shape {shape}; expected (shard,) or (replicate, shard) of sizes above 0"
             + (f", and an axis named {TENSOR_PARALLEL!r} after them." if strategy == "fsdp2" else ".")
+        )
+
+
+def _check_sequence_axis(names: tuple[str, ...], *, strategy: str) -> None:
+    if strategy != "fsdp2" or names[-1] != SEQUENCE or TENSOR_PARALLEL in names or len(names) > 3:
+        raise LigerDistError(
+            f"strategy={strategy!r} was given a mesh with the axes {names}; an axis named {SEQUENCE!r} is for "
+            "strategy='fsdp2', comes last, and has at most the axes (replicate, shard) before it, none of them "
+            f"{TENSOR_PARALLEL!r}."
         )
 
 
@@ -98,6 +112,17 @@ def split_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     if TENSOR_PARALLEL not in names:
         return mesh, None
     return mesh[names[:-1]], mesh[TENSOR_PARALLEL]
+
+
+def fold_sequence_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh over which parameters are sharded: an axis "sp" becomes a part of the shard axis before it."""
+    names = mesh.mesh_dim_names or ()
+    if SEQUENCE not in names:
+        return mesh
+    if len(names) == 1:
+        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("shard",))
+    folded = mesh.mesh.flatten(-2)
+    return DeviceMesh(mesh.device_type, folded, mesh_dim_names=("replicate", "shard")[-folded.ndim :])
 
 
 def shape_of(mesh: Mesh | None, world_size: int) -> tuple[int, ...]:

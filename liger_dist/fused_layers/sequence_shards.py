@@ -1,0 +1,168 @@
+"""Batches on a mesh with an axis "sp": :func:`shard_sequence` cuts one into the parts of the ranks,
+:func:`gather_sequence` joins what a model returned for its tokens, and a model is refused that mixes tokens elsewhere
+than in its attention.
+
+Legend: B rows, S tokens of a row, n ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from liger_dist.errors import LigerDistError
+from liger_dist.sharding.sequence_parallel import SequenceAxis
+
+from .attention import document_lengths
+from .attention_selection import reason_against
+
+IGNORED = -100
+_OF_TOKENS = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask", "token_weight")
+_OF_SEQUENCES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "attention")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Cuts a batch of full sequences into the part of this rank on the axis "sp" of ``mesh``.
+
+    Labels are shifted before they are cut, positions are those of the full sequences, and the boundaries of documents
+    go along as cumulative lengths. Rows are padded on the right to a multiple of the ranks. No collectives; the host
+    reads the boundaries.
+
+    Args:
+        batch: the same on all ranks of the axis: ``input_ids`` ``[B, S]``; ``labels``, not shifted, or
+            ``shift_labels``; ``attention_mask`` ``[B, S]`` of padding; ``position_ids`` ``[B, S]``, which restart where
+            documents are packed and there is no ``attention_mask``; ``cu_seq_lens_q`` of packed documents;
+            ``token_weight`` ``[B, S]`` of each token as a label. Anything else that is no tensor, or has one number,
+            is passed through.
+
+    Returns:
+        Arguments of the wrapped model: parts ``[B, ceil(S / n)]`` of ``input_ids``, ``position_ids``, ``labels`` and
+        ``shift_labels`` (the same numbers), and ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``,
+        ``max_length_k`` of the full sequences.
+
+    Raises:
+        LigerDistError: the mesh has no axis "sp", or the batch has tensors that cannot be cut here.
+    """
+    axis = SequenceAxis.of(mesh)
+    ids = _checked(batch)
+    rows, length = ids.shape
+    padding = -length % axis.size
+    begins, valid = _boundaries(batch, ids)
+    # What is appended is a document of its own.
+    begins, valid = F.pad(begins, (0, padding)), F.pad(valid, (0, padding))
+    lengths = document_lengths(begins, valid)
+    if lengths is None:
+        raise LigerDistError(
+            "attention_mask excludes tokens inside a text; expected padding at the ends of rows, or documents without "
+            "attention_mask whose position_ids restart."
+        )
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=ids.device).expand(rows, length)
+    full = {"input_ids": F.pad(ids, (0, padding)), "position_ids": F.pad(positions, (0, padding))}
+    shifted = _shifted(batch)
+    if shifted is not None:
+        full["labels"] = full["shift_labels"] = F.pad(shifted, (0, padding), value=IGNORED)
+    if batch.get("token_weight") is not None:
+        # Of a token as a label, which is one place to the left now.
+        full["token_weight"] = F.pad(batch["token_weight"][:, 1:], (0, padding + 1))
+    part = (length + padding) // axis.size
+    shard = {name: x[:, axis.rank * part : (axis.rank + 1) * part].contiguous() for name, x in full.items()}
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=ids.device)
+    longest = max(lengths)
+    rest = {name: value for name, value in batch.items() if name not in (*_OF_TOKENS, *_OF_SEQUENCES)}
+    return rest | shard | dict(zip(_OF_SEQUENCES, (ends, ends, longest, longest), strict=True))
+
+
+def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Joins the parts of all ranks on the axis "sp" of ``mesh``, without gradient: ``[B, S, ...]`` of ``[B, S / n,
+    ...]``, with the padding that :func:`shard_sequence` appended. A collective of those ranks.
+
+    Raises:
+        LigerDistError: the mesh has no axis "sp".
+    """
+    axis = SequenceAxis.of(mesh)
+    parts = [torch.empty_like(part) for _ in range(axis.size)]
+    dist.all_gather(parts, part.detach().contiguous(), group=axis.group)
+    return torch.cat(parts, 1)
+
+
+def check_sequence_parallel(model: nn.Module, decoder: nn.Module, layers: Any) -> None:
+    """Refuses a model whose tokens meet elsewhere than in attention that is computed here.
+
+    Raises:
+        LigerDistError: with the reason.
+    """
+    reason = _reason(model, decoder, layers)
+    if reason is not None:
+        raise LigerDistError(
+            f"{type(model).__name__} cannot be computed on a mesh with an axis 'sp': {reason}. Leave out the axis, and "
+            "use activation checkpointing and mlp_tile_tokens for long sequences."
+        )
+
+
+def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
+    against = reason_against(model, decoder)
+    if against is not None:
+        return f"its attention is its own ({against})"
+    config: Any = decoder.config
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _KINDS_OF_LAYERS}
+    if kinds or getattr(config, "attention_chunk_size", None) is not None:
+        return f"it has layers that mix tokens in another way than attention ({', '.join(sorted(kinds)) or 'chunks'})"
+    for name, module in (pair for layer in layers for pair in layer.named_modules()):
+        if isinstance(module, nn.Conv1d | nn.RNNBase):
+            return f"its layers mix tokens by a {type(module).__name__} ({name})"
+    rope = getattr(config, "rope_parameters", None) or {}
+    used = [kind for kind in _LENGTH_DEPENDENT if kind in str(rope)]
+    return f"its rotary embedding ({used[0]}) depends on the length that a rank sees" if used else None
+
+
+def _checked(batch: Mapping[str, Any]) -> Tensor:
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise LigerDistError(
+            f"input_ids is {type(ids).__name__ if ids is None else tuple(ids.shape)}; expected a tensor [B, S]."
+        )
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or name in _OF_SEQUENCES:
+            continue
+        if name in _OF_TOKENS and value.shape != ids.shape:
+            raise LigerDistError(f"{name} has the shape {tuple(value.shape)}; expected {tuple(ids.shape)}, input_ids'.")
+        if name not in _OF_TOKENS and value.numel() > 1:
+            raise LigerDistError(
+                f"{name} of shape {tuple(value.shape)} is in the batch, and shard_sequence cuts only "
+                f"{', '.join(_OF_TOKENS)}; cut it yourself after this call."
+            )
+    return ids
+
+
+def _boundaries(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where documents begin, and which tokens are no padding; bool ``[B, S]`` on the host."""
+    begins = torch.zeros(ids.shape, dtype=torch.bool)
+    begins[:, 0] = True
+    ends, mask, positions = batch.get("cu_seq_lens_q"), batch.get("attention_mask"), batch.get("position_ids")
+    valid = torch.ones_like(begins) if mask is None else mask.bool().cpu()
+    if ends is not None:
+        if int(ends[-1]) != ids.numel():
+            raise LigerDistError(f"cu_seq_lens_q ends at {int(ends[-1])}; expected {ids.numel()}, the batch's tokens.")
+        begins.view(-1)[ends[:-1].long().cpu()] = True
+    elif positions is not None and mask is None:
+        begins[:, 1:] |= (positions[:, 1:] != positions[:, :-1] + 1).cpu()
+    return begins, valid
+
+
+def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
+    shifted: Tensor | None = batch.get("shift_labels")
+    labels = batch.get("labels")
+    if shifted is None and labels is not None:
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return shifted

@@ -1,0 +1,302 @@
+"""Sequences whose parts several ranks hold: loss and every gradient against the unwrapped model on whole sequences."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from models import VOCAB_SIZE, full, make_batch
+from torch.distributed.device_mesh import init_device_mesh
+from truth import relative_error
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+from liger_dist.wrap import full_logits
+
+LENGTH = 12
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama, one key head": {"model_type": "llama", "num_key_value_heads": 1},
+    "Qwen2, two key heads": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "Mistral, windows": {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 4},
+}
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "sp 2": ((2,), ("sp",)),
+    "sp 4": ((4,), ("sp",)),
+    "shard 2, sp 2": ((2, 2), ("shard", "sp")),
+    "replicate 2, shard 1, sp 2": ((2, 1, 2), ("replicate", "shard", "sp")),
+}
+
+
+def build(family: str, *, tied: bool = False) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        **FAMILIES[family],
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(
+        compute_device()
+    )
+
+
+def mesh_of(name: str) -> Any:
+    shape, names = MESHES[name]
+    return init_device_mesh(compute_device().type, shape, mesh_dim_names=names)
+
+
+def batches(mesh: Any, rows: str) -> list[dict[str, Any]]:
+    """One for each group of ranks that share sequences; "uneven": no number of ranks divides their length; "prompt":
+    labels at the end alone, so that some ranks have none."""
+    groups = dist.get_world_size() // mesh["sp"].size()
+    found = [
+        make_batch(group, rows=rows if rows in ("packed", "packed, by lengths", "padded") else "texts")
+        for group in range(groups)
+    ]
+    for batch in found:
+        if rows == "uneven":
+            batch |= {name: value[:, : LENGTH - 1] for name, value in batch.items()}
+        if rows == "prompt":
+            batch["labels"][:, : LENGTH - 2] = -100
+    return found
+
+
+def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, Any] | None = None) -> dict[str, float]:
+    """Of the loss, averaged over ranks, and of every gradient."""
+    options = dict(options or {})
+    mesh = mesh_of(mesh_name)
+    model = build(family, tied=options.pop("tied", False))
+    reference = copy.deepcopy(model).double()
+    if options.pop("checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    micro_batches = options.pop("micro_batches", 1)
+    config = liger_dist.WrapConfig(mlp_tile_tokens=options.pop("mlp_tile_tokens", None))
+    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh, **options), config=config)
+    own = dist.get_rank() // mesh["sp"].size()
+    errors: dict[str, float] = {}
+    for _ in range(micro_batches):
+        given = batches(mesh, rows)
+        items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in given)
+        expected = sum(reference(**batch, num_items_in_batch=items, use_cache=False).loss for batch in given)
+        expected.backward()
+        loss = wrapped(**liger_dist.shard_sequence(given[own], mesh), use_cache=False).loss
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        errors["loss"] = relative_error(mean / dist.get_world_size(), expected)
+    got = {name: full(parameter.grad) for name, parameter in wrapped.named_parameters()}
+    return errors | {
+        name: relative_error(got[name], parameter.grad) for name, parameter in reference.named_parameters()
+    }
+
+
+def assert_exact(results: list[dict[str, float]]) -> None:
+    for errors in results:
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < 2e-5, f"{worst}: {errors[worst]:.1e}"
+
+
+ROWS = ("texts", "packed", "packed, by lengths", "padded", "uneven", "prompt")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_parts(family: str, rows: str, workers_2: Workers) -> None:
+    assert_exact(workers_2.run(errors_of_a_step, "sp 2", family, rows))
+
+
+@pytest.mark.parametrize("rows", ["packed", "prompt"])
+@pytest.mark.parametrize("mesh", ["sp 4", "shard 2, sp 2", "replicate 2, shard 1, sp 2"])
+def test_four_ranks(mesh: str, rows: str, workers_4: Workers) -> None:
+    assert_exact(workers_4.run(errors_of_a_step, mesh, "Llama, one key head", rows))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True},
+    "vocab-parallel": {"lm_head": "vocab_parallel"},
+    "tied, vocab-parallel, checkpointing": {"tied": True, "lm_head": "vocab_parallel", "checkpointing": True},
+    "tiles under checkpointing": {"checkpointing": True, "mlp_tile_tokens": 4},
+    "two micro-batches": {"micro_batches": 2},
+    "compiled layers": {"compile_layers": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, workers_2: Workers) -> None:
+    assert_exact(workers_2.run(errors_of_a_step, "sp 2", "Llama, one key head", "packed", OPTIONS[name]))
+
+
+def evaluated(mesh_name: str) -> dict[str, float]:
+    """Loss, log-probabilities and logits without gradients, joined over the ranks."""
+    mesh = mesh_of(mesh_name)
+    model = build("Llama, one key head")
+    reference = copy.deepcopy(model).double().eval()
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh)).eval()
+    (batch,) = batches(mesh, "uneven")
+    with torch.no_grad():
+        expected = reference(**batch, use_cache=False)
+        shard = liger_dist.shard_sequence(batch, mesh)
+        scored = wrapped(**shard, use_cache=False, outputs=("log_prob",))
+        with full_logits(wrapped):
+            logits = wrapped(**shard, use_cache=False).logits
+    loss = scored.loss.clone()
+    dist.all_reduce(loss)
+    length = batch["input_ids"].shape[1]
+    log_prob = liger_dist.gather_sequence(scored.log_prob, mesh)[:, :length]
+    truth = torch.log_softmax(expected.logits[:, :-1], -1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    valid = batch["labels"][:, 1:] != -100
+    return {
+        "loss": relative_error(loss / dist.get_world_size(), expected.loss),
+        "logits": relative_error(liger_dist.gather_sequence(logits, mesh)[:, :length], expected.logits),
+        "log_prob": relative_error(log_prob[:, :-1][valid], truth[valid]),
+    }
+
+
+def test_evaluation(workers_2: Workers) -> None:
+    assert_exact(workers_2.run(evaluated, "sp 2"))
+
+
+def collectives_of_a_step(layers: int) -> tuple[int, int]:
+    """All-to-alls of the forward and of the backward."""
+    mesh = mesh_of("sp 2")
+    model = build("Llama, one key head")
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh))
+    (batch,) = batches(mesh, "texts")
+    counts = []
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as called:
+        loss = wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False).loss
+        counts.append(called.call_count)
+        loss.backward()
+        counts.append(called.call_count - counts[0])
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_two_exchanges_for_each_layer_and_direction(layers: int, workers_2: Workers) -> None:
+    assert workers_2.run(collectives_of_a_step, layers) == [(2 * layers, 2 * layers)] * 2
+
+
+def refused(case: str) -> str:
+    """The sentence."""
+    mesh = mesh_of("sp 2")
+    config = liger_dist.WrapConfig()
+    model: Any = build("Llama, one key head")
+    strategy: Any = liger_dist.FSDP2(mesh=mesh)
+    if case == "Mamba":
+        from transformers import MambaConfig, MambaForCausalLM
+
+        model = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=16, num_hidden_layers=1))
+    if case == "convolutions":
+        from transformers import Lfm2Config, Lfm2ForCausalLM
+
+        kinds = ["conv", "full_attention"]
+        settings = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = Lfm2ForCausalLM(Lfm2Config(vocab_size=101, num_hidden_layers=2, layer_types=kinds, **settings))
+    if case == "dynamic":
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    if case == "dense":
+        config = liger_dist.WrapConfig(varlen_attention=False)
+    if case == "fsdp1":
+        strategy = liger_dist.FSDP1(mesh=mesh)
+    try:
+        wrapped = liger_dist.wrap(model, strategy, config=config)
+        (batch,) = batches(mesh, "texts")
+        if case == "whole":
+            wrapped(**batch, use_cache=False)
+        if case == "attention weights":
+            wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False, output_attentions=True)
+    except liger_dist.LigerDistError as error:
+        return str(error)
+    return "not refused"
+
+
+REFUSED = {
+    "Mamba": "its attention is its own",
+    "convolutions": "conv",
+    "dynamic": "depends on the length that a rank sees",
+    "dense": "varlen_attention is False",
+    "fsdp1": "is for strategy='fsdp2'",
+    "whole": "cut the batch by liger_dist.shard_sequence",
+    "attention weights": "attention weights",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, workers_2: Workers) -> None:
+    for sentence in workers_2.run(refused, case):
+        assert REFUSED[case] in sentence
+
+
+def cut(case: str) -> str:
+    mesh = mesh_of("sp 2")
+    ids = torch.arange(12).view(2, 6)
+    batch: dict[str, Any] = {"input_ids": ids}
+    if case == "shape":
+        batch["labels"] = ids[:, :3]
+    if case == "unknown":
+        batch["token_type_ids"] = ids
+    if case == "inside":
+        batch["attention_mask"] = torch.tensor([[1, 1, 0, 0, 1, 1]] * 2)
+    if case == "ends":
+        batch["cu_seq_lens_q"] = torch.tensor([0, 5])
+    if case == "embeddings":
+        batch = {"inputs_embeds": torch.zeros(2, 6, 4)}
+    try:
+        liger_dist.shard_sequence(batch, mesh)
+    except liger_dist.LigerDistError as error:
+        return str(error)
+    return "not refused"
+
+
+BATCHES = {
+    "shape": "labels has the shape (2, 3); expected (2, 6)",
+    "unknown": "token_type_ids of shape (2, 6)",
+    "inside": "excludes tokens inside a text",
+    "ends": "ends at 5; expected 12",
+    "embeddings": "input_ids is NoneType",
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches_that_are_refused(case: str, workers_2: Workers) -> None:
+    for sentence in workers_2.run(cut, case):
+        assert BATCHES[case] in sentence
+
+
+def parts() -> dict[str, Any]:
+    mesh = mesh_of("sp 2")
+    ids = torch.arange(1, 11).view(2, 5)
+    weight = torch.arange(10.0).view(2, 5)
+    return liger_dist.shard_sequence(
+        {"input_ids": ids, "labels": ids, "token_weight": weight, "use_cache": False}, mesh
+    )
+
+
+def test_the_parts_of_a_batch(workers_2: Workers) -> None:
+    """Every token once, labels shifted before the cut, padding in documents of its own."""
+    first, second = workers_2.run(parts)
+    assert torch.cat([first["input_ids"], second["input_ids"]], 1).tolist() == [[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 0]]
+    labels = torch.cat([first["labels"], second["labels"]], 1)
+    assert labels.tolist() == [[2, 3, 4, 5, -100, -100], [7, 8, 9, 10, -100, -100]]
+    assert torch.equal(first["shift_labels"], first["labels"])
+    assert torch.cat([first["token_weight"], second["token_weight"]], 1)[0].tolist() == [1, 2, 3, 4, 0, 0]
+    assert second["position_ids"].tolist() == [[3, 4, 0]] * 2
+    for part in (first, second):
+        assert part["cu_seq_lens_q"].tolist() == [0, 5, 6, 11, 12]
+        assert part["max_length_q"] == 5
+        assert part["use_cache"] is False
