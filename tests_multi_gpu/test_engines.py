@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "fsdp2", "dp_replicate": 2},
+    "sp": {"strategy": "fsdp2", "sp": 2},
     "zero1": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero1.json")},
     "zero2": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero2.json")},
     "zero3": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero3.json")},
@@ -54,6 +55,7 @@ def test_every_strategy_draws_the_same_curve(
     rows, expected = metrics_of(tmp_path), metrics_of(trained)[:4]
     assert losses_of(tmp_path) == pytest.approx([row["loss"] for row in expected], rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
 def test_the_norm_is_known_without_clipping(
@@ -70,13 +72,16 @@ def test_the_norm_is_known_without_clipping(
         assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
 
-def test_tensor_parallel_ranks_read_what_one_process_reads(
-    workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+@pytest.mark.parametrize("way", [{"strategy": "tp"}, {"strategy": "fsdp2", "sp": 2}], ids=["tp", "sp"])
+@pytest.mark.parametrize("length", [64, 63])
+def test_ranks_of_one_group_read_what_one_process_reads(
+    way: dict[str, Any], length: int, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    for strategy in ("tp", "none"):
-        config = config_for(data, cache, tmp_path / strategy, strategy=strategy, steps=3)
-        workers_2.run(train, config) if strategy == "tp" else train(config)
-    seen = [[(row["loss"], row["grad_norm"]) for row in metrics_of(tmp_path / name)] for name in ("tp", "none")]
+    settings: dict[str, Any] = {"steps": 3, "eval_every": 1, "sequence_length": length}
+    train(config_for(data, cache, tmp_path / "none", strategy="none", **settings))
+    workers_2.run(train, config_for(data, cache, tmp_path / "group", **settings, **way))
+    names = ("loss", "grad_norm", "eval_loss", "tokens")
+    seen = [[[row[name] for name in names] for row in metrics_of(tmp_path / run)] for run in ("group", "none")]
     np.testing.assert_allclose(*seen, rtol=1e-4)
 
 
@@ -86,6 +91,7 @@ def test_tensor_parallel_ranks_read_what_one_process_reads(
     [
         ("fsdp2", {"dp_replicate": 2, "dp_shard": 2}),
         ("fsdp2", {"dp_shard": 2, "tp": 2}),
+        ("fsdp2", {"dp_shard": 2, "sp": 2}),
         ("fsdp1", {"dp_replicate": 2}),
     ],
     ids=str,

@@ -58,6 +58,7 @@ class TrainConfig:
     dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
     dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: ranks that share a replica; default: all that remain")
     tp: Optional[int] = option(None, "fsdp2, tp: ranks that share lm_head's rows and see the same tokens")
+    sp: Optional[int] = option(None, "fsdp2: ranks that hold parts of the same sequences")
     deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     fused_loss: bool = option(True, "compute the loss in lm_head; false trains with the model's own, to compare")
     lm_head: Literal["gather", "vocab_parallel"] = option(
@@ -207,6 +208,11 @@ class TrainConfig:
                 f"--float8 is {self.float8} and --dtype {self.dtype}; expected bfloat16, in which everything else is "
                 "computed."
             )
+        if (self.sp or 1) > 1 and (self.teacher is not None or self.top_k or not self.fused_loss):
+            raise LigerDistError(
+                f"--sp is {self.sp}, which has no distillation (--teacher, --top_k) and needs the fused loss; leave "
+                "one of them out."
+            )
         if self.resume_step is not None and not self.resume:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
@@ -285,7 +291,7 @@ ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
     **dict.fromkeys(
-        ("dp_replicate", "dp_shard", "tp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
+        ("dp_replicate", "dp_shard", "tp", "sp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
     ),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),

@@ -94,7 +94,7 @@ def plan(
             f"--dry_run knows decoder layers of attention and a gated MLP, and {type(model).__name__} has others; "
             "measure a step instead (peak_memory_bytes in metrics.jsonl)."
         )
-    heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.shard > 1 else ["gather"]
+    heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.parameter_shards > 1 else ["gather"]
     if dims.tensor_parallel > 1:
         heads = ["gather"]
     plans = [_plan(config, dims, model, structure, text, head) for head in heads]
@@ -120,7 +120,8 @@ def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: An
 def _plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
 ) -> MemoryPlan:
-    a = config
+    # Each rank of a sequence-parallel group has a part of the tokens.
+    a = replace(config, sequence_length=-(-config.sequence_length // dims.sequence_parallel))
     size = FP32 if a.dtype == "float32" else 2
     numbers = sum(parameter.numel() for parameter in model.parameters())
     layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
@@ -133,7 +134,7 @@ def _plan(
         tokens=T,
         hidden_size=D,
         vocab_size=structure.vocab_size,
-        ranks=dims.shard if "fsdp" in dims.strategy else 1,
+        ranks=dims.parameter_shards if "fsdp" in dims.strategy else 1,
         tied=structure.tied,
         trains=True,
         itemsize=size,
@@ -160,7 +161,7 @@ def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedd
     if dims.strategy == "deepspeed":
         return _zero(a, dims, numbers, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
-        share = -(-numbers // dims.shard)
+        share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
         gathered = layer * (GATHERED_LAYERS * size + size + FP32)
         if a.cpu_offload:

@@ -181,7 +181,7 @@ def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
         LigerDistError: options or sizes that the strategy does not have.
     """
     sizes = (dims.replicate, dims.shard) if dims.replicate > 1 else (dims.shard,)
-    mesh = sizes if "fsdp" in dims.strategy and dims.tensor_parallel == 1 else None
+    mesh = sizes if "fsdp" in dims.strategy and dims.same_data == 1 else None
     strategy = strategy_of(config, dims, mesh)
     strategy.check(wrap_config(config, WrapConfig()), world_size=dims.world_size)
 

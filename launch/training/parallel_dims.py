@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
 
-SIZES = ("dp_replicate", "dp_shard", "tp")
+SIZES = ("dp_replicate", "dp_shard", "tp", "sp")
 OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
 """the sizes that a strategy has; the others have none"""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the mesh. Ranks of one tensor-parallel group read the same data; data ranks read different data."""
+    """Sizes of the mesh. Ranks of one tensor-parallel or sequence-parallel group read the same data; data ranks read
+    different data."""
 
     strategy: str
     world_size: int
     replicate: int
     shard: int
     tensor_parallel: int
+    sequence_parallel: int = 1
+
+    @property
+    def same_data(self) -> int:
+        """Number of ranks that read the same data."""
+        return self.tensor_parallel * self.sequence_parallel
 
     @property
     def data_size(self) -> int:
         """Number of data ranks."""
-        return self.world_size // self.tensor_parallel
+        return self.world_size // self.same_data
+
+    @property
+    def parameter_shards(self) -> int:
+        """Number of ranks that share a replica of the parameters."""
+        return self.shard * self.sequence_parallel
 
     def data_rank(self, rank: int) -> int:
         """Returns the data rank of a rank."""
-        return rank // self.tensor_parallel
+        return rank // self.same_data
 
     def global_batch_size(self, config: TrainConfig) -> int:
         """Computes the sequences of one optimizer step.
@@ -61,17 +74,33 @@ class ParallelDims:
             return (self.tensor_parallel,)
         if self.strategy not in OPTIONS:
             return None
-        sizes = {"replicate": self.replicate, "shard": self.shard, "tp": self.tensor_parallel}
+        sizes = {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "tp": self.tensor_parallel,
+            "sp": self.sequence_parallel,
+        }
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        if self.tensor_parallel == 1:
+        if self.same_data == 1:
             return tuple(axes.values())
-        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return _device_mesh(device_type, tuple(axes.values()), tuple(axes))
 
     def __str__(self) -> str:
         if self.strategy not in OPTIONS:
             return f"{self.strategy} on {self.world_size}"
-        sizes = {"replicas": self.replicate, "shards": self.shard, "tensor-parallel": self.tensor_parallel}
+        sizes = {
+            "replicas": self.replicate,
+            "shards": self.shard,
+            "tensor-parallel": self.tensor_parallel,
+            "sequence-parallel": self.sequence_parallel,
+        }
         return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}"
+
+
+@cache
+def _device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh, with one set of process groups, for the model and the data."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def parallel_dims_of(config: TrainConfig, world_size: int) -> ParallelDims:
@@ -91,12 +120,19 @@ def parallel_dims_of(config: TrainConfig, world_size: int) -> ParallelDims:
             f"--strategy is none but {world_size} processes are running; choose another, or start one process."
         )
     replicate, tensor_parallel = given["dp_replicate"] or 1, given["tp"] or (world_size if strategy == "tp" else 1)
-    shard = given["dp_shard"] or (max(1, world_size // (replicate * tensor_parallel)) if "fsdp" in strategy else 1)
-    if strategy in OPTIONS and replicate * shard * tensor_parallel != world_size:
-        sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tensor_parallel}
+    sequence_parallel = given["sp"] or 1
+    if tensor_parallel > 1 and sequence_parallel > 1:
+        raise LigerDistError(
+            f"--tp is {tensor_parallel} and --sp {sequence_parallel}; expected one of them: the mesh has one axis of "
+            "ranks that read the same data."
+        )
+    same_data = tensor_parallel * sequence_parallel
+    shard = given["dp_shard"] or (max(1, world_size // (replicate * same_data)) if "fsdp" in strategy else 1)
+    if strategy in OPTIONS and replicate * shard * same_data != world_size:
+        sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tensor_parallel, "sp": sequence_parallel}
         shown = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name in OPTIONS[strategy])
         raise LigerDistError(
-            f"{shown} needs {replicate * shard * tensor_parallel} processes but {world_size} are running; choose sizes "
+            f"{shown} needs {replicate * shard * same_data} processes but {world_size} are running; choose sizes "
             f"whose product is {world_size}, or start other processes."
         )
-    return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel)
+    return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel, sequence_parallel)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_dist import LigerDistError
+from liger_dist import LigerDistError, shard_sequence
 
 from .config import TrainConfig
 from .data_loader import CachedData, Data, collate
@@ -89,7 +89,9 @@ class Trainer:
         # Dropout draws the same numbers in a resumed run, and different ones on each rank.
         torch.manual_seed((config.seed * 1_000_003 + step) * self._data_size + self._data_rank)
         # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
-        # Every rank of a tensor-parallel group has counted the same ones.
+        # Every rank of a tensor-parallel group has counted the same ones, and computes all of them; those of a
+        # sequence-parallel group compute parts.
+        labels /= self.dims.sequence_parallel
         num_items = torch.tensor(max(labels, 1.0) / self.dims.world_size, device=device())
         losses = []
         for index, batch in enumerate(batches):
@@ -104,7 +106,7 @@ class Trainer:
         self.schedule.step()
         self.own_loss = torch.stack(losses).sum()
         mean = total_on_device(self.own_loss.clone()) / self.dims.world_size
-        tokens = int(read) // self.dims.tensor_parallel
+        tokens = int(read) // self.dims.same_data
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
         self.progress.tokens += tokens
@@ -126,14 +128,14 @@ class Trainer:
             mine = held_out.in_order(first, min(rows, most - first))[self._data_rank :: self._data_size]
             batch = self._collated(mine)
             sums[0] += self._loss(batch, one)
-            sums[1] += count_labels([batch])
+            sums[1] += count_labels([batch]) / self.dims.sequence_parallel
         self.engine.model.train()
         total_on_device(sums)
         return float(sums[0] / sums[1].clamp_min(1))
 
     def data_states(self) -> list[dict[str, Any]]:
         """All-gathers the positions of the streams of all data ranks, in their order."""
-        return gathered(self.data_state)[:: self.dims.tensor_parallel]
+        return gathered(self.data_state)[:: self.dims.same_data]
 
     def places(self) -> list[str]:
         """Lists files that this rank's sequences of the last step come from, as far as they are known."""
@@ -158,7 +160,7 @@ class Trainer:
         read = sum(len(piece.ids) for sequence in sequences for piece in sequence)
         bad_rows = self.data.bad_rows()
         labels, tokens, bad, failed = total(count_labels(batches), read, len(bad_rows), bool(problem))
-        are_too_many = bad / self.dims.tensor_parallel > config.max_bad_rows
+        are_too_many = bad / self.dims.same_data > config.max_bad_rows
         if are_too_many and bad_rows:
             problem = describe_bad_rows(bad_rows, config.max_bad_rows)
         if failed or are_too_many:
@@ -170,12 +172,17 @@ class Trainer:
         restart = not config.attend_across_documents
         return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart, top_k=top_k)
 
-    def _loss(self, batch: dict[str, Tensor], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
+    def _loss(self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
         """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
         labels stay on the CPU, where counting them is free."""
-        on_device: dict[str, Any] = {name: part.to(device(), non_blocking=True) for name, part in batch.items()}
+        if self.dims.sequence_parallel > 1:
+            batch = shard_sequence(batch, self.dims.mesh(device().type))
+        on_device: dict[str, Any] = {
+            name: part.to(device(), non_blocking=True) if isinstance(part, Tensor) else part
+            for name, part in batch.items()
+        }
         if self.config.fused_loss:
-            on_device["labels"] = batch["labels"]
+            on_device |= {name: batch[name] for name in ("labels", "shift_labels") if name in batch}
         if "top_k_ids" in batch:
             on_device["soft_labels"] = (on_device.pop("top_k_ids"), on_device.pop("top_k_probs"))
             on_device |= {"soft_weight": self.config.soft_weight, "remainder": self.config.remainder}
