@@ -30,6 +30,7 @@ from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, call_with_hooks, restore_calls
 from .sharding import as_strategy, optional_encoders
 from .sharding.base import Initializer, Strategy, Wrapper
+from .sharding.fsdp2 import FSDP2
 from .sharding.marks import (
     check_not_failed,
     mark_sharded,
@@ -108,7 +109,7 @@ def wrap(
     config = config or WrapConfig()
     outer, model = model, base_model_of(model)
     chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
-    if chosen.shards_sequences:
+    if _shards_sequences(chosen):
         # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
         config = replace(config, token_mean="global")
     with ExitStack() as undo:
@@ -168,19 +169,23 @@ def _inspect(
         )
     on_meta = is_meta(model)
     chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
-    if chosen.shards_sequences:
+    if _shards_sequences(chosen):
         check_sequence_parallel(model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
     recipe, reason = _probe(model, structure, config)
     if reason is not None and config.fused_loss:
         chosen.check_model(model, structure, unfused=reason, on_meta=on_meta)
-        if chosen.shards_sequences:
+        if _shards_sequences(chosen):
             raise LigerDistError(
                 f"the mesh has an axis {SEQUENCE!r} but the loss of {type(model).__name__} is not fused ({reason}), so "
                 "that its mean would be of each rank's own tokens; leave out the axis."
             )
         _check_unfused(model, config, outputs, reason)
     return chosen, _Inspected(structure, initialize, recipe, reason)
+
+
+def _shards_sequences(strategy: Strategy) -> bool:
+    return isinstance(strategy, FSDP2) and strategy.shards_sequences
 
 
 def _check_unfused(model: nn.Module, config: WrapConfig, outputs: tuple[str, ...], reason: str) -> None:

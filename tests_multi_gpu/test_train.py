@@ -217,7 +217,9 @@ def test_a_mesh_of_four_on_three_processes_is_one_sentence_and_no_hang(data: Pat
     assert process.returncode != 0
     said = [line for line in errors.splitlines() if "error: " in line]
     assert len(said) == 1, errors
-    assert said[0].startswith("[rank 0] error: --dp_replicate 1 x --dp_shard 4 x --tp 1 needs 4 processes but 3")
+    assert said[0].startswith(
+        "[rank 0] error: --dp_replicate 1 x --dp_shard 4 x --tp 1 x --sp 1 needs 4 processes but 3"
+    )
     # What follows is torchrun's own report of its children.
     assert "liger_dist" not in errors
 

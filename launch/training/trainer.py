@@ -176,7 +176,7 @@ class Trainer:
         """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
         labels stay on the CPU, where counting them is free."""
         if self.dims.sequence_parallel > 1:
-            batch = shard_sequence(batch, self.dims.mesh(device().type))
+            batch = {**shard_sequence(batch, self.dims.mesh(device().type))}
         on_device: dict[str, Any] = {
             name: part.to(device(), non_blocking=True) if isinstance(part, Tensor) else part
             for name, part in batch.items()

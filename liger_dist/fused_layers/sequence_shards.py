@@ -30,7 +30,7 @@ _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "attention")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
     """Cuts a batch of full sequences into the part of this rank on the axis "sp" of ``mesh``.
 
     Labels are shifted before they are cut, positions are those of the full sequences, and the boundaries of documents

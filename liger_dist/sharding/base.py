@@ -33,11 +33,6 @@ class Strategy(Protocol):
     shards_parameters: ClassVar[bool]
     """True if the parameters are sharded when ``wrap`` returns"""
 
-    @property
-    def shards_sequences(self) -> bool:
-        """True if ranks hold parts of the same sequences."""
-        ...
-
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         """Refuses options that do not fit. No collectives.
 

@@ -85,6 +85,7 @@ class FSDP2(FullySharded):
 
     @property
     def shards_sequences(self) -> bool:
+        """True if the mesh has an axis "sp"."""
         return isinstance(self.mesh, DeviceMesh) and SEQUENCE in (self.mesh.mesh_dim_names or ())
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:

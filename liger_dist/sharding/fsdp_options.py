@@ -52,11 +52,6 @@ class FullySharded:
         """True if an option asks for compiled layers."""
         return self.compile_layers
 
-    @property
-    def shards_sequences(self) -> bool:
-        """True if ranks hold parts of the same sequences."""
-        return False
-
     def compile(self, structure: Structure, undo: ExitStack) -> None:
         """Compiles the decoder layers where that is asked for; before they are sharded."""
         if self.compiles_layers:

@@ -27,7 +27,6 @@ class Unsharded:
     name: ClassVar[str]
     has_collectives: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
-    shards_sequences: ClassVar[bool] = False
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         """Nothing to refuse."""

@@ -45,7 +45,6 @@ class TensorParallel:
     name: ClassVar[str] = "tp"
     has_collectives: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
-    shards_sequences: ClassVar[bool] = False
 
     mesh: Mesh | None = None
     """A DeviceMesh of one axis or its shape; None: all ranks."""
