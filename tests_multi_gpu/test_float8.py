@@ -210,6 +210,19 @@ def shared_weight() -> bool:
     return all(layer.mlp.gate_proj.weight is layer.mlp.up_proj.weight for layer in wrapped.model.layers)
 
 
+def test_layers_that_select_experts_keep_their_dtype(workers_2: Workers) -> None:
+    assert workers_2.run(as_they_are, kinds_beside_a_router) == [("Linear", "Float8Linear")] * 2
+
+
+def kinds_beside_a_router() -> tuple[str, str]:
+    model = make_model()
+    model.config.num_experts = 48
+    mlp = model.model.layers[0].mlp
+    mlp.router = torch.nn.Linear(64, 48)
+    liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
+    return type(mlp.router).__name__, type(mlp.up_proj).__name__
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on CPUs"
 )

@@ -55,11 +55,15 @@ def check_float8() -> None:
         )
 
 
-def convert(layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, undo: ExitStack) -> None:
+def convert(
+    layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, numbers_of_experts: frozenset[int], undo: ExitStack
+) -> None:
     """Swaps the classes of the linear layers in ``layers`` for torchao's. Before they are sharded.
 
     Args:
         shards: ranks that share the rows of a weight.
+        numbers_of_experts: sizes of outputs that select experts; such layers are small, and their rounding would send
+            tokens to other experts.
 
     Raises:
         LigerDistError: a weight that is a DTensor, or no layer with sizes that are multiples of 16.
@@ -73,7 +77,7 @@ def convert(layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, undo: E
         emulate=compute_device().type == "cpu",
     )
     weights: dict[int, nn.Parameter] = {}
-    for linear, keeps_weight in _fitting(layers):
+    for linear, keeps_weight in _fitting(layers, numbers_of_experts):
         gathers_float8 = recipe == "tensorwise" and not keeps_weight and linear.weight.shape[0] % shards == 0
         options = replace(config, enable_fsdp_float8_all_gather=gathers_float8)
         converted = convert_to_float8_training(linear, config=options)
@@ -84,10 +88,16 @@ def convert(layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, undo: E
             undo.callback(linear.register_state_dict_post_hook(_replace_by_shard).remove)
 
 
-def _fitting(layers: Iterable[nn.Module]) -> list[tuple[nn.Linear, bool]]:
+def numbers_of_experts(config: Any) -> frozenset[int]:
+    """Those that a model's config names."""
+    named = {value for name, value in vars(config).items() if name.endswith("experts")}
+    return frozenset(value for value in named if isinstance(value, int))
+
+
+def _fitting(layers: Iterable[nn.Module], numbers_of_experts: frozenset[int]) -> list[tuple[nn.Linear, bool]]:
     """The linear layers in ``layers`` that compute in float8, each once; True with those whose weight is read by
     another module."""
-    found = dict(_linears(layers))
+    found = {linear: read for linear, read in _linears(layers) if linear.out_features not in numbers_of_experts}
     if not found:
         raise LigerDistError(
             "float8 was asked for and the decoder has no torch.nn.Linear; it computes these alone, not subclasses or "

@@ -32,7 +32,7 @@ from liger_dist.structure import Structure, input_embedding
 
 from . import optional_encoders
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
-from .float8 import Recipe, check_float8, convert, precompute_scales
+from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
 from .fsdp_options import FullySharded
 from .materialize import materialize
 from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, split_axes
@@ -159,7 +159,13 @@ class FSDP2(FullySharded):
                 undo=undo,
             )
         if self.float8 is not None:
-            convert(structure.layers, self.float8, shards=mesh.size(mesh.ndim - 1), undo=undo)
+            convert(
+                structure.layers,
+                self.float8,
+                shards=mesh.size(mesh.ndim - 1),
+                numbers_of_experts=numbers_of_experts(structure.decoder.config),
+                undo=undo,
+            )
         self.compile(structure, undo)
         self._fully_shard(model, structure, mesh, row_shards)
         if self.float8 == "tensorwise":
