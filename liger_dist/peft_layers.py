@@ -47,6 +47,11 @@ def restore_calls(outer: nn.Module, model: nn.Module) -> None:
             del module.forward
 
 
+def learns_prompts(outer: nn.Module) -> bool:
+    """True for a ``PeftModel`` that puts learned tokens before those of a call."""
+    return bool(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False))
+
+
 def has_lora(head: nn.Module) -> bool:
     """True if a LoRA layer (or another tuner layer of PEFT) computes the output of ``head``."""
     return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from .config import LOGITS, WrapConfig
 from .errors import LigerDistError
@@ -24,7 +25,7 @@ from .fused_head.signature import check_outputs
 from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
-from .fused_layers.sequence_shards import check_sequence_parallel
+from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, call_with_hooks, restore_calls
@@ -66,6 +67,8 @@ class Wrapped:
     """refuses options of a loss that is not fused"""
     layers: LayerReport
     attention: AttentionSelection
+    guard: RemovableHandle | None
+    """of the decoder on a mesh with an axis "sp": refuses calls with whole sequences"""
     owner: str
     """id of this ``wrap`` call; ``unwrap`` restores only the layers swapped under it"""
 
@@ -170,7 +173,7 @@ def _inspect(
     on_meta = is_meta(model)
     chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
     if _shards_sequences(chosen):
-        check_sequence_parallel(model, structure.decoder, structure.layers)
+        check_sequence_parallel(outer, model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
     recipe, reason = _probe(model, structure, config)
     if reason is not None and config.fused_loss:
@@ -294,6 +297,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused=None if found.unfused_reason is None else UnfusedCalls(model, found.unfused_reason),
         layers=layers,
         attention=attention,
+        guard=guard_decoder(found.structure.decoder) if _shards_sequences(strategy) else None,
         owner=owner,
     )
     setattr(model, _RECORD, record)
@@ -309,6 +313,8 @@ def _remove_hooks(model: nn.Module, record: Wrapped) -> None:
         record.seam.remove()
     if record.unfused is not None:
         record.unfused.remove()
+    if record.guard is not None:
+        record.guard.remove()
     delattr(model, _RECORD)
 
 

@@ -192,6 +192,26 @@ def test_other_adapters_run_the_code_of_peft(settings: dict[str, Any]) -> None:
     assert_as_peft(wrapped, own)
 
 
+class Remembering(nn.Linear):
+    """Returns one tensor for one input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "of", None) is not x:
+            self.of, self.output = x, super().forward(x)
+        return self.output
+
+
+def test_base_layers_of_others() -> None:
+    """Their outputs may be held by somebody."""
+    wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
+    for model in (wrapped, own):
+        model.base_model.model.model.layers[0].mlp.up_proj.base_layer.__class__ = Remembering
+    layers = [model.base_model.model.model.layers[0].mlp.up_proj for model in (wrapped, own)]
+    x = torch.randn(2, 3, 16, device=compute_device())
+    for _ in range(2):
+        assert torch.equal(layers[0](x), layers[1](x))
+
+
 def test_adapters_in_another_dtype() -> None:
     """PEFT keeps adapters of a bf16 model in fp32, and computes them so."""
     wrapped, own = liger_dist.wrap(adapted(torch.bfloat16), "none"), adapted(torch.bfloat16)

@@ -207,6 +207,23 @@ def refused(case: str) -> str:
         kinds = ["conv", "full_attention"]
         settings = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
         model = Lfm2ForCausalLM(Lfm2Config(vocab_size=101, num_hidden_layers=2, layer_types=kinds, **settings))
+    if case == "positions":
+        from transformers import RobertaConfig, RobertaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+        model = RobertaForCausalLM(RobertaConfig(vocab_size=101, is_decoder=True, **sizes))
+    if case == "windows in the mask":
+        from transformers import PhimoeConfig, PhimoeForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes |= {"num_hidden_layers": 1, "num_local_experts": 2, "sliding_window": 4}
+        model = PhimoeForCausalLM(PhimoeConfig(vocab_size=101, **sizes))
+    if case == "both directions":
+        model.config.use_bidirectional_attention = True
+    if case == "prompts":
+        from peft import PromptTuningConfig, get_peft_model
+
+        model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     if case == "dynamic":
         model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     if case == "dense":
@@ -218,6 +235,9 @@ def refused(case: str) -> str:
         (batch,) = batches(mesh, "texts")
         if case == "whole":
             wrapped(**batch, use_cache=False)
+        if case == "another attention":
+            wrapped.set_attn_implementation("sdpa")
+            wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False)
         if case == "attention weights":
             wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False, output_attentions=True)
     except liger_dist.LigerDistError as error:
@@ -228,6 +248,11 @@ def refused(case: str) -> str:
 REFUSED = {
     "Mamba": "its attention is its own",
     "convolutions": "conv",
+    "positions": "its positions are not those of position_ids alone",
+    "windows in the mask": "its windows are in its mask alone",
+    "both directions": "its attention is not causal",
+    "prompts": "PEFT puts tokens before",
+    "another attention": "was set to 'sdpa' after wrap",
     "dynamic": "depends on the length that a rank sees",
     "dense": "varlen_attention is False",
     "fsdp1": "is for strategy='fsdp2'",
@@ -250,6 +275,8 @@ def cut(case: str) -> str:
         batch["labels"] = ids[:, :3]
     if case == "unknown":
         batch["token_type_ids"] = ids
+    if case == "tuple":
+        batch["soft_labels"] = (ids[..., None], ids[..., None].float())
     if case == "inside":
         batch["attention_mask"] = torch.tensor([[1, 1, 0, 0, 1, 1]] * 2)
     if case == "ends":
@@ -266,6 +293,7 @@ def cut(case: str) -> str:
 BATCHES = {
     "shape": "labels has the shape (2, 3); expected (2, 6)",
     "unknown": "token_type_ids of shape (2, 6)",
+    "tuple": "soft_labels holds tensors",
     "inside": "excludes tokens inside a text",
     "ends": "ends at 5; expected 12",
     "embeddings": "input_ids is NoneType",
@@ -285,6 +313,19 @@ def parts() -> dict[str, Any]:
     return liger_dist.shard_sequence(
         {"input_ids": ids, "labels": ids, "token_weight": weight, "use_cache": False}, mesh
     )
+
+
+def weights_of_shifted_labels() -> Any:
+    mesh = mesh_of("sp 2")
+    ids = torch.arange(1, 11).view(2, 5)
+    weight = torch.arange(10.0).view(2, 5)
+    return liger_dist.shard_sequence({"input_ids": ids, "shift_labels": ids, "token_weight": weight}, mesh)
+
+
+def test_weights_are_aligned_with_shifted_labels(workers_2: Workers) -> None:
+    first, second = workers_2.run(weights_of_shifted_labels)
+    assert torch.cat([first["labels"], second["labels"]], 1)[0].tolist() == [1, 2, 3, 4, 5, -100]
+    assert torch.cat([first["token_weight"], second["token_weight"]], 1)[0].tolist() == [0, 1, 2, 3, 4, 0]
 
 
 def test_the_parts_of_a_batch(workers_2: Workers) -> None:

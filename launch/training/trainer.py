@@ -86,8 +86,9 @@ class Trainer:
         watchdog.at(step + 1, "reading data")
         self.data_state = self.data.state()
         batches, labels, read = self._read_batches()
-        # Dropout draws the same numbers in a resumed run, and different ones on each rank.
-        torch.manual_seed((config.seed * 1_000_003 + step) * self._data_size + self._data_rank)
+        # Dropout draws the same numbers in a resumed run, and different ones for other tokens.
+        ranks, shared = self.dims.world_size, self.dims.tensor_parallel
+        torch.manual_seed((config.seed * 1_000_003 + step) * (ranks // shared) + rank() // shared)
         # Data parallelism averages gradients over ranks: dividing by tokens per rank gives the mean over all tokens.
         # Every rank of a tensor-parallel group has counted the same ones, and computes all of them; those of a
         # sequence-parallel group compute parts.

@@ -50,6 +50,10 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 takes fewer key heads without being asked"""
 _DOCUMENTS = "_liger_dist_documents"
+RESTARTS_BESIDE_MASK = (
+    "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, so that "
+    "its documents attend to each other. Leave attention_mask out where documents are packed."
+)
 
 
 class DocumentMask:
@@ -272,7 +276,7 @@ def attention(
     """
     axis = sequence_axis_of(module)
     if axis is not None:
-        return _over_ranks(axis, module, query, key, value, scaling, dropout, kwargs), None
+        return _over_ranks(axis, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     documents, mask = None, None
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
@@ -312,21 +316,29 @@ def _over_ranks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    own_mask: DocumentMask | Tensor | None,
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """``[B, s, H, D]``: attention of sequences whose parts the ranks of ``axis`` hold. Its documents are those of
-    ``cu_seq_lens_q``, of the full sequences; masks of a rank's own tokens do not count.
+    ``cu_seq_lens_q``, of the full sequences.
+
+    Args:
+        own_mask: of this rank's tokens; it may only be causal, within documents and windows.
 
     Raises:
-        LigerDistError: the call does not come from a batch of :func:`liger_dist.shard_sequence`, or asks for weights.
+        LigerDistError: the model asks for another mask or for attention weights, or loses the boundaries on the way.
     """
     if kwargs.get("cu_seq_lens_q") is None:
         raise LigerDistError(
-            f"{type(module).__name__} was called without cu_seq_lens_q on a mesh with an axis 'sp', so that this rank "
-            "does not know the full sequences; cut the batch by liger_dist.shard_sequence(batch, mesh). Generation is "
-            "not available on such a mesh."
+            f"{type(module).__name__} got no cu_seq_lens_q, which the model's layers do not hand on, so that this rank "
+            "does not know the full sequences; leave out the mesh axis 'sp'."
+        )
+    if isinstance(own_mask, Tensor):
+        raise LigerDistError(
+            f"{type(module).__name__} got a mask of shape {tuple(own_mask.shape)}, of this rank's tokens alone; on a "
+            "mesh with an axis 'sp' attention is causal within documents and windows. Leave out the axis."
         )
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
         raise LigerDistError(
@@ -407,11 +419,7 @@ def _check_positions(documents: DocumentMask, position_ids: Tensor | None) -> No
     if documents.valid is not None:
         restarts = restarts & documents.valid[:, 1:] & documents.valid[:, :-1]
     if restarts.any():
-        warnings.warn(
-            "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, "
-            "so that its documents attend to each other. Leave attention_mask out where documents are packed.",
-            stacklevel=2,
-        )
+        warnings.warn(RESTARTS_BESIDE_MASK, stacklevel=2)
 
 
 def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:

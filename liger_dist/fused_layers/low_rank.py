@@ -124,11 +124,17 @@ def _adapter(module: Any, x: Any) -> str | None:
     if runs_own_code(x, under_autocast=False):
         return None
     name = only_plain_adapter(module)
-    if name is None or has_hooks(module.base_layer):
+    if name is None or not _is_fresh_output_of(module.base_layer):
         return None
     a, b = module.lora_A[name], module.lora_B[name]
     is_plain = all(type(part) is nn.Linear and part.bias is None and is_local(part.weight) for part in (a, b))
     return name if is_plain and not has_hooks(b) and a.weight.dtype == b.weight.dtype == x.dtype else None
+
+
+def _is_fresh_output_of(base: nn.Module) -> bool:
+    """True if nothing else holds or reads what ``base`` returns: it computes torch's linear layer, or torchao's."""
+    forward: Any = type(base).forward
+    return not has_hooks(base) and (forward is nn.Linear.forward or forward.__module__.startswith("torchao.float8."))
 
 
 def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:

@@ -7,6 +7,8 @@ Legend: B rows, S tokens of a row, n ranks of the axis.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -16,11 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.peft_layers import learns_prompts
 from liger_dist.sharding.sequence_parallel import SequenceAxis
+from liger_dist.tracing import untraced
 
-from .attention import document_lengths
+from .attention import NAME, RESTARTS_BESIDE_MASK, document_lengths
 from .attention_selection import reason_against
 
 IGNORED = -100
@@ -41,7 +46,7 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
         batch: the same on all ranks of the axis: ``input_ids`` ``[B, S]``; ``labels``, not shifted, or
             ``shift_labels``; ``attention_mask`` ``[B, S]`` of padding; ``position_ids`` ``[B, S]``, which restart where
             documents are packed and there is no ``attention_mask``; ``cu_seq_lens_q`` of packed documents;
-            ``token_weight`` ``[B, S]`` of each token as a label. Anything else that is no tensor, or has one number,
+            ``token_weight`` ``[B, S]``, aligned with the labels. Anything else that is no tensor, or has one number,
             is passed through.
 
     Returns:
@@ -73,8 +78,9 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
     if shifted is not None:
         full["labels"] = full["shift_labels"] = F.pad(shifted, (0, padding), value=IGNORED)
     if batch.get("token_weight") is not None:
-        # Of a token as a label, which is one place to the left now.
-        full["token_weight"] = F.pad(batch["token_weight"][:, 1:], (0, padding + 1))
+        # Of a token as a label, which labels move one place to the left.
+        first = 0 if batch.get("shift_labels") is not None else 1
+        full["token_weight"] = F.pad(batch["token_weight"][:, first:], (0, padding + first))
     part = (length + padding) // axis.size
     shard = {name: x[:, axis.rank * part : (axis.rank + 1) * part].contiguous() for name, x in full.items()}
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=ids.device)
@@ -96,17 +102,44 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def check_sequence_parallel(model: nn.Module, decoder: nn.Module, layers: Any) -> None:
-    """Refuses a model whose tokens meet elsewhere than in attention that is computed here.
+def check_sequence_parallel(outer: nn.Module, model: nn.Module, decoder: nn.Module, layers: Any) -> None:
+    """Refuses a model whose tokens meet elsewhere than in attention that is computed here, or whose positions are not
+    those that a call gives.
+
+    Args:
+        outer: ``model``, or the ``PeftModel`` around it.
 
     Raises:
         LigerDistError: with the reason.
     """
     reason = _reason(model, decoder, layers)
+    if reason is None and learns_prompts(outer):
+        reason = "PEFT puts tokens before each rank's part"
     if reason is not None:
         raise LigerDistError(
             f"{type(model).__name__} cannot be computed on a mesh with an axis 'sp': {reason}. Leave out the axis, and "
             "use activation checkpointing and mlp_tile_tokens for long sequences."
+        )
+
+
+def guard_decoder(decoder: nn.Module) -> RemovableHandle:
+    """Refuses calls of ``decoder`` with whole sequences, and with another attention than was selected."""
+    return decoder.register_forward_pre_hook(_refuse_other_calls, with_kwargs=True)
+
+
+@untraced
+def _refuse_other_calls(decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    name = type(decoder).__name__
+    if decoder.config._attn_implementation != NAME:
+        raise LigerDistError(
+            f"the attention of {name} was set to {decoder.config._attn_implementation!r} after wrap; on a mesh with an "
+            f"axis 'sp' it has to stay {NAME!r}, which exchanges heads between the ranks."
+        )
+    if kwargs.get("cu_seq_lens_q") is None:
+        raise LigerDistError(
+            f"{name} was called without cu_seq_lens_q on a mesh with an axis 'sp', so that this rank does not know the "
+            "full sequences; cut the batch by liger_dist.shard_sequence(batch, mesh). Generation is not available on "
+            "such a mesh."
         )
 
 
@@ -121,9 +154,28 @@ def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
     for name, module in (pair for layer in layers for pair in layer.named_modules()):
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             return f"its layers mix tokens by a {type(module).__name__} ({name})"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is not causal"
+    learned = [name for name, module in decoder.named_modules() if _is_position_embedding(name, module)]
+    if learned or "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return f"its positions are not those of position_ids alone ({learned[0] if learned else 'it takes none'})"
+    if isinstance(getattr(config, "sliding_window", None), int) and not any(map(_passes_window, decoder.modules())):
+        return "its windows are in its mask alone, which is of a rank's own tokens"
     rope = getattr(config, "rope_parameters", None) or {}
     used = [kind for kind in _LENGTH_DEPENDENT if kind in str(rope)]
     return f"its rotary embedding ({used[0]}) depends on the length that a rank sees" if used else None
+
+
+def _is_position_embedding(name: str, module: nn.Module) -> bool:
+    last = name.rsplit(".", 1)[-1].lower()
+    return isinstance(module, nn.Embedding) and ("pos" in last or last == "wpe")
+
+
+def _passes_window(module: nn.Module) -> bool:
+    """True if the code of its forward gives ``sliding_window`` to a function by that name."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = () if code is None else code.co_consts
+    return any(isinstance(constant, tuple) and "sliding_window" in constant for constant in names)
 
 
 def _checked(batch: Mapping[str, Any]) -> Tensor:
@@ -133,6 +185,8 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
             f"input_ids is {type(ids).__name__ if ids is None else tuple(ids.shape)}; expected a tensor [B, S]."
         )
     for name, value in batch.items():
+        if isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
+            raise LigerDistError(f"{name} holds tensors, which shard_sequence does not cut; cut them after this call.")
         if not isinstance(value, Tensor) or name in _OF_SEQUENCES:
             continue
         if name in _OF_TOKENS and value.shape != ids.shape:
@@ -155,8 +209,12 @@ def _boundaries(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
         if int(ends[-1]) != ids.numel():
             raise LigerDistError(f"cu_seq_lens_q ends at {int(ends[-1])}; expected {ids.numel()}, the batch's tokens.")
         begins.view(-1)[ends[:-1].long().cpu()] = True
-    elif positions is not None and mask is None:
-        begins[:, 1:] |= (positions[:, 1:] != positions[:, :-1] + 1).cpu()
+    elif positions is not None:
+        restarts = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
+        if mask is None:
+            begins[:, 1:] |= restarts
+        elif (restarts & valid[:, 1:] & valid[:, :-1]).any():
+            warnings.warn(RESTARTS_BESIDE_MASK, stacklevel=3)
     return begins, valid
 
 
