@@ -159,7 +159,10 @@ def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
     learned = [name for name, module in decoder.named_modules() if _is_position_embedding(name, module)]
     if learned or "position_ids" not in inspect.signature(decoder.forward).parameters:
         return f"its positions are not those of position_ids alone ({learned[0] if learned else 'it takes none'})"
-    if isinstance(getattr(config, "sliding_window", None), int) and not any(map(_passes_window, decoder.modules())):
+    has_windows = getattr(config, "use_sliding_window", True) and isinstance(
+        getattr(config, "sliding_window", None), int
+    )
+    if has_windows and not any(map(_passes_window, decoder.modules())):
         return "its windows are in its mask alone, which is of a rank's own tokens"
     rope = getattr(config, "rope_parameters", None) or {}
     used = [kind for kind in _LENGTH_DEPENDENT if kind in str(rope)]
