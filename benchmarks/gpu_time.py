@@ -1,4 +1,4 @@
-"""What the GPU does in a step, by torch's profiler: how long it computes, communicates alone, and waits."""
+"""Splits a step's GPU time into compute, exposed communication and idle, by torch's profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the host's time of a training step goes.
+"""Profiles the host's time of a training step by library.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.host_time --sharding fsdp2
 

@@ -3,7 +3,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.training_step --sharding fsdp2
 
 bf16 compute, fp32 masters and reduction. Each way is built, warmed up and timed by itself, then all of them once more
-in the opposite order; a figure is the median over both. Peak memory is that of the process with the most. The time
+in the opposite order; a figure is the median over both. Times and peak memory are the maximum over ranks. The time
 that the GPU computes is the union of all kernels but NCCL's, by torch's profiler, in steps that are not timed: beside a
 step's time it shows whether the host or the links are what a step waits for.
 """

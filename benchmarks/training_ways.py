@@ -52,13 +52,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What one way made of a model. Calling it gives the output; then come backward and update."""
+    """A sharded model with its backward and optimizer step."""
 
     model: Any
     backward: Callable[[Tensor], object]
     update: Callable[[], object]
     close: Callable[[], object] = lambda: None
-    """takes down what a framework holds of it"""
+    """destroys the framework's engine"""
 
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -94,7 +94,7 @@ def make_llama(shape: dict[str, Any], *, vocab_size: int) -> nn.Module:
 
 @contextmanager
 def restored_transformers() -> Iterator[None]:
-    """Puts back what Liger changes in transformers' module."""
+    """Restores transformers' Llama module after Liger's patches."""
     from transformers.models.llama import modeling_llama
 
     before = dict(vars(modeling_llama))

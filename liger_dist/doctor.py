@@ -80,7 +80,7 @@ def diagnose() -> Diagnosis:
     checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, power, cudnn, kernels, kernels_of_models]
     checks += [deepspeed_operators, links, host]
     if dist.is_initialized():
-        checks += [collectives, multiplied_sums]
+        checks += [collectives, premul_sum]
     found = tuple(finding for check in checks for finding in check())
     return Diagnosis(of_all_processes(found) if dist.is_initialized() else found)
 
@@ -145,14 +145,14 @@ def gpus() -> Iterator[Finding]:
 
 
 def power() -> Iterator[Finding]:
-    """Limits of power and clock below those that the GPUs come with, and GPUs that are throttled now."""
+    """Power limits and application clocks below the defaults, and throttling."""
     names = ("index", "power.limit", "power.default_limit", "clocks.applications.gr", "clocks.max.gr")
     reasons = ("clocks_event_reasons.hw_thermal_slowdown", "clocks_event_reasons.hw_power_brake_slowdown")
     query = f"--query-gpu={','.join((*names, *reasons))}"
     for line in _output("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines():
         index, *values, hot, braked = (value.strip() for value in line.split(","))
         limit, usual, clock, most = (float(value) if _is_number(value) else None for value in values)
-        slows = "; products are bound by it, so that a step takes longer than this kind of GPU needs"
+        slows = "; matrix products run slower below the default"
         if limit is not None and usual is not None and limit < usual:
             remedy = f"nvidia-smi -i {index} -pl {usual:.0f} as root{slows}"
             yield Finding(f"power of GPU {index}", f"limited to {limit:.0f} W of {usual:.0f} W", "note", remedy)
@@ -164,18 +164,18 @@ def power() -> Iterator[Finding]:
         elif most is not None:
             yield Finding(f"clock of GPU {index}", f"up to {most:.0f} MHz")
         if "Active" in (hot, braked):
-            remedy = "look after cooling and power supply: the GPU lowers its clock by itself"
+            remedy = "check cooling and power supply: the GPU is throttling"
             yield Finding(f"throttling of GPU {index}", "too hot" if hot == "Active" else "power brake", "note", remedy)
 
 
 def cudnn() -> Iterator[Finding]:
-    """Whether the cuDNN that is loaded is the one that torch has brought: attention runs in it."""
+    """Whether the loaded cuDNN is older than the package installed with torch; attention kernels use it."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return
     try:
         loaded = torch.backends.cudnn.version()
     except RuntimeError as error:  # torch refuses one that is older than what it was built with.
-        remedy = "an older cuDNN hides torch's: take its folder out of LD_LIBRARY_PATH"
+        remedy = "LD_LIBRARY_PATH points to an older cuDNN: remove that folder from it"
         yield Finding("cuDNN", str(error)[:200], "wrong", remedy)
         return
     found = "none" if loaded is None else f"{loaded // 10000}.{loaded // 100 % 100}.{loaded % 100}"
@@ -185,7 +185,7 @@ def cudnn() -> Iterator[Finding]:
         yield Finding("cuDNN", found)
         return
     if loaded is not None and _numbers(found) < _numbers(brought):
-        remedy = "the older one hides torch's: take its folder out of LD_LIBRARY_PATH; attention is slower with it"
+        remedy = "LD_LIBRARY_PATH points to the older one: remove that folder from it; attention is slower with it"
         yield Finding("cuDNN", f"{found} is loaded, {brought} is installed", "note", remedy)
     else:
         yield Finding("cuDNN", found)
@@ -217,15 +217,15 @@ def kernels() -> Iterator[Finding]:
 
 
 def kernels_of_models() -> Iterator[Finding]:
-    """Packages without which some models' layers run step by step in Python, on GPUs."""
+    """Optional kernel packages, without which transformers runs layers of some models in slow PyTorch code."""
     if not torch.cuda.is_available():
         return
     missing = {name: what for name, what in OF_SOME_MODELS.items() if importlib.util.find_spec(name) is None}
     if missing:
-        remedy = f"needed for speed by models with {'; '.join(missing.values())}; other models do not use them"
-        yield Finding("kernels of some models", f"not installed: {', '.join(missing)}", "note", remedy)
+        remedy = f"install them for models with {'; '.join(missing.values())}; other models do not use them"
+        yield Finding("optional model kernels", f"not installed: {', '.join(missing)}", "note", remedy)
     else:
-        yield Finding("kernels of some models", ", ".join(OF_SOME_MODELS))
+        yield Finding("optional model kernels", ", ".join(OF_SOME_MODELS))
 
 
 def deepspeed_operators() -> Iterator[Finding]:
@@ -307,21 +307,21 @@ def collectives() -> Iterator[Finding]:
     yield Finding("all-reduce", f"right over {size} processes, {bus:.1f} GB/s of {ones.nbytes / 2**20:.0f} MiB")
 
 
-def multiplied_sums() -> Iterator[Finding]:
-    """NCCL's sum of bf16 numbers that are multiplied first, which FSDP2 uses after ``set_gradient_divide_factor``:
-    zeros with some versions (pytorch/pytorch#190747). This library's strategies do not use it."""
+def premul_sum() -> Iterator[Finding]:
+    """NCCL's bf16 ``PREMUL_SUM`` all-reduce, which FSDP2 uses after ``set_gradient_divide_factor``; some versions
+    return zeros (pytorch/pytorch#190747). This library's strategies do not use it."""
     if dist.get_backend() != "nccl" and "cuda:nccl" not in str(dist.get_backend_config()):
         return
     size = dist.get_world_size()
     ones = torch.ones(2**10, dtype=torch.bfloat16, device=compute_device())
     dist.all_reduce(ones, op=dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
     if bool((ones == 0.5 * size).all()):
-        yield Finding("bf16 sums with a factor", f"right over {size} processes")
+        yield Finding("bf16 PREMUL_SUM", f"right over {size} processes")
     else:
         remedy = (
-            "gradients after set_gradient_divide_factor would be wrong: use reduce_dtype=torch.float32, or no factor"
+            "gradients are wrong after set_gradient_divide_factor: use reduce_dtype=torch.float32, or do not call it"
         )
-        yield Finding("bf16 sums with a factor", f"{float(ones[0]):g} instead of {0.5 * size:g}", "note", remedy)
+        yield Finding("bf16 PREMUL_SUM", f"{float(ones[0]):g} instead of {0.5 * size:g}", "note", remedy)
 
 
 def _wait(device: torch.device) -> None:

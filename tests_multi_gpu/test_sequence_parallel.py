@@ -246,17 +246,17 @@ def refused(case: str) -> str:
 
 
 REFUSED = {
-    "Mamba": "its attention is its own",
+    "Mamba": "it keeps its own attention",
     "convolutions": "conv",
-    "positions": "its positions are not those of position_ids alone",
-    "windows in the mask": "its windows are in its mask alone",
+    "positions": "it does not compute positions from position_ids alone",
+    "windows in the mask": "its layers do not pass sliding_window",
     "both directions": "its attention is not causal",
-    "prompts": "PEFT puts tokens before",
+    "prompts": "PEFT puts prompt tokens before",
     "another attention": "was set to 'sdpa' after wrap",
-    "dynamic": "depends on the length that a rank sees",
+    "dynamic": "depends on the sequence length",
     "dense": "varlen_attention is False",
     "fsdp1": "is for strategy='fsdp2'",
-    "whole": "cut the batch by liger_dist.shard_sequence",
+    "whole": "shard the batch by liger_dist.shard_sequence",
     "attention weights": "attention weights",
 }
 
@@ -294,7 +294,7 @@ BATCHES = {
     "shape": "labels has the shape (2, 3); expected (2, 6)",
     "unknown": "token_type_ids of shape (2, 6)",
     "tuple": "soft_labels holds tensors",
-    "inside": "excludes tokens inside a text",
+    "inside": "zeros between the tokens of a row",
     "ends": "ends at 5; expected 12",
     "embeddings": "input_ids is NoneType",
 }

@@ -276,7 +276,7 @@ def attention(
     """
     axis = sequence_axis_of(module)
     if axis is not None:
-        return _over_ranks(axis, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+        return _sequence_parallel(axis, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     documents, mask = None, None
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
@@ -310,7 +310,7 @@ def _of_documents(
     return _one_by_one(query, key, value, documents, scaling, dropout)
 
 
-def _over_ranks(
+def _sequence_parallel(
     axis: SequenceAxis,
     module: nn.Module,
     query: Tensor,
@@ -321,19 +321,19 @@ def _over_ranks(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """``[B, s, H, D]``: attention of sequences whose parts the ranks of ``axis`` hold. Its documents are those of
-    ``cu_seq_lens_q``, of the full sequences.
+    """``[B, s, H, D]``: attention over full sequences that are sharded on ``axis``, by two all-to-alls. Document
+    boundaries come from ``cu_seq_lens_q``.
 
     Args:
         own_mask: of this rank's tokens; it may only be causal, within documents and windows.
 
     Raises:
-        LigerDistError: the model asks for another mask or for attention weights, or loses the boundaries on the way.
+        LigerDistError: the model asks for another mask or for attention weights, or does not pass ``cu_seq_lens_q``.
     """
     if kwargs.get("cu_seq_lens_q") is None:
         raise LigerDistError(
-            f"{type(module).__name__} got no cu_seq_lens_q, which the model's layers do not hand on, so that this rank "
-            "does not know the full sequences; leave out the mesh axis 'sp'."
+            f"{type(module).__name__} got no cu_seq_lens_q: the model's layers do not pass it to attention. Use a mesh "
+            "without the axis 'sp'."
         )
     if isinstance(own_mask, Tensor):
         raise LigerDistError(

@@ -1,11 +1,11 @@
-"""Linear layers with a low-rank adapter (LoRA): ``base(x) + scaling * B(A(x))``, the product with B added in place, the
-match of PEFT's modules that compute it, and their swapped forward.
+"""LoRA layers, ``base(x) + scaling * B(A(x))``: one autograd function that adds in place, the match of PEFT's modules,
+and their swapped forward.
 
-PEFT's code makes the product with B, scales it and adds it: three tensors as large as the output, and one more in the
-backward. Here the product is summed into the output of the base layer, and the scaling is applied to the ``[T, r]``
-side. Base layer and A stay modules that are called as before.
+PEFT's forward allocates three tensors of the output's size (product, scaled product, sum), and one more in the
+backward. Here the product is added to the output of the base layer by the GEMM itself, and the gradient is scaled on
+the ``[T, r]`` side. Base layer and A stay modules that are called as before.
 
-Legend: T tokens, O features of the output, r the rank.
+Legend: T tokens, O features of the output, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _AddLowRank(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LowRankMatch:
-    """A layer that adds a product in the way of PEFT."""
+    """A LoRA layer that computes what PEFT's does."""
 
     def __str__(self) -> str:
         return "LoRA (added in place)"
@@ -71,7 +71,7 @@ def _match(module: Any, backend: Backend) -> LowRankMatch:
         raise LeftAloneError(f"its base layer is a {type(module.base_layer).__name__}")
     name = only_plain_adapter(module)
     if name is None:
-        raise LeftAloneError("it has no active adapter of plain LoRA, or several")
+        raise LeftAloneError("it has several active adapters, none, a variant of LoRA, or active dropout")
     with probing(module):
         results = [_probe(module, name, own) for own in (True, False)]
     if any((ours - own).norm() > TOLERANCE * own.norm() for own, ours in zip(*results, strict=True)):
@@ -119,8 +119,8 @@ def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
 
 
 def _adapter(module: Any, x: Any) -> str | None:
-    """The adapter to add; None where PEFT's own code has to run: it scales a copy of the input in another dtype, drops
-    some of it, is asked for something else than one plain adapter, or its layers are wrapped or hooked one by one."""
+    """The adapter to add; None where PEFT's forward has to run: another dtype, active dropout, several adapters or
+    none, hooks or wrappers on A, B or the base layer."""
     if runs_own_code(x, under_autocast=False):
         return None
     name = only_plain_adapter(module)
@@ -138,8 +138,8 @@ def _is_fresh_output_of(base: nn.Module) -> bool:
 
 
 def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:
-    """True if ``y`` is a fresh output of the base layer in the adapter's dtype, and B is no parameter of ZeRO-3, which
-    is gathered for its own module's call."""
+    """True if ``y`` is a fresh output of the base layer in the adapter's dtype, and B is no ZeRO-3 parameter, which is
+    all-gathered only inside its module's forward."""
     is_fresh = is_local(y) and y._base is None and y.is_contiguous() and y.dtype == weight_Or.dtype
     fits = is_local(low) and low.dtype == weight_Or.dtype and not hasattr(weight_Or, "ds_shape")
     return is_fresh and fits and tuple(weight_Or.shape) == (y.shape[-1], low.shape[-1])

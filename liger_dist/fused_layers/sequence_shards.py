@@ -1,6 +1,5 @@
-"""Batches on a mesh with an axis "sp": :func:`shard_sequence` cuts one into the parts of the ranks,
-:func:`gather_sequence` joins what a model returned for its tokens, and a model is refused that mixes tokens elsewhere
-than in its attention.
+"""Sequence parallelism on a mesh axis "sp": :func:`shard_sequence` shards a batch, :func:`gather_sequence` all-gathers
+per-token results, :func:`check_sequence_parallel` refuses models that are not supported.
 
 Legend: B rows, S tokens of a row, n ranks of the axis.
 """
@@ -36,21 +35,21 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
-    """Cuts a batch of full sequences into the part of this rank on the axis "sp" of ``mesh``.
+    """Returns this rank's shard of a batch of full sequences, on the axis "sp" of ``mesh``.
 
-    Labels are shifted before they are cut, positions are those of the full sequences, and the boundaries of documents
-    go along as cumulative lengths. Rows are padded on the right to a multiple of the ranks. No collectives; the host
+    Labels are shifted before they are sharded, positions are those of the full sequences, and document boundaries are
+    returned as ``cu_seq_lens_*``. Rows are padded on the right to a multiple of the ranks. No collectives; the host
     reads the boundaries.
 
     Args:
         batch: the same on all ranks of the axis: ``input_ids`` ``[B, S]``; ``labels``, not shifted, or
             ``shift_labels``; ``attention_mask`` ``[B, S]`` of padding; ``position_ids`` ``[B, S]``, which restart where
             documents are packed and there is no ``attention_mask``; ``cu_seq_lens_q`` of packed documents;
-            ``token_weight`` ``[B, S]``, aligned with the labels. Anything else that is no tensor, or has one number,
-            is passed through.
+            ``token_weight`` ``[B, S]``, aligned with the labels. Other values that are no tensors, or have one element,
+            are passed through.
 
     Returns:
-        Arguments of the wrapped model: parts ``[B, ceil(S / n)]`` of ``input_ids``, ``position_ids``, ``labels`` and
+        Arguments of the wrapped model: shards ``[B, ceil(S / n)]`` of ``input_ids``, ``position_ids``, ``labels`` and
         ``shift_labels`` (the same numbers), and ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``,
         ``max_length_k`` of the full sequences.
 
@@ -62,13 +61,13 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
     rows, length = ids.shape
     padding = -length % axis.size
     begins, valid = _boundaries(batch, ids)
-    # What is appended is a document of its own.
+    # The padding is a separate document.
     begins, valid = F.pad(begins, (0, padding)), F.pad(valid, (0, padding))
     lengths = document_lengths(begins, valid)
     if lengths is None:
         raise LigerDistError(
-            "attention_mask excludes tokens inside a text; expected padding at the ends of rows, or documents without "
-            "attention_mask whose position_ids restart."
+            "attention_mask has zeros between the tokens of a row; expected padding at the start or end of each row. "
+            "For packed documents leave out attention_mask and pass position_ids that restart."
         )
     positions = batch.get("position_ids")
     if positions is None:
@@ -78,7 +77,7 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
     if shifted is not None:
         full["labels"] = full["shift_labels"] = F.pad(shifted, (0, padding), value=IGNORED)
     if batch.get("token_weight") is not None:
-        # Of a token as a label, which labels move one place to the left.
+        # Aligned with the labels, and shifted with them.
         first = 0 if batch.get("shift_labels") is not None else 1
         full["token_weight"] = F.pad(batch["token_weight"][:, first:], (0, padding + first))
     part = (length + padding) // axis.size
@@ -90,8 +89,8 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
 
 
 def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Joins the parts of all ranks on the axis "sp" of ``mesh``, without gradient: ``[B, S, ...]`` of ``[B, S / n,
-    ...]``, with the padding that :func:`shard_sequence` appended. A collective of those ranks.
+    """All-gathers sequence shards ``[B, S / n, ...]`` into ``[B, S, ...]`` over the axis "sp" of ``mesh``, without
+    gradient. S includes the padding that :func:`shard_sequence` appends.
 
     Raises:
         LigerDistError: the mesh has no axis "sp".
@@ -103,18 +102,18 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def check_sequence_parallel(outer: nn.Module, model: nn.Module, decoder: nn.Module, layers: Any) -> None:
-    """Refuses a model whose tokens meet elsewhere than in attention that is computed here, or whose positions are not
-    those that a call gives.
+    """Refuses a decoder that mixes tokens outside the "liger_dist" attention, or takes positions from anything but
+    ``position_ids``.
 
     Args:
         outer: ``model``, or the ``PeftModel`` around it.
 
     Raises:
-        LigerDistError: with the reason.
+        LigerDistError: the model is not supported.
     """
     reason = _reason(model, decoder, layers)
     if reason is None and learns_prompts(outer):
-        reason = "PEFT puts tokens before each rank's part"
+        reason = "PEFT puts prompt tokens before each rank's shard"
     if reason is not None:
         raise LigerDistError(
             f"{type(model).__name__} cannot be computed on a mesh with an axis 'sp': {reason}. Leave out the axis, and "
@@ -123,7 +122,8 @@ def check_sequence_parallel(outer: nn.Module, model: nn.Module, decoder: nn.Modu
 
 
 def guard_decoder(decoder: nn.Module) -> RemovableHandle:
-    """Refuses calls of ``decoder`` with whole sequences, and with another attention than was selected."""
+    """Registers a pre-hook that refuses calls with full sequences, and another ``attn_implementation`` than wrap
+    selected."""
     return decoder.register_forward_pre_hook(_refuse_other_calls, with_kwargs=True)
 
 
@@ -133,12 +133,12 @@ def _refuse_other_calls(decoder: Any, args: Any, kwargs: dict[str, Any]) -> None
     if decoder.config._attn_implementation != NAME:
         raise LigerDistError(
             f"the attention of {name} was set to {decoder.config._attn_implementation!r} after wrap; on a mesh with an "
-            f"axis 'sp' it has to stay {NAME!r}, which exchanges heads between the ranks."
+            f"axis 'sp' expected {NAME!r}: call model.set_attn_implementation({NAME!r})."
         )
     if kwargs.get("cu_seq_lens_q") is None:
         raise LigerDistError(
             f"{name} was called without cu_seq_lens_q on a mesh with an axis 'sp', so that this rank does not know the "
-            "full sequences; cut the batch by liger_dist.shard_sequence(batch, mesh). Generation is not available on "
+            "full sequences; shard the batch by liger_dist.shard_sequence(batch, mesh). Generation is not available on "
             "such a mesh."
         )
 
@@ -146,11 +146,11 @@ def _refuse_other_calls(decoder: Any, args: Any, kwargs: dict[str, Any]) -> None
 def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
     against = reason_against(model, decoder)
     if against is not None:
-        return f"its attention is its own ({against})"
+        return f"it keeps its own attention implementation ({against})"
     config: Any = decoder.config
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _KINDS_OF_LAYERS}
     if kinds or getattr(config, "attention_chunk_size", None) is not None:
-        return f"it has layers that mix tokens in another way than attention ({', '.join(sorted(kinds)) or 'chunks'})"
+        return f"it has layers that mix tokens outside attention ({', '.join(sorted(kinds)) or 'chunks'})"
     for name, module in (pair for layer in layers for pair in layer.named_modules()):
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             return f"its layers mix tokens by a {type(module).__name__} ({name})"
@@ -158,15 +158,15 @@ def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
         return "its attention is not causal"
     learned = [name for name, module in decoder.named_modules() if _is_position_embedding(name, module)]
     if learned or "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return f"its positions are not those of position_ids alone ({learned[0] if learned else 'it takes none'})"
+        return f"it does not compute positions from position_ids alone ({learned[0] if learned else 'it takes none'})"
     has_windows = getattr(config, "use_sliding_window", True) and isinstance(
         getattr(config, "sliding_window", None), int
     )
     if has_windows and not any(map(_passes_window, decoder.modules())):
-        return "its windows are in its mask alone, which is of a rank's own tokens"
+        return "its layers do not pass sliding_window to attention, and a mask covers only the rank's own tokens"
     rope = getattr(config, "rope_parameters", None) or {}
     used = [kind for kind in _LENGTH_DEPENDENT if kind in str(rope)]
-    return f"its rotary embedding ({used[0]}) depends on the length that a rank sees" if used else None
+    return f"its RoPE type ({used[0]}) depends on the sequence length, and a rank has only its shard" if used else None
 
 
 def _is_position_embedding(name: str, module: nn.Module) -> bool:
@@ -189,15 +189,17 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
         )
     for name, value in batch.items():
         if isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
-            raise LigerDistError(f"{name} holds tensors, which shard_sequence does not cut; cut them after this call.")
+            raise LigerDistError(
+                f"{name} holds tensors, which shard_sequence does not shard; shard them after this call."
+            )
         if not isinstance(value, Tensor) or name in _OF_SEQUENCES:
             continue
         if name in _OF_TOKENS and value.shape != ids.shape:
             raise LigerDistError(f"{name} has the shape {tuple(value.shape)}; expected {tuple(ids.shape)}, input_ids'.")
         if name not in _OF_TOKENS and value.numel() > 1:
             raise LigerDistError(
-                f"{name} of shape {tuple(value.shape)} is in the batch, and shard_sequence cuts only "
-                f"{', '.join(_OF_TOKENS)}; cut it yourself after this call."
+                f"{name} of shape {tuple(value.shape)} is in the batch, and shard_sequence shards only "
+                f"{', '.join(_OF_TOKENS)}; shard it after this call."
             )
     return ids
 

@@ -1,9 +1,8 @@
-"""Sequence parallelism: the ranks of a mesh axis named "sp" hold parts of the same sequences.
+"""Sequence parallelism: the ranks of a mesh axis named "sp" hold shards of the same sequences.
 
-Everything but attention works on a rank's own tokens. For attention the ranks exchange, all to all, so that each has
-all tokens of a part of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): one exchange of queries,
-keys and values before it and one of its output after it, and as many in the backward. Each sends (n-1)/n of its tensor
-on n ranks.
+All layers but attention compute on the rank's own tokens. Before attention, an all-to-all of queries, keys and values
+turns the sequence shards into head shards (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509); a second one, of
+its output, turns them back. The backward has as many.
 
 Legend: B rows, S tokens of a full row, s = S / n tokens of a rank, H heads, h = H / n heads of a rank, D head size.
 """
@@ -29,7 +28,7 @@ _AXIS = "_liger_dist_sequence_axis"
 
 @dataclass(frozen=True)
 class SequenceAxis:
-    """The ranks that hold parts of the same sequences, in the order of the parts."""
+    """The ranks that hold shards of the same sequences, in the order of the shards."""
 
     group: dist.ProcessGroup
     size: int
@@ -43,7 +42,10 @@ class SequenceAxis:
         """
         names = mesh.mesh_dim_names or ()
         if SEQUENCE not in names:
-            raise LigerDistError(f"the mesh has the axes {names}; expected one named {SEQUENCE!r}.")
+            raise LigerDistError(
+                f"the mesh has the axes {names}; expected one named {SEQUENCE!r}: pass it to init_device_mesh in "
+                "mesh_dim_names."
+            )
         group = mesh.get_group(SEQUENCE)
         return SequenceAxis(group, dist.get_world_size(group), dist.get_rank(group))
 
@@ -73,7 +75,7 @@ def sequence_axis_of(module: nn.Module) -> SequenceAxis | None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends the i-th of ``n`` equal blocks to rank i. The exchange is its own transpose."""
+    """All-to-all of ``n`` equal blocks along the first dim. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -94,30 +96,35 @@ def _exchanged(blocks: Tensor, axis: SequenceAxis) -> Tensor:
 
 
 def gather_tokens(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this rank's heads, from this rank's tokens of all heads: ``[B, h, S, D]`` of ``[B, H, s, D]``, in
-    one exchange. Heads of keys and values that the ranks do not divide are repeated first.
+    """All-to-all from sequence shards ``[B, H, s, D]`` to head shards ``[B, h, S, D]``. Repeats key and value heads
+    first if the ranks do not divide them.
 
     Raises:
-        LigerDistError: the ranks do not divide the heads of the queries.
+        LigerDistError: the ranks do not divide the query heads, or values have another head size.
     """
     heads, size = query.shape[1], query.shape[3]
-    if heads % axis.size or value.shape[3] != size:
+    if heads % axis.size:
         raise LigerDistError(
-            f"attention with {heads} heads of {size} numbers (values: {value.shape[3]}) on a mesh axis {SEQUENCE!r} of "
-            f"{axis.size} ranks; expected a number of ranks that divides the heads, and one head size."
+            f"attention has {heads} query heads on a mesh axis {SEQUENCE!r} of {axis.size} ranks; expected a number of "
+            "ranks that divides them. Make the axis smaller."
+        )
+    if value.shape[3] != size:
+        raise LigerDistError(
+            f"attention has queries of head size {size} and values of {value.shape[3]}; expected one head size on a "
+            f"mesh with an axis {SEQUENCE!r}. Leave out the axis."
         )
     repeats = _repeats(heads, key.shape[1], axis.size)
     tensors = [query, *(x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (key, value))]
     # [n, B, s, h, D] each, of which block i goes to rank i.
     blocks = [x.unflatten(1, (axis.size, -1)).permute(1, 0, 3, 2, 4) for x in tensors]
     received = _exchanged(torch.cat(blocks, 3), axis)
-    whole = received.transpose(0, 1).flatten(1, 2).transpose(1, 2)
-    q, k, v = whole.split([block.shape[3] for block in blocks], 1)
+    full = received.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+    q, k, v = full.split([block.shape[3] for block in blocks], 1)
     return q, k, v
 
 
 def scatter_tokens(output: Tensor, axis: SequenceAxis) -> Tensor:
-    """This rank's tokens of all heads, from all tokens of this rank's heads: ``[B, s, H, D]`` of ``[B, S, h, D]``."""
+    """All-to-all from head shards ``[B, S, h, D]`` to sequence shards ``[B, s, H, D]``."""
     blocks = output.unflatten(1, (axis.size, -1)).transpose(0, 1)
     received = _exchanged(blocks, axis)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
