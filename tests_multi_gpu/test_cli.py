@@ -194,7 +194,7 @@ esac
 
 
 def test_the_doctor_reads_power_and_clocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a program in the place of nvidia-smi."""
+    """From a stand-in for nvidia-smi."""
     program = tmp_path / "nvidia-smi"
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)

@@ -202,7 +202,7 @@ class Remembering(nn.Linear):
 
 
 def test_base_layers_of_others() -> None:
-    """Their outputs may be held by somebody."""
+    """A subclass may keep its output."""
     wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
     for model in (wrapped, own):
         model.base_model.model.model.layers[0].mlp.up_proj.base_layer.__class__ = Remembering

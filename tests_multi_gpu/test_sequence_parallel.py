@@ -329,7 +329,7 @@ def test_weights_are_aligned_with_shifted_labels(workers_2: Workers) -> None:
 
 
 def test_the_parts_of_a_batch(workers_2: Workers) -> None:
-    """Every token once, labels shifted before the cut, padding in documents of its own."""
+    """Every token once, labels shifted before the cut, padding in separate documents."""
     first, second = workers_2.run(parts)
     assert torch.cat([first["input_ids"], second["input_ids"]], 1).tolist() == [[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 0]]
     labels = torch.cat([first["labels"], second["labels"]], 1)

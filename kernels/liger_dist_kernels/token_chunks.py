@@ -50,7 +50,7 @@ def plan_chunks(
 
 
 def default_budget(trains_weight: bool) -> int:
-    """Bytes of a chunk's logits where nobody has asked for others."""
+    """Default bytes of the logits of one chunk."""
     return DEFAULT_MEMORY_BUDGET if trains_weight else DEFAULT_FROZEN_BUDGET
 
 
