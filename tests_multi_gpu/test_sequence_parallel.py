@@ -82,7 +82,7 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
     reference = copy.deepcopy(model).double()
     if options.pop("checkpointing", False):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    micro_batches = options.pop("micro_batches", 1)
+    micro_batches, gives_items = options.pop("micro_batches", 1), options.pop("gives_items", False)
     config = liger_dist.WrapConfig(mlp_tile_tokens=options.pop("mlp_tile_tokens", None))
     wrapped = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh, **options), config=config)
     own = dist.get_rank() // mesh["sp"].size()
@@ -92,7 +92,10 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
         items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in given)
         expected = sum(reference(**batch, num_items_in_batch=items, use_cache=False).loss for batch in given)
         expected.backward()
-        loss = wrapped(**liger_dist.shard_sequence(given[own], mesh), use_cache=False).loss
+        shard = liger_dist.shard_sequence(given[own], mesh)
+        if gives_items:
+            shard["num_items_in_batch"] = items / dist.get_world_size()
+        loss = wrapped(**shard, use_cache=False).loss
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -130,6 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied, vocab-parallel, checkpointing": {"tied": True, "lm_head": "vocab_parallel", "checkpointing": True},
     "tiles under checkpointing": {"checkpointing": True, "mlp_tile_tokens": 4},
     "two micro-batches": {"micro_batches": 2},
+    "num_items_in_batch": {"gives_items": True},
     "compiled layers": {"compile_layers": True},
 }
 
