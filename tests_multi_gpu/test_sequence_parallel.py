@@ -234,7 +234,7 @@ def refused(case: str) -> str:
         config = liger_dist.WrapConfig(varlen_attention=False)
     if case == "fsdp1":
         strategy = liger_dist.FSDP1(mesh=mesh)
-    try:
+    with pytest.raises(liger_dist.LigerDistError) as caught:
         wrapped = liger_dist.wrap(model, strategy, config=config)
         (batch,) = batches(mesh, "texts")
         if case == "whole":
@@ -244,9 +244,7 @@ def refused(case: str) -> str:
             wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False)
         if case == "attention weights":
             wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False, output_attentions=True)
-    except liger_dist.LigerDistError as error:
-        return str(error)
-    return "not refused"
+    return str(caught.value)
 
 
 REFUSED = {
@@ -287,11 +285,9 @@ def cut(case: str) -> str:
         batch["cu_seq_lens_q"] = torch.tensor([0, 5])
     if case == "embeddings":
         batch = {"inputs_embeds": torch.zeros(2, 6, 4)}
-    try:
+    with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.shard_sequence(batch, mesh)
-    except liger_dist.LigerDistError as error:
-        return str(error)
-    return "not refused"
+    return str(caught.value)
 
 
 BATCHES = {
@@ -308,6 +304,18 @@ BATCHES = {
 def test_batches_that_are_refused(case: str, workers_2: Workers) -> None:
     for sentence in workers_2.run(cut, case):
         assert BATCHES[case] in sentence
+
+
+def with_another_ignored_label() -> Any:
+    mesh = mesh_of("sp 2")
+    ids = torch.arange(1, 11).view(2, 5)
+    return liger_dist.shard_sequence({"input_ids": ids, "labels": ids, "ignore_index": -1}, mesh)
+
+
+def test_the_label_that_is_ignored_is_that_of_the_call(workers_2: Workers) -> None:
+    first, second = workers_2.run(with_another_ignored_label)
+    assert torch.cat([first["labels"], second["labels"]], 1)[0].tolist() == [2, 3, 4, 5, -1, -1]
+    assert second["ignore_index"] == -1
 
 
 def parts() -> dict[str, Any]:

@@ -58,7 +58,7 @@ class TrainConfig:
     dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
     dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: ranks that share a replica; default: all that remain")
     tp: Optional[int] = option(None, "fsdp2, tp: ranks that share lm_head's rows and see the same tokens")
-    sp: Optional[int] = option(None, "fsdp2: ranks that hold parts of the same sequences")
+    sp: Optional[int] = option(None, "fsdp2: ranks that hold shards of the same sequences")
     deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     fused_loss: bool = option(True, "compute the loss in lm_head; false trains with the model's own, to compare")
     lm_head: Literal["gather", "vocab_parallel"] = option(

@@ -120,7 +120,7 @@ def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: An
 def _plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
 ) -> MemoryPlan:
-    # Each rank of a sequence-parallel group has a part of the tokens.
+    # Each rank of a sequence-parallel group has a shard of the tokens.
     a = replace(config, sequence_length=-(-config.sequence_length // dims.sequence_parallel))
     size = FP32 if a.dtype == "float32" else 2
     numbers = sum(parameter.numel() for parameter in model.parameters())

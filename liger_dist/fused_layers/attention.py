@@ -322,18 +322,14 @@ def _sequence_parallel(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """``[B, s, H, D]``: attention over full sequences that are sharded on ``axis``, by two all-to-alls. Document
-    boundaries come from ``cu_seq_lens_q``.
-
-    Args:
-        own_mask: of this rank's tokens; it may only be causal, within documents and windows.
+    boundaries come from ``cu_seq_lens_q``; ``own_mask``, of this rank's tokens, may only be causal.
 
     Raises:
         LigerDistError: the model asks for another mask or for attention weights, or does not pass ``cu_seq_lens_q``.
     """
     if kwargs.get("cu_seq_lens_q") is None:
         raise LigerDistError(
-            f"{type(module).__name__} got no cu_seq_lens_q: the model's layers do not pass it to attention. Use a mesh "
-            "without the axis 'sp'."
+            f"{type(module).__name__} got no cu_seq_lens_q: the model's layers do not pass it. Leave out the axis 'sp'."
         )
     if isinstance(own_mask, Tensor):
         raise LigerDistError(
@@ -348,8 +344,7 @@ def _sequence_parallel(
     query, key, value = gather_tokens(query, key, value, axis)
     documents = _given(module, query, kwargs, None)
     if documents.is_plain:
-        own = {name: given for name, given in kwargs.items() if name != "position_ids"}
-        output, _ = _of_sdpa()(module, query, key, value, None, scaling=scaling, dropout=dropout, **own)
+        output, _ = _of_sdpa()(module, query, key, value, None, scaling=scaling, dropout=dropout, **kwargs)
     else:
         output = _of_documents(query, key, value, documents, scaling, dropout)
     return scatter_tokens(output, axis)

@@ -54,7 +54,7 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
         ``max_length_k`` of the full sequences.
 
     Raises:
-        LigerDistError: the mesh has no axis "sp", or the batch has tensors that cannot be cut here.
+        LigerDistError: the mesh has no axis "sp", or the batch has tensors that cannot be sharded here.
     """
     axis = SequenceAxis.of(mesh)
     ids = _checked(batch)
@@ -75,7 +75,8 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
     full = {"input_ids": F.pad(ids, (0, padding)), "position_ids": F.pad(positions, (0, padding))}
     shifted = _shifted(batch)
     if shifted is not None:
-        full["labels"] = full["shift_labels"] = F.pad(shifted, (0, padding), value=IGNORED)
+        ignored = batch.get("ignore_index", IGNORED)
+        full["labels"] = full["shift_labels"] = F.pad(shifted, (0, padding), value=ignored)
     if batch.get("token_weight") is not None:
         # Aligned with the labels, and shifted with them.
         first = 0 if batch.get("shift_labels") is not None else 1
@@ -95,9 +96,9 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
     Raises:
         LigerDistError: the mesh has no axis "sp".
     """
-    axis = SequenceAxis.of(mesh)
+    axis, part = SequenceAxis.of(mesh), part.detach().contiguous()
     parts = [torch.empty_like(part) for _ in range(axis.size)]
-    dist.all_gather(parts, part.detach().contiguous(), group=axis.group)
+    dist.all_gather(parts, part, group=axis.group)
     return torch.cat(parts, 1)
 
 
@@ -227,5 +228,5 @@ def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
     shifted: Tensor | None = batch.get("shift_labels")
     labels = batch.get("labels")
     if shifted is None and labels is not None:
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=batch.get("ignore_index", IGNORED))
     return shifted
