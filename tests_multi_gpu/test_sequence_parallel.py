@@ -235,16 +235,18 @@ def refused(case: str) -> str:
     if case == "fsdp1":
         strategy = liger_dist.FSDP1(mesh=mesh)
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        wrapped = liger_dist.wrap(model, strategy, config=config)
-        (batch,) = batches(mesh, "texts")
-        if case == "whole":
-            wrapped(**batch, use_cache=False)
-        if case == "another attention":
-            wrapped.set_attn_implementation("sdpa")
-            wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False)
-        if case == "attention weights":
-            wrapped(**liger_dist.shard_sequence(batch, mesh), use_cache=False, output_attentions=True)
+        wrap_and_call(case, model, strategy, config)
     return str(caught.value)
+
+
+def wrap_and_call(case: str, model: Any, strategy: Any, config: liger_dist.WrapConfig) -> None:
+    wrapped: Any = liger_dist.wrap(model, strategy, config=config)
+    (batch,) = batches(strategy.mesh, "texts")
+    if case != "whole":
+        batch = liger_dist.shard_sequence(batch, strategy.mesh)
+    if case == "another attention":
+        wrapped.set_attn_implementation("sdpa")
+    wrapped(**batch, use_cache=False, output_attentions=case == "attention weights")
 
 
 REFUSED = {
