@@ -153,15 +153,17 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--sharding", choices=get_args(Sharding), default="fsdp2")
     parser.add_argument("--ways", help="implementations to run, separated by semicolons; default: all")
-    parser.add_argument("--narrow", action="store_true", help="the first table alone")
+    parser.add_argument("--table", choices=("narrow", "real"), help="the first table or the second alone")
     given = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     found = ways(given.sharding)
     chosen = {name: found[name] for name in (given.ways.split(";") if given.ways else found)}
     suffix = f", {given.sharding}, on {dist.get_world_size()}"
-    shapes = [] if given.narrow else [shape for shape in SHAPES if given.only in shape and "LoRA" not in shape]
-    for shape in ("narrow layers", *shapes):
+    shapes = [] if given.table == "real" else ["narrow layers"]
+    if given.table != "narrow":
+        shapes += [shape for shape in SHAPES if given.only in shape and "LoRA" not in shape]
+    for shape in shapes:
         problem, rows = shape + suffix, []
         for name, way in tqdm(chosen.items(), desc=problem, disable=dist.get_rank() != 0):
             if shape == "narrow layers":

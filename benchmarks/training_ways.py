@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "16 layers of 4096, untied": _8B | {"num_hidden_layers": 16},
     "8 layers of 4096, LoRA": _8B | {"num_hidden_layers": 8},
 }
 

@@ -67,6 +67,11 @@ def restore_call(layer: nn.Module, call: Any) -> None:
 
 def _compile_graph(graph: Any, inputs: Any) -> Any:
     """Inductor, under :data:`_PARTITIONER`; see [Note: What compiled layers keep]."""
+    from .partitioner import KeepFloat8Weights  # imports Inductor
+
     inductor: Any = torch._dynamo.lookup_backend("inductor")
-    with torch._functorch.config.patch(_PARTITIONER):
+    with (
+        torch._functorch.config.patch(_PARTITIONER),
+        torch._inductor.config.patch(custom_partitioner_fn=KeepFloat8Weights()),
+    ):
         return inductor(graph, inputs)

@@ -186,6 +186,7 @@ class FSDP2(FullySharded):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             "offload_policy": offload,
         }
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         encoder_layers = chain(*structure.other_stacks)
         for layer in (*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)])):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
@@ -194,6 +195,9 @@ class FSDP2(FullySharded):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             fully_shard(tail, reshard_after_forward=False, **options)
         fully_shard(model, ignored_params=set(ignored) or None, **options)
+        for name, parameter in model.named_parameters():
+            # A frozen tensor subclass (of float8) that FSDP2 moves to the GPU comes back trainable.
+            parameter.requires_grad_(trained[name])
 
 
 def _shares_parameters(model: nn.Module, tail: list[nn.Module]) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from liger_dist.errors import LigerDistError
+from liger_dist.tracing import untraced
 
 from .mesh import SEQUENCE
 
@@ -90,7 +91,9 @@ class _AllToAll(torch.autograd.Function):
         return received, None
 
 
+@untraced
 def _exchanged(blocks: Tensor, axis: SequenceAxis) -> Tensor:
+    """Not traced: Dynamo of torch 2.11 compiles the collective of an autograd function without its gradient."""
     received: Tensor = _AllToAll.apply(blocks.contiguous(), axis.group)  # type: ignore[no-untyped-call]
     return received
 
