@@ -2,12 +2,10 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.host_time --sharding fsdp2
 
-Two tables for each sharding. The first is of models so narrow that a step is host time alone: its length by the number
-of layers gives microseconds of one layer and milliseconds of the rest. The second is of models of real width: what the
-GPU does in a step (see :mod:`.gpu_time`) and whose Python code the host runs meanwhile, by samples of all threads'
-stacks. A sample belongs to the innermost frame that has an owner: a GEMM that a linear layer of the model issues
-belongs to the model, also where a layer of ours called it. While autograd's C++ runs between Python's hooks, a sample
-belongs to autograd.
+What the GPU does in a step (see :mod:`.gpu_time`), and whose Python code the host runs meanwhile, by samples of all
+threads' stacks. A sample belongs to the innermost frame that has an owner: a GEMM that a linear layer of the model
+issues belongs to the model, also where a layer of ours called it. While autograd's C++ runs between Python's hooks, a
+sample belongs to autograd.
 """
 
 from __future__ import annotations
@@ -28,17 +26,8 @@ from tqdm import tqdm
 from .gpu_time import gpu_time
 from .harness import Row, arguments, save, show
 from .training_step import batch
-from .training_ways import SHAPES, Sharding, Training, Way, make_llama, make_model, restored_transformers, ways
+from .training_ways import SHAPES, Sharding, Training, Way, make_model, restored_transformers, ways
 
-LAYERS = (4, 24)
-"""of the narrow models"""
-NARROW: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 OWNERS: dict[str, tuple[str, ...]] = {
     "Triton": ("/triton/",),
     "liger_dist": ("/liger_dist/", "/liger_dist_kernels/"),
@@ -52,6 +41,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "autograd": ("/torch/autograd/graph.py",),
 }
 """parts of the paths of source files, in the order in which they are looked for"""
+TITLES: dict[Sharding, str] = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "zero3": "ZeRO-3", "none": "not sharded"}
 _SAMPLE_S = 2e-4
 
 
@@ -106,28 +96,7 @@ def step_ms(step: Callable[[], object], rounds: int) -> float:
     return statistics.median(seen)
 
 
-def narrow_ms(way: Way, layers: int, rounds: int) -> float:
-    with restored_transformers():
-        training = way(make_llama({**NARROW, "num_hidden_layers": layers}, vocab_size=1024))
-        ids = torch.randint(1024, (1, 64), device="cuda")
-        for _ in range(10):
-            training.step(ids, ids)
-        found = step_ms(lambda: training.step(ids, ids), 5 * rounds)
-        training.close()
-    torch._dynamo.reset()
-    return found
-
-
-def narrow_row(problem: str, name: str, way: Way, rounds: int) -> Row:
-    """Host time of a layer and of the rest."""
-    few, many = (narrow_ms(way, layers, rounds) for layers in LAYERS)
-    layer = (many - few) / (LAYERS[1] - LAYERS[0])
-    row = Row(problem, name, "", median_ms=many)
-    row.figures = {"layer us": layer * 1e3, "rest ms": few - LAYERS[0] * layer}
-    return row
-
-
-def real_row(problem: str, name: str, way: Way, shape: str, rounds: int) -> Row:
+def row_of(problem: str, name: str, way: Way, shape: str, rounds: int) -> Row:
     """What GPU and host do in one step."""
     with restored_transformers():
         training: Training = way(make_model(shape))
@@ -153,23 +122,16 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--sharding", choices=get_args(Sharding), default="fsdp2")
     parser.add_argument("--ways", help="implementations to run, separated by semicolons; default: all")
-    parser.add_argument("--table", choices=("narrow", "real"), help="the first table or the second alone")
     given = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     found = ways(given.sharding)
     chosen = {name: found[name] for name in (given.ways.split(";") if given.ways else found)}
-    suffix = f", {given.sharding}, on {dist.get_world_size()}"
-    shapes = [] if given.table == "real" else ["narrow layers"]
-    if given.table != "narrow":
-        shapes += [shape for shape in SHAPES if given.only in shape and "LoRA" not in shape]
-    for shape in shapes:
+    suffix = f", {TITLES[given.sharding]}, on {dist.get_world_size()}"
+    for shape in (shape for shape in SHAPES if given.only in shape and "LoRA" not in shape):
         problem, rows = shape + suffix, []
         for name, way in tqdm(chosen.items(), desc=problem, disable=dist.get_rank() != 0):
-            if shape == "narrow layers":
-                rows.append(narrow_row(problem, name, way, given.rounds))
-            else:
-                rows.append(real_row(problem, name, way, shape, given.rounds))
+            rows.append(row_of(problem, name, way, shape, given.rounds))
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             print(problem)

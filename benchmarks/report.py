@@ -13,6 +13,7 @@ from .harness import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 OURS = "liger_dist"
+GPU_PARTS = ("computing", "communicating", "waiting")
 Problems = dict[str, dict[str, Any]]
 HEAD = """# Benchmarks
 
@@ -52,6 +53,15 @@ Forward, backward, clipping and AdamW, under FSDP2 where nothing else is named: 
 the root. `computing`: milliseconds of a step in which the GPU runs a kernel that is not NCCL's.
 
 ![Tokens per second and memory](plots/training_step.png)
+"""
+TIME = """## Where the time of a step goes
+
+By torch's profiler: milliseconds in which the GPU runs a kernel that is not NCCL's (`computing`), only NCCL's
+(`communicating`) or none (`waiting`). `host`: samples of the Python stacks of all threads, by the innermost frame that
+belongs to a library. A launch counts for the code that asked for it, so a layer's kernels count for the library that
+computes it. Profiled steps are longer than those that are timed.
+
+![Computing, communicating and waiting](plots/host_time.png)
 """
 SEQUENCES = """## Packed, padded and long sequences
 
@@ -216,6 +226,42 @@ def step_section(problems: Problems) -> str:
     )
 
 
+def time_section(problems: Problems) -> str:
+    """One table for each model and sharding."""
+    parts = [TIME]
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            figures = row["figures"]
+            shares = {of[6:-2]: share for of, share in figures.items() if of.startswith("host: ") and share >= 1}
+            host = ", ".join(f"{of} {share:.0f} %" for of, share in sorted(shares.items(), key=lambda item: -item[1]))
+            gpu = [number(figures[f"{part} ms"], ".1f") for part in GPU_PARTS]
+            rows.append([row["name"], number(row["median_ms"], ".1f"), *gpu, number(figures["kernels"], ".0f"), host])
+        header = ("implementation", "ms", *GPU_PARTS, "kernels", "host")
+        parts += [f"### {name} GPUs\n", table(header, rows), footnote(problem["environment"])]
+    return "\n".join(parts)
+
+
+def plot_time(problems: Problems, path: Path) -> None:
+    """The three parts of a profiled step, stacked."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(problems), 1, figsize=(9, 1.7 * len(problems)), squeeze=False)
+    for (axis,), (name, problem) in zip(axes, problems.items(), strict=True):
+        names, left = [row["name"] for row in problem["rows"]], [0.0] * len(problem["rows"])
+        for part, colour in zip(GPU_PARTS, ("C0", "C1", "lightgrey"), strict=True):
+            values = [row["figures"][f"{part} ms"] for row in problem["rows"]]
+            axis.barh(names, values, left=left, color=colour, label=part)
+            left = [before + value for before, value in zip(left, values, strict=True)]
+        axis.set_title(f"{name} GPUs: ms", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def sequences_section(problems: Problems) -> str:
     """One table for each problem."""
     return timed_section(SEQUENCES, problems, {"GiB above the weights": ("GiB", ".2f")}, "way")
@@ -343,7 +389,8 @@ def plot_steps(problems: Problems, path: Path) -> None:
         names = [row["name"] for row in problem["rows"]]
         colours = ["C7" if name.startswith(("Liger", "Hugging Face")) else "C0" for name in names]
         for axis, figure_name in zip(line, ("tokens/s", "peak GiB"), strict=True):
-            bars = axis.barh(names, [row["figures"][figure_name] for row in problem["rows"]], color=colours)
+            values = [row["figures"].get(figure_name, math.nan) for row in problem["rows"]]
+            bars = axis.barh(names, values, color=colours)
             axis.bar_label(bars, fmt="%.3g" if figure_name == "peak GiB" else "%.0f", fontsize=7)
             axis.set_title(f"{name} GPUs: {figure_name}", fontsize=9)
             axis.tick_params(labelsize=7)
@@ -464,6 +511,10 @@ def main() -> None:
         plot_steps(steps, plots / "training_step.png")
         plot_overview(steps, plots / "overview.png")
         sections.append(step_section(steps))
+    times = read("host_time", given.results)
+    if times:
+        plot_time(times, plots / "host_time.png")
+        sections.append(time_section(times))
     sequences = read("sequences", given.results)
     if sequences:
         plot_sequences(sequences, plots / "sequences.png")

@@ -65,6 +65,13 @@ NAMES: dict[tuple[str, str], str] = {
         "torch._functorch.config",
         "ban_recompute_reductions",
     ): "layer_compilation.py: compiled layers keep outputs of norms",
+    (
+        "torch._functorch.partitioners",
+        "min_cut_rematerialization_partition",
+    ): "partitioner.py: compiled float8 layers keep copies of their weights, 172 MiB each in Llama 8B",
+    ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"): "partitioner.py: the same",
+    ("torch._inductor.custom_graph_pass", "get_hash_for_files"): "partitioner.py: the same",
+    ("torch._inductor.config", "custom_partitioner_fn"): "partitioner.py: the same",
     ("torch._dynamo", "lookup_backend"): "layer_compilation.py cannot compile layers",
     ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",
     (

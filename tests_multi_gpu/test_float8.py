@@ -245,6 +245,43 @@ def error_of_compiled_layers(recipe: Any) -> float:
     return relative_error(*gradients)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on CPUs"
+)
+def test_compiled_layers_keep_no_float8_weights(workers_2: Workers) -> None:
+    """FSDP2 reshards every float8 tensor that the forward keeps: there are no copies in another layout."""
+    for kept, resharded in workers_2.run(float8_bytes_after_a_forward):
+        assert kept == 0
+        assert resharded == 14
+
+
+def float8_bytes_after_a_forward() -> tuple[int, int]:
+    """Bytes of the float8 tensors kept for the backward, and number of those that FSDP2 has resharded. CPUs have
+    float8 products too; emulated ones need no other layout."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+    model = make_model(hidden_size=128, intermediate_size=256).to(compute_device())
+    convert_to_float8_training(model.model.layers, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    liger_dist.compile_layers(model)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if "float8" in str(tensor.dtype) and type(tensor) is torch.Tensor:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**make_batch(dist.get_rank()), use_cache=False).loss
+    sizes = [tensor.untyped_storage().nbytes() for tensor in kept]
+    loss.backward()
+    return sum(sizes), sizes.count(0)
+
+
 def test_wrong_options() -> None:
     for options, sentence in (
         ({"float8": "blockwise"}, "float8 is 'blockwise'"),
