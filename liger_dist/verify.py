@@ -18,10 +18,12 @@ from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import Explanation, explain
 from .fused_head.entry import Entry
+from .fused_layers.sequence_shards import gather_batch
 from .peft_layers import active_head
 from .sharding import deepspeed, fsdp1, fsdp2
 from .sharding.process_groups import collective_device, sentences_of_all_ranks
-from .wrap import full_logits, inner_model, record_of
+from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
+from .wrap import Wrapped, full_logits, inner_model, record_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
@@ -37,7 +39,7 @@ class Verification:
 
     adapter: str
     loss: float
-    """of this rank, fused"""
+    """of this rank, fused; on an axis "sp" the mean of the ranks that share its sequences"""
     reference_loss: float
     """of this rank, by the model's own loss on full logits"""
     loss_dtype: torch.dtype
@@ -87,8 +89,9 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     ``teacher`` the distillation loss with that of full logits.
 
     Three passes forward and backward with the same random numbers: fused, fused with twice the loss, and unfused,
-    which materialises the logits: choose a batch that fits. Every rank has to call it, between optimiser steps.
-    Parameters, buffers, optimiser and random number generators are as before afterwards, and no gradient is left.
+    which materialises the logits: choose a batch that fits. On a mesh with an axis "sp" the unfused pass computes the
+    full sequences on every rank, without exchanges. Every rank has to call it, between optimiser steps. Parameters,
+    buffers, optimiser and random number generators are as before afterwards, and no gradient is left.
 
     Args:
         model: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
@@ -98,13 +101,18 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
 
     Raises:
         LigerDistError: on every rank alike; the model is not wrapped or not fused, gradients are waiting for an
-            optimiser step, or a rank has no labels.
+            optimiser step, or a rank has no labels. On a rank whose memory is too small for the full sequences of an
+            axis "sp".
     """
     inner = inner_model(model)
     record = record_of(inner)
     if record.seam is None:
         raise LigerDistError(f"there is no fused loss to verify: {record.unfused_reason}.")
-    _agree(_objection(model, record.seam.entry, batch, with_teacher=teacher is not None))
+    axis = _sequence_axis(record)
+    shares_sequences = axis is not None and teacher is None
+    _agree(
+        _objection(model, record.seam.entry, batch, with_teacher=teacher is not None, shares_sequences=shares_sequences)
+    )
     chosen = explain(model)
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
@@ -112,8 +120,14 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         if teacher is None:
             fused, doubled = (_run(model, lambda: model(**batch).loss, factor=factor) for factor in (1.0, 2.0))
             with full_logits(model):
-                own = batch | record.seam.entry.shared_mean(batch)
-                unfused = _run(model, lambda: model(**own).loss)
+                if axis is not None:
+                    fused, unfused = (
+                        replace(fused, loss=_mean(fused.loss, axis)),
+                        _run_full_sequences(model, batch, axis),
+                    )
+                else:
+                    own = batch | record.seam.entry.shared_mean(batch)
+                    unfused = _run(model, lambda: model(**own).loss)
         else:
             fused, doubled = (
                 _run(model, lambda: distillation_loss(model, teacher, **batch).loss, factor=factor)
@@ -161,6 +175,37 @@ def _run(model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0
         hook.remove()
         _clear_gradients(model)
     return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients)
+
+
+def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
+    layers = record.structure.layers
+    return sequence_axis_of(layers[0]) if layers else None
+
+
+def _mean(loss: Tensor, axis: SequenceAxis) -> Tensor:
+    """Over the ranks that share sequences, each of which has its tokens' contribution."""
+    loss = loss.clone()
+    dist.all_reduce(loss, group=axis.group)
+    return loss / axis.size
+
+
+def _run_full_sequences(model: nn.Module, shard: dict[str, Any], axis: SequenceAxis) -> _Pass:
+    """The unfused pass on the full sequences of which ``shard`` is this rank's."""
+    record = record_of(inner_model(model))
+    assert record.seam is not None
+    batch = gather_batch(shard, axis)
+    if batch.get("num_items_in_batch") is not None:
+        # Each rank of the axis has all labels of its sequences now.
+        batch["num_items_in_batch"] = batch["num_items_in_batch"] * axis.size
+    batch |= record.seam.entry.shared_mean(batch)
+    try:
+        with detached(record.structure.layers):
+            return _run(model, lambda: model(**batch).loss)
+    except torch.OutOfMemoryError as error:
+        raise LigerDistError(
+            f"the full sequences, {tuple(batch['input_ids'].shape)} tokens, do not fit one rank ({error}); verify with "
+            "shorter ones."
+        ) from error
 
 
 def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
@@ -291,7 +336,9 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     return problems
 
 
-def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any], *, with_teacher: bool) -> str | None:
+def _objection(
+    model: nn.Module, entry: Entry, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
+) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
@@ -306,7 +353,7 @@ def _objection(model: nn.Module, entry: Entry, batch: dict[str, Any], *, with_te
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         entry.check(call)
-        if not entry.has_target(call):
+        if not shares_sequences and not entry.has_target(call):
             return "all labels of the batch are ignored; give every rank one with a target"
     except LigerDistError as error:
         return str(error).rstrip(".")

@@ -79,6 +79,9 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
     options = dict(options or {})
     mesh = mesh_of(mesh_name)
     model = build(family, tied=options.pop("tied", False))
+    lora = options.pop("lora", None)
+    if lora is not None:
+        model = with_adapters(model, **lora)
     reference = copy.deepcopy(model).double()
     if options.pop("checkpointing", False):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -100,10 +103,23 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         errors["loss"] = relative_error(mean / dist.get_world_size(), expected)
-    got = {name: full(parameter.grad) for name, parameter in wrapped.named_parameters()}
-    return errors | {
-        name: relative_error(got[name], parameter.grad) for name, parameter in reference.named_parameters()
-    }
+    got = {name: full(p.grad) for name, p in wrapped.named_parameters() if p.requires_grad}
+    trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    return errors | {name: relative_error(got[name], parameter.grad) for name, parameter in trained.items()}
+
+
+def with_adapters(model: Any, **options: Any) -> Any:
+    """On all linear layers, with products that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian", **options
+    )
+    model = get_peft_model(model, settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def assert_exact(results: list[dict[str, float]]) -> None:
@@ -135,6 +151,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two micro-batches": {"micro_batches": 2},
     "num_items_in_batch": {"gives_items": True},
     "compiled layers": {"compile_layers": True},
+    "LoRA": {"lora": {}},
+    "DoRA": {"lora": {"use_dora": True}},
 }
 
 
@@ -171,6 +189,85 @@ def evaluated(mesh_name: str) -> dict[str, float]:
 
 def test_evaluation(workers_2: Workers) -> None:
     assert_exact(workers_2.run(evaluated, "sp 2"))
+
+
+def verified(mesh_name: str, rows: str, options: dict[str, Any]) -> Any:
+    mesh = mesh_of(mesh_name)
+    wrapped: Any = liger_dist.wrap(build("Qwen2, two key heads"), liger_dist.FSDP2(mesh=mesh, **options))
+    batch = batches(mesh, rows)[dist.get_rank() // mesh["sp"].size()]
+    shard = liger_dist.shard_sequence(batch, mesh) | {"use_cache": False}
+    before = {name: full(parameter).clone() for name, parameter in wrapped.named_parameters()}
+    verification = liger_dist.verify(wrapped, shard)
+    assert all(torch.equal(full(p), before[name]) and p.grad is None for name, p in wrapped.named_parameters())
+    # The exchanges are there again.
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as called:
+        wrapped(**shard)
+    assert called.call_count >= 4
+    return verification
+
+
+def with_a_broken_exchange() -> Any:
+    """Each rank gets its own blocks back."""
+    mesh = mesh_of("sp 2")
+    wrapped: Any = liger_dist.wrap(build("Qwen2, two key heads"), liger_dist.FSDP2(mesh=mesh))
+    (batch,) = batches(mesh, "texts")
+    shard = liger_dist.shard_sequence(batch, mesh) | {"use_cache": False}
+    with mock.patch.object(dist, "all_to_all_single", lambda received, blocks, group: received.copy_(blocks)):
+        return liger_dist.verify(wrapped, shard)
+
+
+def test_verify_finds_a_broken_exchange(workers_2: Workers) -> None:
+    for seen in workers_2.run(with_a_broken_exchange):
+        assert any("the fused loss is" in problem for problem in seen.problems), seen
+
+
+@pytest.mark.parametrize(("rows", "options"), [("packed", {}), ("prompt", {"lm_head": "vocab_parallel"})])
+def test_verify_compares_with_full_sequences(rows: str, options: dict[str, Any], workers_2: Workers) -> None:
+    for seen in workers_2.run(verified, "sp 2", rows, options):
+        assert seen.ok, seen
+        assert seen.gradient_error < 1e-5
+        assert seen.loss == pytest.approx(seen.reference_loss, rel=1e-5)
+
+
+def test_verify_over_two_groups(workers_4: Workers) -> None:
+    for seen in workers_4.run(verified, "shard 2, sp 2", "packed", {}):
+        assert seen.ok, seen
+
+
+def losses_in_float8(mesh_name: str | None) -> list[float]:
+    """Of four steps of AdamW, over all ranks; None: each rank has one of the two sequences."""
+    model = build("Qwen2, two key heads")
+    mesh = None if mesh_name is None else mesh_of(mesh_name)
+    torch.compiler.set_stance("force_eager")
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh, float8="tensorwise"))
+    assert any(type(module).__name__.endswith("Float8Linear") for module in wrapped.modules())
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        rows = make_batch(0)
+        if mesh is None:
+            rows = {name: value[dist.get_rank() :][:1] for name, value in rows.items()}
+        else:
+            rows = liger_dist.shard_sequence({name: value[:2] for name, value in rows.items()}, mesh)
+        loss = wrapped(**rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    torch.compiler.set_stance("default")
+    return losses
+
+
+def test_float8(workers_2: Workers) -> None:
+    """Its scales are of a rank's tokens, so that losses differ from those of data parallelism by its rounding."""
+    pytest.importorskip("torchao")
+    for ours, data_parallel in zip(
+        workers_2.run(losses_in_float8, "sp 2"), workers_2.run(losses_in_float8, None), strict=True
+    ):
+        assert ours == pytest.approx(data_parallel, rel=0.02)
+        assert ours[-1] < ours[0]
 
 
 def collectives_of_a_step(layers: int) -> tuple[int, int]:
@@ -232,6 +329,9 @@ def refused(case: str) -> str:
         model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     if case == "dense":
         config = liger_dist.WrapConfig(varlen_attention=False)
+    if case == "tensor parallel":
+        names = ("shard", "sp", "tp")
+        strategy = liger_dist.FSDP2(mesh=init_device_mesh(compute_device().type, (1, 2, 1), mesh_dim_names=names))
     if case == "fsdp1":
         strategy = liger_dist.FSDP1(mesh=mesh)
     with pytest.raises(liger_dist.LigerDistError) as caught:
@@ -260,6 +360,7 @@ REFUSED = {
     "dynamic": "depends on the sequence length",
     "dense": "varlen_attention is False",
     "fsdp1": "is for strategy='fsdp2'",
+    "tensor parallel": "none of them 'tp'",
     "whole": "shard the batch by liger_dist.shard_sequence",
     "attention weights": "attention weights",
 }

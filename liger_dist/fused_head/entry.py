@@ -21,7 +21,7 @@ from liger_dist.losses.labels import LabelSummary, check_labels, check_range
 from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
 from liger_dist.peft_layers import TRAINED_ROWS, base_head, has_active_dropout
-from liger_dist.sharding import ddp, deepspeed, fsdp2
+from liger_dist.sharding import ddp, deepspeed, fsdp2, host_sequences
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import row_shards_of
@@ -114,6 +114,7 @@ class Entry:
         if labels.device.type == "cpu":
             scored = labels if is_aligned else labels[..., 1:]
             check_range(scored, vocab_size=vocab_size, ignore_index=ignore_index)
+        host_sequences.check(self.model, base_head(head).weight, named.get("position_ids"))
         loss = call.arguments(self.recipe)
         loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
         return Checked(head, labels, is_aligned, loss)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_dist.sharding.host_sequences import size_in_accelerate
+
 from .attention import NAME, is_replaced, register_attention
 
 OWN = ("sdpa", "eager", NAME)
@@ -113,13 +115,8 @@ def _of_hosts() -> str | None:
     """Why a host's sequence or context parallelism needs its own attention."""
     if is_replaced():
         return 'another package has replaced the attention of "sdpa"'
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    parallelism = None if state is None else state._shared_state.get("parallelism_config")
-    for name in ("cp_size", "sp_size"):
-        size = getattr(parallelism, name, 1)
-        if isinstance(size, int) and size > 1:
-            return f"Accelerate's {name} is {size}"
-    return None
+    sizes = {option: size_in_accelerate(option) for option in ("cp_size", "sp_size")}
+    return next((f"Accelerate's {option} is {size}" for option, size in sizes.items() if size > 1), None)
 
 
 def _is_config(value: Any) -> bool:

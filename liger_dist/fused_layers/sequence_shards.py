@@ -96,7 +96,17 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
     Raises:
         LigerDistError: the mesh has no axis "sp".
     """
-    axis, part = SequenceAxis.of(mesh), part.detach().contiguous()
+    return _gathered(part, SequenceAxis.of(mesh))
+
+
+def gather_batch(batch: Mapping[str, Any], axis: SequenceAxis) -> dict[str, Any]:
+    """The full sequences, on every rank of ``axis``, of which ``batch`` is a shard by :func:`shard_sequence`."""
+    is_shard = {name: name in _OF_TOKENS and isinstance(value, Tensor) for name, value in batch.items()}
+    return {name: _gathered(value, axis) if is_shard[name] else value for name, value in batch.items()}
+
+
+def _gathered(part: Tensor, axis: SequenceAxis) -> Tensor:
+    part = part.detach().contiguous()
     parts = [torch.empty_like(part) for _ in range(axis.size)]
     dist.all_gather(parts, part, group=axis.group)
     return torch.cat(parts, 1)

@@ -37,7 +37,7 @@ from .fsdp_options import FullySharded
 from .materialize import materialize
 from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, split_axes
 from .process_groups import compute_device
-from .sequence_parallel import SequenceAxis, attach
+from .sequence_parallel import SequenceAxis, attach, detach
 from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
 from .vocab_parallel import check_row_shards, shard_rows
 
@@ -141,7 +141,8 @@ class FSDP2(FullySharded):
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         mesh, tensor_parallel = split_axes(mesh)
         if self.shards_sequences:
-            attach(structure.layers, SequenceAxis.of(mesh), undo)
+            attach(structure.layers, SequenceAxis.of(mesh))
+            undo.callback(detach, structure.layers)
         mesh = fold_sequence_axis(mesh)
         if tensor_parallel is not None:
             parallelize_heads(model, structure, mesh=tensor_parallel, has_storage=initialize is None)

@@ -9,8 +9,8 @@ Legend: B rows, S tokens of a full row, s = S / n tokens of a rank, H heads, h =
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,11 @@ class SequenceAxis:
         return self
 
 
-def attach(layers: Iterable[nn.Module], axis: SequenceAxis, undo: ExitStack) -> None:
+def attach(layers: Iterable[nn.Module], axis: SequenceAxis) -> None:
     """Makes the attention inside ``layers`` exchange heads over ``axis``."""
     for layer in layers:
         for module in layer.modules():
             vars(module)[_AXIS] = axis
-    undo.callback(detach, layers)
 
 
 def detach(layers: Iterable[nn.Module]) -> None:
@@ -67,6 +66,18 @@ def detach(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         for module in layer.modules():
             vars(module).pop(_AXIS, None)
+
+
+@contextmanager
+def detached(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, attention inside ``layers`` computes on the tokens that it gets."""
+    axis = sequence_axis_of(layers[0]) if layers else None
+    detach(layers)
+    try:
+        yield
+    finally:
+        if axis is not None:
+            attach(layers, axis)
 
 
 def sequence_axis_of(module: nn.Module) -> SequenceAxis | None:

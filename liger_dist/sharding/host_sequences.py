@@ -1,0 +1,91 @@
+"""Sequence and context parallelism of DeepSpeed and Accelerate: which is active, and calls that they compute wrongly
+without an error."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+
+from .deepspeed import has_started, is_stored_by_zero3
+
+
+@dataclass(frozen=True)
+class HostSequences:
+    """Ranks on which a host shards sequences."""
+
+    option: str
+    group: dist.ProcessGroup
+
+    def is_true_anywhere(self, value: Tensor) -> bool:
+        """One all-reduce of a number, so that all ranks of the group decide alike."""
+        number = value.any().int()
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return bool(number)
+
+
+def size_in_accelerate(option: str) -> int:
+    """``cp_size`` or ``sp_size`` of the accelerator of this process; 1 without one."""
+    size = getattr(_accelerate("parallelism_config"), option, 1)
+    return size if isinstance(size, int) else 1
+
+
+def active() -> HostSequences | None:
+    """What shards sequences in this process; None if nothing does."""
+    if size_in_accelerate("cp_size") > 1 and _accelerate("device_mesh") is not None:
+        return HostSequences("cp_size", _accelerate("device_mesh")["cp"].get_group())
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups is None or not has_started() or groups._get_sequence_parallel_world_size() == 1:
+        return None
+    return HostSequences("sp_size", groups._get_sequence_parallel_group())
+
+
+def check(model: nn.Module, weight: object, positions: object) -> None:
+    """Refuses a call whose result would be wrong: documents or left padding, which the attention of both hosts does not
+    separate ("sdpa", whose mask they drop), and ZeRO-1 and 2 under Accelerate's ``sp_size``, where gradients are
+    ``sp_size`` times too large.
+
+    Args:
+        weight: lm_head's.
+        positions: ``position_ids`` ``[B, S]`` of this rank's tokens.
+
+    Raises:
+        LigerDistError: on all ranks that share the sequences.
+    """
+    host = active()
+    if host is None:
+        return
+    trains = model.training and torch.is_grad_enabled()
+    sp_size = size_in_accelerate("sp_size")
+    if trains and sp_size > 1 and not is_stored_by_zero3(weight):
+        raise LigerDistError(
+            f"sp_size is {sp_size} with a ZeRO stage below 3, where DeepSpeed and the averaged "
+            "loss of transformers make all gradients sp_size times too large; expected ZeRO-3. Set the stage to 3, or "
+            'use a mesh axis "sp" under FSDP2.'
+        )
+    is_masked = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa") == "sdpa"
+    if is_masked and isinstance(positions, Tensor) and host.is_true_anywhere(_restarts(positions, host, trains)):
+        raise LigerDistError(
+            f"position_ids start again within a sequence under {host.option}, whose attention of "
+            "attn_implementation='sdpa' has no mask: a document would attend to the one before it, and a text to the "
+            "padding on its left. Train on one text per row, padded on the right, with positions that count on; or "
+            'shard packed sequences over a mesh axis "sp" under FSDP2.'
+        )
+
+
+def _restarts(positions: Tensor, host: HostSequences, trains: bool) -> Tensor:
+    """True where a document begins inside a full sequence. Evaluation is not sharded by Accelerate's ``sp_size``."""
+    inside = positions[:, 1:] <= positions[:, :-1]
+    is_first = dist.get_rank(host.group) == 0 or not trains
+    return inside if is_first else torch.cat([positions[:, :1] == 0, inside], 1)
+
+
+def _accelerate(name: str) -> Any:
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return None if state is None else state._shared_state.get(name)
