@@ -117,23 +117,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
-        if teacher is None:
-            fused, doubled = (_run(model, lambda: model(**batch).loss, factor=factor) for factor in (1.0, 2.0))
-            with full_logits(model):
-                if axis is not None:
-                    fused, unfused = (
-                        replace(fused, loss=_mean(fused.loss, axis)),
-                        _run_full_sequences(model, batch, axis),
-                    )
-                else:
-                    own = batch | record.seam.entry.shared_mean(batch)
-                    unfused = _run(model, lambda: model(**own).loss)
-        else:
-            fused, doubled = (
-                _run(model, lambda: distillation_loss(model, teacher, **batch).loss, factor=factor)
-                for factor in (1.0, 2.0)
-            )
-            unfused = _run(model, lambda: loss_of_full_logits(model, teacher, batch))
+        fused, doubled, unfused = _passes(model, batch, teacher, axis)
     errors = _Errors(fused.gradients, unfused.gradients)
     heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
@@ -175,6 +159,24 @@ def _run(model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0
         hook.remove()
         _clear_gradients(model)
     return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients)
+
+
+def _passes(
+    model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None
+) -> tuple[_Pass, _Pass, _Pass]:
+    """Fused, fused with twice the loss, and unfused."""
+    if teacher is not None:
+        fused, doubled = (
+            _run(model, lambda: distillation_loss(model, teacher, **batch).loss, factor=factor) for factor in (1.0, 2.0)
+        )
+        return fused, doubled, _run(model, lambda: loss_of_full_logits(model, teacher, batch))
+    fused, doubled = (_run(model, lambda: model(**batch).loss, factor=factor) for factor in (1.0, 2.0))
+    with full_logits(model):
+        if axis is not None:
+            return replace(fused, loss=_mean(fused.loss, axis)), doubled, _run_full_sequences(model, batch, axis)
+        seam = record_of(inner_model(model)).seam
+        own = batch if seam is None else batch | seam.entry.shared_mean(batch)
+        return fused, doubled, _run(model, lambda: model(**own).loss)
 
 
 def _sequence_axis(record: Wrapped) -> SequenceAxis | None:

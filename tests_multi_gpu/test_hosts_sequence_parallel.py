@@ -96,42 +96,18 @@ def refused(stage: int, folder: str, packed: bool) -> str:
 
 def trained(stage: int, how: str, folder: str, steps: int = STEPS, packed: bool = False) -> dict[str, Any]:
     import deepspeed
-    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-    from transformers import Trainer, TrainingArguments
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from liger_dist.integrations.trainer import fuse
 
     forget_earlier_trainers()
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     model: Any = make_model("llama", dtype=torch.float32).cpu()
     if how == "wrapped first":
         model = liger_dist.wrap(model, config=liger_dist.WrapConfig(varlen_attention=False))
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     try:
         with pretended_gpus():
-            trainer = Trainer(
-                model=model,
-                args=TrainingArguments(
-                    output_dir=folder,
-                    per_device_train_batch_size=1,
-                    per_device_eval_batch_size=1,
-                    gradient_accumulation_steps=MICRO_BATCHES,
-                    max_steps=steps,
-                    learning_rate=LEARNING_RATE,
-                    optim="sgd",
-                    lr_scheduler_type="constant",
-                    max_grad_norm=0.0,
-                    logging_steps=1,
-                    report_to=[],
-                    disable_tqdm=True,
-                    deepspeed=zero_settings({"stage": stage}) | dict.fromkeys(sizes, "auto"),
-                    parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
-                ),
-                train_dataset=Sequences(packed),
-                eval_dataset=Sequences(),
-            )
+            trainer = make_trainer(model, stage, folder, steps, Sequences(packed))
             if how == "fuse":
                 fuse(trainer)
             inputs: list[torch.Tensor] = []
@@ -160,6 +136,35 @@ def trained(stage: int, how: str, folder: str, steps: int = STEPS, packed: bool 
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
         forget_earlier_trainers()
         forget_sequence_groups()
+
+
+def make_trainer(model: Any, stage: int, folder: str, steps: int, data: Sequences) -> Any:
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=MICRO_BATCHES,
+            max_steps=steps,
+            learning_rate=LEARNING_RATE,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            deepspeed=zero_settings({"stage": stage}) | dict.fromkeys(sizes, "auto"),
+            parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
+        ),
+        train_dataset=data,
+        eval_dataset=Sequences(),
+    )
 
 
 def forget_sequence_groups() -> None:
