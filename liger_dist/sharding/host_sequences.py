@@ -56,7 +56,7 @@ def check(model: nn.Module, weight: object, positions: object) -> None:
         positions: ``position_ids`` ``[B, S]`` of this rank's tokens.
 
     Raises:
-        LigerDistError: on all ranks that share the sequences.
+        LigerDistError: in training on all ranks that share the sequences.
     """
     host = active()
     if host is None:
@@ -70,7 +70,7 @@ def check(model: nn.Module, weight: object, positions: object) -> None:
             'use a mesh axis "sp" under FSDP2.'
         )
     is_masked = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa") == "sdpa"
-    if is_masked and isinstance(positions, Tensor) and host.is_true_anywhere(_restarts(positions, host, trains)):
+    if is_masked and isinstance(positions, Tensor) and _restart(positions, host, trains):
         raise LigerDistError(
             f"position_ids start again within a sequence under {host.option}, whose attention of "
             "attn_implementation='sdpa' has no mask: a document would attend to the one before it, and a text to the "
@@ -79,11 +79,14 @@ def check(model: nn.Module, weight: object, positions: object) -> None:
         )
 
 
-def _restarts(positions: Tensor, host: HostSequences, trains: bool) -> Tensor:
-    """True where a document begins inside a full sequence. Evaluation is not sharded by Accelerate's ``sp_size``."""
+def _restart(positions: Tensor, host: HostSequences, trains: bool) -> bool:
+    """True if a document begins inside a full sequence. Evaluation is not sharded by Accelerate's ``sp_size``, and ranks
+    may have different numbers of batches: each decides by itself."""
     inside = positions[:, 1:] <= positions[:, :-1]
-    is_first = dist.get_rank(host.group) == 0 or not trains
-    return inside if is_first else torch.cat([positions[:, :1] == 0, inside], 1)
+    if not trains:
+        return bool(inside.any())
+    is_first = dist.get_rank(host.group) == 0
+    return host.is_true_anywhere(inside if is_first else torch.cat([positions[:, :1] == 0, inside], 1))
 
 
 def _accelerate(name: str) -> Any:
