@@ -80,8 +80,8 @@ def check(model: nn.Module, weight: object, positions: object) -> None:
 
 
 def _restart(positions: Tensor, host: HostSequences, trains: bool) -> bool:
-    """True if a document begins inside a full sequence. Evaluation is not sharded by Accelerate's ``sp_size``, and ranks
-    may have different numbers of batches: each decides by itself."""
+    """True if a document begins inside a full sequence. Accelerate's ``sp_size`` does not shard evaluation, and
+    ranks may have different numbers of batches: each decides by itself."""
     inside = positions[:, 1:] <= positions[:, :-1]
     if not trains:
         return bool(inside.any())
