@@ -10,7 +10,6 @@ the table, on all GPUs of this machine.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from pathlib import Path
 import torch
 
 from .harness import Row, arguments, save, show
+from .launched import ROOT, failure_of, make_text, torchrun
 
-ROOT = Path(__file__).parent.parent
 LIGER = ("--fused_loss", "false", "--layer_kernels", "false")
 ZERO3 = ("--strategy", "deepspeed", "--deepspeed", "launch/deepspeed/zero3.json", "--async_checkpoints", "false")
 VOCAB_PARALLEL = ("--strategy", "fsdp2", "--lm_head", "vocab_parallel")
@@ -47,29 +46,16 @@ WARM_UP = 3
 """steps"""
 
 
-def run(way: str, options: tuple[str, ...], folder: Path, steps: int) -> Row:
+def run(way: str, options: tuple[str, ...], folder: Path, steps: int, text: list[str]) -> Row:
     """One run; the median of its steps after the first ones."""
     gpus = torch.cuda.device_count()
     row = Row(f"Llama 8B, on {gpus}", way, "")
     program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else [str(ROOT / "launch" / "train.py")]
-    common = ["launch/llama_8b.yaml", *ONE_TEXT, *options, "--data", "liger_dist", "tests_multi_gpu", "kernels"]
-    common += ["--steps", str(steps), "--eval_every", str(steps), "--eval_batches", "1", "--checkpoint_every", "0"]
+    common = ["launch/llama_8b.yaml", *ONE_TEXT, *options, *text, "--steps", str(steps), "--checkpoint_every", "0"]
     common += ["--warmup_steps", "2", "--cache_dir", str(folder / "cache"), "--output_dir", str(folder / way)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    finished = subprocess.run(
-        [*torchrun, *program, *common],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    finished = torchrun([*program, *common])
     if finished.returncode != 0:
-        lines = [line for line in finished.stderr.splitlines() if "Error" in line or "error:" in line]
-        row.failure = (lines or ["it failed"])[0][:200]
-        print(finished.stderr[-3000:], file=sys.stderr)
+        row.failure = failure_of(finished)
         return row
     seen = [json.loads(line) for line in (folder / way / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     speeds = sorted(step["tokens_per_second"] for step in seen)
@@ -109,9 +95,10 @@ def main() -> None:
     given = arguments(__doc__ or "").parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        text = make_text(Path(folder), one_document=False)
         for way, options in WAYS.items():
             if given.only in way and (find_spec("liger_kernel") or not way.startswith("Liger")):
-                rows.append(run(way, options, Path(folder), given.rounds))
+                rows.append(run(way, options, Path(folder), given.rounds, text))
                 show(rows[-1:], ("tokens/s", "utilisation", "peak GiB", "planned GiB", "loss"))
     save("large_model", rows, given.results)
 

@@ -19,7 +19,8 @@ from .deepspeed_engine import deepspeed_settings
 from .parallel_dims import ParallelDims
 
 FP32 = 4
-ADAM = 2 * FP32
+STATES = {"adamw": 2 * FP32, "adamw_8bit": 2}
+"""bytes of both moments of a number"""
 GATHERED_LAYERS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
@@ -77,8 +78,8 @@ class Plans:
 def plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any, teacher_config: Any = None
 ) -> Plans:
-    """Plans a model without storage: parameters, gradients and AdamW's states in fp32, decoder layers of attention and
-    a gated MLP.
+    """Plans a model without storage: parameters and gradients in fp32, states of the optimizer, decoder layers of
+    attention and a gated MLP.
 
     Args:
         teacher_config: of a teacher's model; None without one.
@@ -157,7 +158,8 @@ def _plan(
 
 def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
     """Plans what does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
-    empty = MemoryPlan("", numbers * FP32, numbers * ADAM, numbers * FP32, 0, 0, 0, 0, 0)
+    states = STATES[a.optimizer]
+    empty = MemoryPlan("", numbers * FP32, numbers * states, numbers * FP32, 0, 0, 0, 0, 0)
     if dims.strategy == "deepspeed":
         return _zero(a, dims, numbers, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
@@ -171,7 +173,7 @@ def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedd
         return replace(
             empty,
             parameters=share * FP32,
-            optimizer=share * ADAM,
+            optimizer=share * states,
             gradients=share * FP32,
             buffers=buffers,
             gathered=gathered,
@@ -198,7 +200,7 @@ def _zero(a: TrainConfig, dims: ParallelDims, numbers: int, size: int) -> Memory
     return MemoryPlan(
         head="",
         parameters=(0 if (zero.get("offload_param") or {}).get("device", "none") != "none" else weights * size),
-        optimizer=0 if offloads else states * (masters + ADAM),
+        optimizer=0 if offloads else states * (masters + STATES[a.optimizer]),
         gradients=(0 if offloads else in_step) + (0 if stage == 3 else gradients),
         # The third stage keeps its gradients' memory from step to step.
         buffers=bucket + live + (gradients if stage == 3 else 0),

@@ -23,6 +23,7 @@ OTHER_LOSSES = (
     "chunked_cross_entropy",
     "use_eaft",
 )
+SEQUENCE_SHARDS = ("context_parallel_size", "sequence_parallel_degree")
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 
 
@@ -89,6 +90,13 @@ def _objections(cfg: dict[str, Any]) -> list[str]:
         )
     if cfg.get("orpo_alpha") and not rl:
         found.append(f"orpo_alpha is {cfg['orpo_alpha']!r} and computes another loss; set rl to orpo")
+    for key in SEQUENCE_SHARDS:
+        if (cfg.get(key) or 1) > 1:
+            found.append(
+                f"{key} is {cfg[key]!r}, under which Axolotl shards labels without shifting them, so that the last "
+                "token of every shard is not learnt, and takes the labels of one micro-batch for those of every one; "
+                "leave it out"
+            )
     if cfg.get("kd_trainer"):
         found += objections(cfg)
     return found
