@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ class _Logits(TorchDispatchMode):
 
 
 @contextmanager
-def watched() -> Iterator[Seen]:
-    """Counts calls of the fused ops, and looks at what products return."""
+def watched(*, logits: bool = True) -> Iterator[Seen]:
+    """Counts calls of the fused ops, and looks at what products return (without ``logits`` it does not: ring attention
+    of torch dispatches plain tensors and DTensors itself)."""
     seen = Seen()
 
     def counted(function: Any) -> Any:
@@ -57,7 +58,7 @@ def watched() -> Iterator[Seen]:
         return mock.patch.object(function, "forward", staticmethod(forward))
 
     functions = (linear_cross_entropy._LinearCrossEntropy, linear_divergence._LinearDivergence)
-    with counted(functions[0]), counted(functions[1]), _Logits(seen):
+    with counted(functions[0]), counted(functions[1]), _Logits(seen) if logits else nullcontext():
         yield seen
 
 

@@ -147,7 +147,7 @@ def trained(host: Host, stage: int, how: str, folder: str, steps: int = STEPS, p
         trainer = make_trainer(host, model, stage, folder, steps, Sequences(packed))
         if how == "fuse":
             fuse(trainer)
-        with watched() as seen:
+        with watched(logits=host == "sp_size") as seen:
             with noted(trainer.model) as inputs:
                 trainer.train()
             eval_loss = trainer.evaluate()["eval_loss"]
@@ -176,7 +176,7 @@ def trained_in_a_loop(host: Host) -> dict[str, Any]:
         loader: Any = DataLoader(Sequences(), batch_size=1)  # type: ignore[arg-type]
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses = []
-        with watched() as seen, noted(model) as inputs:
+        with watched(logits=host == "sp_size") as seen, noted(model) as inputs:
             for number, batch in enumerate(loader):
                 if number == MICRO_BATCHES * STEPS:
                     break
