@@ -102,13 +102,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = make_text(Path(folder), one_document=True)
         for length in given.lengths:
-            rows = [
-                row_of(way, length, WARM_UP + given.rounds, Path(folder), text)
-                for way in tqdm(chosen, desc=f"{length} tokens")
-                if given.only in way
-            ]
-            show(rows, ("tokens/s", "utilisation", "peak GiB", "loss"))
-            save("long_context", rows, given.results)
+            rows: list[Row] = []
+            for way in tqdm(chosen, desc=f"{length} tokens"):
+                if given.only in way:
+                    rows.append(row_of(way, length, WARM_UP + given.rounds, Path(folder), text))
+                    show(rows[-1:], ("tokens/s", "utilisation", "peak GiB", "loss"))
+                    save("long_context", rows, given.results)
 
 
 if __name__ == "__main__":
