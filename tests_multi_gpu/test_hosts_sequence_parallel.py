@@ -32,7 +32,8 @@ TOLERANCE: dict[Host, float] = {"sp_size": 2e-5, "cp_size": 2e-3}
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Of some, only the first half or the second has labels, so that one rank has none."""
+    """Of some, only the first quarter or the last has labels, so that one rank has none: DeepSpeed's second rank has
+    the last two quarters, Accelerate's the middle ones."""
 
     def __init__(self, packed: bool = False) -> None:
         self.rows = []
@@ -40,9 +41,9 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
             ids = torch.randint(1, 61, (LENGTH,), generator=torch.Generator().manual_seed(number))
             labels = ids.clone()
             if number % 3 == 1:
-                labels[: LENGTH // 2 + 1] = -100
+                labels[: 3 * LENGTH // 4 + 1] = -100
             if number % 3 == 2:
-                labels[LENGTH // 2 - 2 :] = -100
+                labels[LENGTH // 4 - 2 :] = -100
             positions = torch.arange(LENGTH)
             if packed:
                 positions[LENGTH // 2 + 2 :] -= LENGTH // 2 + 2
