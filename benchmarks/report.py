@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from .harness import RESULTS
+from .plots import (
+    GPU_PARTS,
+    Problems,
+    plot_linear,
+    plot_memory,
+    plot_overview,
+    plot_ratios,
+    plot_sequences,
+    plot_split,
+    plot_steps,
+    plot_time,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
-OURS = "liger_dist"
-GPU_PARTS = ("computing", "communicating", "waiting")
-Problems = dict[str, dict[str, Any]]
 HEAD = """# Benchmarks
 
 Written by `python -m benchmarks.report` from the files in `benchmarks/results`. Implementations run in turn, call by
@@ -100,6 +109,15 @@ DISTILLATION_STEPS = """## Steps of a student with its teacher
 A student of the shape of Llama 8B (fp32 masters, bf16 compute, AdamW) and a bf16 teacher of 14 billion parameters (48
 layers of 5120), random weights, both under FSDP2, 8192 tokens for each GPU. `ratio`: to the student's own step and the
 teacher's forward with its logits together, in the same rounds. `planned`: the peak by `launch/train.py --dry_run`.
+"""
+LONG = """## One long sequence over all GPUs
+
+Llama 8B with random weights, fp32 masters, bf16 compute, AdamW with 8-bit states, activation checkpointing of every
+layer. `liger_dist`: `launch/train.py launch/llama_8b_long.yaml`, with tiles of the MLP. Accelerate: FSDP2 with
+`cp_size`, ring attention of torch. DeepSpeed: ZeRO-3, Ulysses and tiled MLP (ALST). Both with Liger's kernels. Every
+way runs by itself; its first step is not timed.
+
+![Tokens per second and memory](plots/long_context.png)
 """
 LARGE = """## Eight billion parameters
 
@@ -242,51 +260,9 @@ def time_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
-def plot_time(problems: Problems, path: Path) -> None:
-    """The three parts of a profiled step, stacked."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(problems), 1, figsize=(9, 1.7 * len(problems)), squeeze=False)
-    for (axis,), (name, problem) in zip(axes, problems.items(), strict=True):
-        names, left = [row["name"] for row in problem["rows"]], [0.0] * len(problem["rows"])
-        for part, colour in zip(GPU_PARTS, ("C0", "C1", "lightgrey"), strict=True):
-            values = [row["figures"][f"{part} ms"] for row in problem["rows"]]
-            axis.barh(names, values, left=left, color=colour, label=part)
-            left = [before + value for before, value in zip(left, values, strict=True)]
-        axis.set_title(f"{name} GPUs: ms", fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.invert_yaxis()
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def sequences_section(problems: Problems) -> str:
     """One table for each problem."""
     return timed_section(SEQUENCES, problems, {"GiB above the weights": ("GiB", ".2f")}, "way")
-
-
-def plot_sequences(problems: Problems, path: Path) -> None:
-    """Time and memory of every way."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(problems), 2, figsize=(11, 2.2 * len(problems)), squeeze=False, sharey="row")
-    for line, (name, problem) in zip(axes, problems.items(), strict=True):
-        rows = problem["rows"]
-        names = [row["name"] for row in rows]
-        values = [[row["median_ms"] for row in rows], [row["figures"]["GiB above the weights"] for row in rows]]
-        for axis, what, bars in zip(line, ("ms", "GiB above the weights"), values, strict=True):
-            axis.bar_label(
-                axis.barh(names, bars, color=["C7" if "dense" in n or n == "Liger" else "C0" for n in names])
-            )
-            axis.set_title(f"{name}: {what}", fontsize=9)
-            axis.tick_params(labelsize=7)
-            axis.margins(x=0.15)
-        line[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def policies_section(problems: Problems) -> str:
@@ -311,30 +287,6 @@ def distillation_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
-def plot_ratios(problems: Problems, path: Path) -> None:
-    """Time and memory of every implementation; two panels for each problem."""
-    import matplotlib.pyplot as plt
-
-    shown = {name: problem for name, problem in problems.items() if not name.startswith(("training", "soft"))}
-    figure, axes = plt.subplots(len(shown), 2, figsize=(11, 2.2 * len(shown)), squeeze=False, sharey="row")
-    for line, (name, problem) in zip(axes, shown.items(), strict=True):
-        rows = [row for row in problem["rows"] if not row["failure"] and row["name"] != "bare GEMMs"]
-        names = [row["name"].split(" (")[0] for row in rows]
-        values = [[row["figures"]["ratio"] for row in rows], [row["extra_mib"] for row in rows]]
-        for axis, what, form, bars in zip(
-            line, ("time / bare GEMMs", "extra MiB"), ("%.2f", "%.0f"), values, strict=True
-        ):
-            drawn = axis.barh(names, bars, color=["C0" if own.startswith(OURS) else "C7" for own in names])
-            axis.bar_label(drawn, fmt=form, fontsize=7)
-            axis.set_title(f"{name}: {what}", fontsize=9)
-            axis.tick_params(labelsize=7)
-            axis.margins(x=0.12)
-        line[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def large_section(problems: Problems) -> str:
     """One table for each number of GPUs."""
     parts = [LARGE]
@@ -355,137 +307,6 @@ def large_section(problems: Problems) -> str:
         header = ["way", "ms", "tokens/s", "utilisation", "peak GiB", "planned GiB"]
         parts += [f"### {problem} GPUs\n", table(header, rows), footnote(seen["environment"])]
     return "\n".join(parts)
-
-
-def plot_split(problems: Problems, path: Path) -> None:
-    """Ratio over peak memory, one panel for each shape."""
-    import matplotlib.pyplot as plt
-
-    lines = -(-len(problems) // 2)
-    figure, axes = plt.subplots(lines, 2, figsize=(11, 4 * lines), squeeze=False)
-    for axis, (name, problem) in zip(axes.flat, problems.items(), strict=True):
-        kinds: dict[str, list[dict[str, Any]]] = {}
-        for row in problem["rows"][1:]:
-            kinds.setdefault(row["name"].split(",")[0], []).append(row)
-        for kind, rows in kinds.items():
-            places = [(row["figures"]["peak MiB"], row["figures"]["ratio"]) for row in rows]
-            axis.plot(*zip(*places, strict=True), "o-", label=kind)
-            for row, place in zip(rows, places, strict=True):
-                axis.annotate(row["name"].split(", ")[1], place, fontsize=6, xytext=(4, 3), textcoords="offset points")
-        axis.set(title=f"{name} GPUs", xlabel="peak memory (MiB)", ylabel="time / three GEMMs", ylim=(0.95, 1.45))
-        axis.set_xlim(left=0)
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def plot_steps(problems: Problems, path: Path) -> None:
-    """Tokens per second and peak memory of every way."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(problems), 2, figsize=(11, 3 * len(problems)), squeeze=False, sharey="row")
-    for line, (name, problem) in zip(axes, problems.items(), strict=True):
-        names = [row["name"] for row in problem["rows"]]
-        colours = ["C7" if name.startswith(("Liger", "Hugging Face")) else "C0" for name in names]
-        for axis, figure_name in zip(line, ("tokens/s", "peak GiB"), strict=True):
-            values = [row["figures"].get(figure_name, math.nan) for row in problem["rows"]]
-            bars = axis.barh(names, values, color=colours)
-            axis.bar_label(bars, fmt="%.3g" if figure_name == "peak GiB" else "%.0f", fontsize=7)
-            axis.set_title(f"{name} GPUs: {figure_name}", fontsize=9)
-            axis.tick_params(labelsize=7)
-            axis.margins(x=0.12)
-        line[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-OVERVIEW = {
-    "liger_dist": "liger_dist, gather",
-    "liger_dist, compiled layers": "liger_dist, vocab_parallel, layers compiled",
-    "Liger-Kernel": "Liger, all kernels",
-    "torch.compile": "Hugging Face, layers compiled",
-}
-"""label of the README's picture, and row of the results"""
-
-
-def plot_overview(problems: Problems, path: Path) -> None:
-    """Tokens per second and peak memory of a small and a large model, for the README."""
-    import matplotlib.pyplot as plt
-
-    shown = [problem for problem in ("Llama 8B, on 2", "Llama-3.2-1B, tied, on 4") if problem in problems]
-    figure, axes = plt.subplots(len(shown), 2, figsize=(10, 1.9 * len(shown)), squeeze=False, sharey="row")
-    for line, name in zip(axes, shown, strict=True):
-        rows = {row["name"]: row["figures"] for row in problems[name]["rows"]}
-        bars = {label: rows[row] for label, row in OVERVIEW.items() if row in rows}
-        colours = ["C0" if label.startswith(OURS) else "C7" for label in bars]
-        for axis, unit in zip(line, ("tokens/s", "peak GiB"), strict=True):
-            drawn = axis.barh(list(bars), [figures[unit] for figures in bars.values()], color=colours)
-            axis.bar_label(drawn, fmt="{:,.0f}" if unit == "tokens/s" else "{:.1f}", fontsize=8, padding=2)
-            axis.set_title(f"{name} H200: {unit}", fontsize=9)
-            axis.tick_params(labelsize=8)
-            axis.margins(x=0.15)
-        line[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def plot_linear(problems: Problems, path: Path) -> None:
-    """Ratio over extra memory, one panel for each shape."""
-    import matplotlib.pyplot as plt
-
-    problems = {name: problem for name, problem in problems.items() if "," not in name}
-    names = [row["name"] for problem in problems.values() for row in problem["rows"]]
-    colours = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(names)) if not name.startswith(OURS)}
-    columns = min(2, len(problems))
-    lines = -(-len(problems) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False)
-    for axis in axes.flat[len(problems) :]:
-        axis.remove()
-    for axis, (name, problem) in zip(axes.flat, problems.items(), strict=False):
-        measured = [row for row in problem["rows"] if "extra MiB" in row["figures"]]
-        places = {row["name"]: (max(row["figures"]["extra MiB"], 1), row["figures"]["ratio"]) for row in measured}
-        ours = {of: place for of, place in places.items() if of.startswith(OURS)}
-        axis.plot(*zip(*ours.values(), strict=True), "o-", color="black", label=OURS)
-        for of, place in ours.items():
-            axis.annotate(of.removeprefix(OURS), place, fontsize=6, xytext=(4, 3), textcoords="offset points")
-        for of, place in places.items():
-            if of not in ours:
-                axis.scatter(*place, color=colours[of], s=24, label=of)
-        axis.set(title=name, xscale="log", xlabel="extra memory (MiB)", ylabel="time / three GEMMs")
-        axis.set_ylim(0.95, 2.0)
-    labelled = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(labelled.values(), labelled.keys(), loc="lower center", ncols=6, fontsize=8)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def plot_memory(problems: Problems, path: Path) -> None:
-    """Percentages of the copy bandwidth, forward and backward."""
-    import matplotlib.pyplot as plt
-
-    shown = {name: problem for name, problem in problems.items() if "cross_entropy" not in name}
-    names = list(dict.fromkeys(row["name"] for p in shown.values() for row in p["rows"] if "copy" not in row["name"]))
-    figure, axes = plt.subplots(1, 2, figsize=(13, 0.32 * len(shown) + 2), sharey=True)
-    height = 0.8 / max(len(names), 1)
-    for axis, which in zip(axes, ("forward %", "backward %")):
-        for place, name in enumerate(names):
-            values = [
-                next((row["figures"].get(which, 0.0) for row in p["rows"] if row["name"] == name), 0.0)
-                for p in shown.values()
-            ]
-            axis.barh([index + place * height for index in range(len(shown))], values, height, label=name)
-        axis.set(title=which.replace("%", "(% of copy bandwidth)"), xlim=(0, 110))
-        axis.axvline(100, color="grey", linewidth=0.5)
-    axes[0].set_yticks([index + 0.4 for index in range(len(shown))], list(shown), fontsize=7)
-    axes[0].invert_yaxis()
-    axes[1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -519,6 +340,15 @@ def main() -> None:
     if sequences:
         plot_sequences(sequences, plots / "sequences.png")
         sections.append(sequences_section(sequences))
+    long = read("long_context", given.results)
+    if long:
+        plot_steps(long, plots / "long_context.png")
+        columns = {
+            "tokens/s": ("tokens/s", ".0f"),
+            "utilisation": ("utilisation", ".1%"),
+            "peak GiB": ("peak GiB", ".1f"),
+        }
+        sections.append(timed_section(LONG, {f"{name} GPUs": one for name, one in long.items()}, columns, "way"))
     policies, policy_steps = read("log_probs", given.results), read("policy_step", given.results)
     if policies:
         plot_ratios(policies, plots / "log_probs.png")

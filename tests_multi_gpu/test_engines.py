@@ -237,6 +237,7 @@ def test_a_deepspeed_json_that_says_otherwise(
 ZERO = ("--async_checkpoints", "false", "--strategy", "deepspeed", "--deepspeed")
 LONG = {"num_hidden_layers": 4, "max_position_embeddings": 131072}
 LEAN = ("--activation_checkpointing", "true", "--mlp_tile_tokens", "8192")
+SHARDED_SEQUENCE = ("--strategy", "fsdp2", "--sp", "2", "--optimizer", "adamw_8bit", *LEAN)
 SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
@@ -263,13 +264,15 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN), 33.8),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN, "--offload_checkpoints", "true"), 33.6),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "16384", "--mlp_tile_tokens", "4096"), 30.7),
+        ({}, 2, (*SHARDED_SEQUENCE, "--sequence_length", "65536"), 42.9),
+        ({}, 2, (*SHARDED_SEQUENCE, "--sequence_length", "131072"), 48.8),
     ],
     ids=str,
 )
 def test_a_dry_run_knows_what_was_measured(
     shape: dict[str, int], world_size: int, options: tuple[str, ...], peak: float, tmp_path: Path
 ) -> None:
-    """GiB at the peak of steps on H200s, by ``torch.cuda.max_memory_allocated``."""
+    """GiB at the peak of steps on H200s and H100s, by ``torch.cuda.max_memory_allocated``."""
     file = LAUNCH / "models" / "llama_8b.json"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | shape))
     config = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])

@@ -231,7 +231,9 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     is_masked = not a.attend_across_documents and a.attention == "sdpa"
     # With a mask, SDPA is given keys and values as often as there are queries.
     groups = 1 if is_masked else heads // (text.num_key_value_heads or heads)
-    numbers = 2 * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
+    # Attention of full sequences keeps its output, and the product after it that of this rank's tokens.
+    outputs = 2 if (a.sp or 1) > 1 else 1
+    numbers = (1 + outputs) * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
     if size == 2 and strategy in ("none", "ddp", "tp"):
         # Under autocast the residual stream is fp32, and products get copies in bf16.
         numbers += 4 * D
@@ -244,6 +246,9 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < T:
         # Of a tile: gate, up, their product, its gradient. Of the weights: gradients of a tile, and their sum in fp32.
         passing = 4 * a.mlp_tile_tokens * F * size + 3 * D * F * (size + FP32)
+    if (a.sp or 1) > 1:
+        # The output's gradient; those of queries, keys and values as computed, as sent and as received.
+        passing = max(passing, T * size * (queries + 3 * (queries + 2 * queries // groups)))
     return LayerNeeds(kept=T * size * numbers + masks + scores, passing=passing + 3 * scores)
 
 
