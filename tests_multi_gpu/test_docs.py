@@ -113,6 +113,14 @@ def surroundings(page: str, text: str) -> Iterator[dict[str, Any]]:
         yield {"base": model, "LoraConfig": LoraConfig, "get_peft_model": get_peft_model}
     if "hosts" in page:
         yield from surroundings_of_a_host(page)
+    if "accelerator.backward" in text and "hosts" not in page:
+        from accelerate import Accelerator
+
+        # What DeepSpeed's loader yields.
+        yield {
+            "accelerator": Accelerator(cpu=not torch.cuda.is_available()),
+            "batch": {"input_ids": ids, "shift_labels": ids.roll(-1, 1)},
+        }
 
 
 def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
@@ -188,7 +196,16 @@ SHORT = ("--steps", "1", "--batch_size", "1", "--eval_batches", "1")
 def as_run(words: list[str]) -> list[str]:
     """The command for two processes on CPUs, and one step; nothing where it takes more than that."""
     program, *rest = words
-    takes_more = {"launch/llama_8b.yaml", "sbatch", "kubectl", "make", "pip", "launch/cpu_smoke.sh", "deepspeed"}
+    takes_more = {
+        "launch/llama_8b.yaml",
+        "launch/llama_8b_long.yaml",
+        "sbatch",
+        "kubectl",
+        "make",
+        "pip",
+        "launch/cpu_smoke.sh",
+        "deepspeed",
+    }
     if takes_more & set(words) or "liger_dist.integrations.llamafactory" in words:
         return []
     if program == "torchrun":
