@@ -12,15 +12,23 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
+LIMIT = 600
+"""seconds of one run"""
 
 
 def make_text(folder: Path, *, one_document: bool) -> list[str]:
-    """Packages of Python itself, and a tokenizer of hardly more than bytes, so that they are over a million tokens;
-    options of the training program."""
+    """Writes sources of Python's standard library as JSON lines, and trains a tokenizer of hardly more than bytes on
+    them (about 1.6 million tokens).
+
+    Returns:
+        options of ``launch/train.py``.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     packages = ("asyncio", "concurrent", "ctypes", "email", "json", "unittest", "xml")
-    files = [file.read_text() for package in packages for file in sorted((library / package).rglob("*.py"))]
-    documents = ["\n".join(files)] if one_document else files
+    files = [file for package in packages for file in sorted((library / package).rglob("*.py"))]
+    documents = [file.read_text(encoding="utf-8") for file in files]
+    if one_document:
+        documents = ["\n".join(documents)]
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     command = [sys.executable, str(ROOT / "launch" / "demo" / "make_tokenizer.py"), str(tokenizer), str(text)]
@@ -28,17 +36,27 @@ def make_text(folder: Path, *, one_document: bool) -> list[str]:
     return ["--data", str(text), "--eval_fraction", "0", "--tokenizer", str(tokenizer)]
 
 
-def torchrun(program: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """On all GPUs of this machine, with this process's path."""
+def torchrun(program: list[str], variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Starts a program on all GPUs of this machine, with this process's path, and ends it after :data:`LIMIT`."""
     gpus = str(torch.cuda.device_count())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus, *program]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path} | variables
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    environment = os.environ | {"PYTHONPATH": path} | (variables or {})
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            # torchrun ends its processes.
+            process.terminate()
+            out, err = process.communicate()
+            err += f"\nerror: no result within {LIMIT} s\n"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def failure_of(finished: subprocess.CompletedProcess[str]) -> str:
-    """The line with the first error; prints the end of its stderr."""
+    """Finds the first line with an error, and prints the end of stderr."""
     print(finished.stderr[-3000:], file=sys.stderr)
     lines = [line for line in finished.stderr.splitlines() if "Error: " in line or "error: " in line]
     return (lines or ["it failed"])[0][:200]

@@ -115,9 +115,7 @@ def plot_steps(problems: Problems, path: Path) -> None:
     figure, axes = plt.subplots(len(problems), 2, figsize=(11, 3 * len(problems)), squeeze=False, sharey="row")
     for line, (name, problem) in zip(axes, problems.items(), strict=True):
         names = [row["name"] for row in problem["rows"]]
-        colours = [
-            "C7" if name.startswith(("Liger", "Hugging Face", "Accelerate", "DeepSpeed")) else "C0" for name in names
-        ]
+        colours = ["C7" if way.startswith(PEERS) else "C0" for way in names]
         for axis, figure_name in zip(line, ("tokens/s", "peak GiB"), strict=True):
             values = [row["figures"].get(figure_name, math.nan) for row in problem["rows"]]
             bars = axis.barh(names, values, color=colours)

@@ -299,6 +299,7 @@ def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
         ({"rl": "grpo"}, "rl is 'grpo'"),
         ({"orpo_alpha": 0.1}, "orpo_alpha is 0.1"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, under which Axolotl shards labels"),
+        ({"sequence_parallel_degree": 4}, "sequence_parallel_degree is 4, under which Axolotl shards labels"),
         ({"kd_trainer": True, "kd_alpha": 1.0, "kd_beta": 0.5}, "kd_beta is 0.5; expected 0"),
         ({"kd_trainer": True, "kd_alpha": 1.0, "kd_normalize_topk": True}, "kd_normalize_topk is true"),
         ({"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_temperature": 2.0}, "kd_temperature is 2.0 and kd_ce_alpha 0.1"),

@@ -235,9 +235,9 @@ def test_a_deepspeed_json_that_says_otherwise(
 
 
 ZERO = ("--async_checkpoints", "false", "--strategy", "deepspeed", "--deepspeed")
-LONG = {"num_hidden_layers": 4, "max_position_embeddings": 131072}
+POSITIONS = {"max_position_embeddings": 131072}
+LONG = {"num_hidden_layers": 4} | POSITIONS
 LEAN = ("--activation_checkpointing", "true", "--mlp_tile_tokens", "8192")
-SHARDED_SEQUENCE = ("--strategy", "fsdp2", "--sp", "2", "--optimizer", "adamw_8bit", *LEAN)
 SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
@@ -264,8 +264,8 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN), 33.8),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN, "--offload_checkpoints", "true"), 33.6),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "16384", "--mlp_tile_tokens", "4096"), 30.7),
-        ({}, 2, (*SHARDED_SEQUENCE, "--sequence_length", "65536"), 42.9),
-        ({}, 2, (*SHARDED_SEQUENCE, "--sequence_length", "131072"), 48.8),
+        (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "65536"), 42.9),
+        (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "131072"), 48.8),
     ],
     ids=str,
 )
@@ -275,14 +275,15 @@ def test_a_dry_run_knows_what_was_measured(
     """GiB at the peak of steps on H200s and H100s, by ``torch.cuda.max_memory_allocated``."""
     file = LAUNCH / "models" / "llama_8b.json"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(file.read_text()) | shape))
-    config = parse([str(LAUNCH / "llama_8b.yaml"), "--model", str(tmp_path / "config.json"), *options])
+    settings = LAUNCH / ("llama_8b_long.yaml" if "--sp" in options else "llama_8b.yaml")
+    config = parse([str(settings), "--model", str(tmp_path / "config.json"), *options])
     model_config = find_config(config, 1)
     plans = plan(config, parallel_dims_of(config, world_size), shell(config, model_config), model_config).plans
     assert [p.head for p in plans] == (
         ["gather", "vocab_parallel"] if "fsdp2" in options and world_size > 1 else ["gather"]
     )
     found = plans[0] if config.lm_head == "gather" else plans[-1]
-    assert found.peak / 2**30 == pytest.approx(peak, rel=0.08)
+    assert found.peak / 2**30 == pytest.approx(peak, rel=0.03 if "--sp" in options else 0.08)
 
 
 def test_a_dry_run_allocates_nothing(cache: Path) -> None:

@@ -32,8 +32,8 @@ TOLERANCE: dict[Host, float] = {"sp_size": 2e-5, "cp_size": 2e-3}
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Of some, only the first quarter or the last has labels, so that one rank has none: DeepSpeed's second rank has
-    the last two quarters, Accelerate's the middle ones."""
+    """Rows of which some have labels in the first quarter or the last alone, so that one rank has none: DeepSpeed's
+    second rank has the last two quarters, Accelerate's the middle ones."""
 
     def __init__(self, packed: bool = False) -> None:
         self.rows = []
@@ -57,6 +57,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 HOWS = ("fuse", "wrapped first")
+BOTH = ("sp_size", pytest.param("cp_size", marks=pytest.mark.gpu(n=2)))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_in_the_trainer(host: Host, how: str, workers_2: Workers) -> None:
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=TOLERANCE[host])
 
 
-@pytest.mark.parametrize("host", [pytest.param("sp_size"), pytest.param("cp_size", marks=pytest.mark.gpu(n=2))])
+@pytest.mark.parametrize("host", BOTH)
 def test_in_accelerates_own_loop(host: Host, workers_2: Workers) -> None:
     """The mean over the labels of all ranks: gradients are averaged over them, so each divides by a rank's share."""
     ranks = workers_2.run(trained_in_a_loop, host)
@@ -127,7 +128,7 @@ def test_zero_2_whose_gradients_are_too_large(workers_2: Workers) -> None:
     assert all("sp_size is 2 with a ZeRO stage below 3" in message for message in messages)
 
 
-@pytest.mark.parametrize("host", [pytest.param("sp_size"), pytest.param("cp_size", marks=pytest.mark.gpu(n=2))])
+@pytest.mark.parametrize("host", BOTH)
 def test_packed_documents_are_refused(host: Host, workers_2: Workers) -> None:
     """On all ranks, though the second document begins on the second rank's tokens alone."""
     with tempfile.TemporaryDirectory() as folder:
@@ -216,7 +217,7 @@ def sharded_by(accelerator: Any, host: Host, batch: dict[str, torch.Tensor]) -> 
 
 @contextmanager
 def fresh_host() -> Iterator[None]:
-    """Without what earlier trainers of this process have left, and without what this one leaves."""
+    """Removes what earlier trainers have left in this process, and afterwards what this one leaves."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     forget_earlier_trainers()
@@ -240,8 +241,10 @@ def noted(model: Any) -> Iterator[list[torch.Tensor]]:
         inputs.append(torch.stack([kwargs[name][0] for name in names]).cpu())
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    yield inputs
-    hook.remove()
+    try:
+        yield inputs
+    finally:
+        hook.remove()
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
@@ -255,7 +258,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def plugins(host: Host, stage: int = 3) -> dict[str, Any]:
-    """Of an ``Accelerator``."""
+    """Makes the arguments of an ``Accelerator``."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DeepSpeedPlugin
 

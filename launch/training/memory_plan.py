@@ -5,6 +5,7 @@ Legend: T tokens of a micro-batch, S of a sequence, D hidden, F width of the MLP
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from .parallel_dims import ParallelDims
 
 FP32 = 4
 STATES = {"adamw": 2 * FP32, "adamw_8bit": 2}
-"""bytes of both moments of a number"""
+"""bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out"""
 GATHERED_LAYERS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
@@ -229,8 +230,8 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     heads: int = text.num_attention_heads
     queries = heads * (getattr(text, "head_dim", None) or D // heads)
     is_masked = not a.attend_across_documents and a.attention == "sdpa"
-    # With a mask, SDPA is given keys and values as often as there are queries.
-    groups = 1 if is_masked else heads // (text.num_key_value_heads or heads)
+    # Over "sp", key heads are repeated until the ranks divide them; with a mask, for SDPA, to as many as query heads.
+    groups = 1 if is_masked else max(heads // math.lcm(text.num_key_value_heads or heads, a.sp or 1), 1)
     # Attention of full sequences keeps its output, and the product after it that of this rank's tokens.
     outputs = 2 if (a.sp or 1) > 1 else 1
     numbers = (1 + outputs) * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)

@@ -94,8 +94,8 @@ def _objections(cfg: dict[str, Any]) -> list[str]:
         if (cfg.get(key) or 1) > 1:
             found.append(
                 f"{key} is {cfg[key]!r}, under which Axolotl shards labels without shifting them, so that the last "
-                "token of every shard is not learnt, and takes the labels of one micro-batch for those of every one; "
-                "leave it out"
+                "token of every shard is not learnt, and counts num_items_in_batch from one micro-batch under gradient "
+                'accumulation; leave it out (a mesh axis "sp" under FSDP2 shards sequences exactly)'
             )
     if cfg.get("kd_trainer"):
         found += objections(cfg)
