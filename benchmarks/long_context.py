@@ -3,7 +3,7 @@ parallelism (ring attention of torch) and DeepSpeed's ALST (Ulysses with tiled M
 
     python -m benchmarks.long_context
 
-Every way is a process group of its own, for it fills the GPUs: fp32 masters and bf16 compute, AdamW with 8-bit states,
+Every way runs in separate processes, because it fills the GPUs: fp32 masters and bf16 compute, AdamW with 8-bit states,
 activation checkpointing of every layer, random weights. The ways run in turn, length by length. Peaks are what torch
 has allocated: of the first rank for ours, of the rank with most for the others. No way but one of ours keeps
 checkpoints in host memory, which ALST can do too.
