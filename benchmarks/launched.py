@@ -26,14 +26,15 @@ def make_text(folder: Path, *, one_document: bool) -> list[str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     packages = ("asyncio", "concurrent", "ctypes", "email", "json", "unittest", "xml")
     files = [file for package in packages for file in sorted((library / package).rglob("*.py"))]
-    documents = [file.read_text(encoding="utf-8") for file in files]
+    # Some __init__.py are empty, and no documents.
+    documents = [text for file in files if (text := file.read_text(encoding="utf-8")).strip()]
     if one_document:
         documents = ["\n".join(documents)]
-    text, tokenizer = folder / "text.jsonl", folder / "tokenizer"
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    command = [sys.executable, str(ROOT / "launch" / "demo" / "make_tokenizer.py"), str(tokenizer), str(text)]
+    path, tokenizer = folder / "text.jsonl", folder / "tokenizer"
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    command = [sys.executable, str(ROOT / "launch" / "demo" / "make_tokenizer.py"), str(tokenizer), str(path)]
     subprocess.run([*command, "--vocab_size", "300"], check=True, capture_output=True, timeout=100)
-    return ["--data", str(text), "--eval_fraction", "0", "--tokenizer", str(tokenizer)]
+    return ["--data", str(path), "--eval_fraction", "0", "--tokenizer", str(tokenizer)]
 
 
 def torchrun(program: list[str], variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
