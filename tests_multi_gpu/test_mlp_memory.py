@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from models import BATCH_SIZE, SEQUENCE_LENGTH, gradient_errors, make_batch, make_model
 from test_isolation import LargestTensor
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import liger_dist
@@ -18,6 +20,17 @@ from liger_dist.sharding.process_groups import compute_device
 TILE = 7
 TOKENS = BATCH_SIZE * SEQUENCE_LENGTH
 TILES = -(-TOKENS // TILE)
+
+
+class Multiplications(TorchDispatchMode):
+    """Those of matrix products. The hooks of torch's FlopCounterMode would make modules run their own code."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.number += args[0].numel() * args[1].shape[1]
+        return func(*args, **(kwargs or {}))
 
 
 def pair(*, checkpointing: bool = False, use_reentrant: bool = False, **options: Any) -> tuple[Any, Any]:
@@ -123,6 +136,47 @@ def test_tokens_of_all_tiles_are_those_of_the_batch_and_no_tile_runs_three_times
         assert max(seen) == TILE
         assert_exact(model, reference)
         assert f"{TILE} tokens at a time" in str(liger_dist.explain(model))
+
+
+def test_tiles_compute_no_more_products_than_checkpointing_alone() -> None:
+    counts = []
+    for tile in (None, TILE):
+        model, reference = pair(checkpointing=True, mlp_tile_tokens=tile)
+        with Multiplications() as counted:
+            model(**make_batch(0)).loss.backward()
+        counts.append(counted.number)
+        assert_exact(model, reference)
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_of_the_down_projection_see_values(hook: str) -> None:
+    model, reference = pair(mlp_tile_tokens=TILE)
+    doubled = {
+        "register_forward_hook": lambda module, args, output: output * 2,
+        "register_forward_pre_hook": lambda module, args: (args[0] * args[0],),
+        "register_full_backward_hook": lambda module, inputs, outputs: (inputs[0] * 2,),
+    }[hook]
+    for one in (model, reference):
+        getattr(one.model.layers[0].mlp.down_proj, hook)(doubled)
+    model(**make_batch(0)).loss.backward()
+    assert_exact(model, reference)
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "down_proj", "down_proj.bias"])
+def test_tiles_with_biases_and_frozen_projections(frozen: str) -> None:
+    config = make_model("llama", dtype=torch.float32).config
+    config.mlp_bias = True
+    torch.manual_seed(0)
+    model: Any = type(make_model("llama"))(config).to(compute_device())
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        parameter.requires_grad_(frozen not in name)
+    reference = copy.deepcopy(model).double()
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=TILE))
+    model(**make_batch(0)).loss.backward()
+    assert model.model.layers[0].mlp.down_proj.bias.requires_grad == (frozen == "gate_proj")
+    assert_exact(model, reference)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -33,13 +33,14 @@ from .swap import (
     has_hooks,
     has_settings,
     is_local,
+    is_plain_linear,
     match_of,
     own_forward,
     probing,
     runs_own_code,
     settings_of,
 )
-from .tiles import compute_in_tiles
+from .tiles import compute_in_tiles, linear_without_output
 
 TOLERANCE = 1e-5
 _ZERO_LEAF = "_z3_leaf"
@@ -281,9 +282,11 @@ def _make_forward(own: Forward) -> Forward:
         is_traced = torch.compiler.is_compiling()
         if match is None or is_traced or args or kwargs or not _is_as_probed(self, match, own):
             return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
-        compute = functools.partial(own if runs_own_code(hidden_states) else _fused, self)
+        is_own = runs_own_code(hidden_states)
+        compute = functools.partial(own if is_own else _fused, self)
         if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
-            return compute_in_tiles(self, compute, hidden_states, match.tile_tokens)
+            recompute = compute if is_own else functools.partial(_fused, self, needs_values=False)
+            return compute_in_tiles(self, compute, hidden_states, match.tile_tokens, recompute=recompute)
         return compute(hidden_states)
 
     return forward
@@ -295,7 +298,11 @@ def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
     return bool(hidden_states.shape[:-1].numel() > tile_tokens)
 
 
-def _fused(module: nn.Module, hidden_states: Tensor) -> Any:
+def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = True) -> Any:
+    """
+    Args:
+        needs_values: False if the result is asked for its graph alone.
+    """
     match: GatedMatch = match_of(module)
     projected: Any = getattr(module, match.gate)(hidden_states)
     gate, up = (projected, getattr(module, match.up)(hidden_states)) if match.up else match.split(projected)
@@ -304,7 +311,11 @@ def _fused(module: nn.Module, hidden_states: Tensor) -> Any:
     if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
         # Projections may return DTensors, or with LoRA another dtype.
         return down(_activate(gate, match.activation) * up)
-    return down(gated_activation(gate, up, activation=match.activation, backend=match.backend))
+    product = gated_activation(gate, up, activation=match.activation, backend=match.backend)
+    has_autocast = torch.is_autocast_enabled(product.device.type)
+    if not needs_values and not has_autocast and product.dim() == 2 and is_plain_linear(down):
+        return linear_without_output(down, product)
+    return down(product)
 
 
 def _is_as_probed(module: nn.Module, match: GatedMatch, own: Forward) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +189,12 @@ def _is_of_framework(hook: Any) -> bool:
 def is_local(tensor: object) -> bool:
     """True for a full ordinary tensor: no DTensor or other subclass."""
     return type(tensor) in (Tensor, Parameter)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for ``F.linear`` of full ordinary tensors and nothing else: no subclass, no hooks."""
+    is_linear = type(module) is nn.Linear and "forward" not in vars(module)
+    return is_linear and is_local(module.weight) and next(_hooks(module), None) is None
 
 
 def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:

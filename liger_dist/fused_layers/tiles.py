@@ -3,6 +3,7 @@ backward computes each tile again before its gradient (Bekman et al. 2025, arXiv
 
 [Note: one run more, not two]
 
+The backward needs the operands of the last product, not its result: :func:`linear_without_output` takes its place.
 Under activation checkpointing a layer runs twice; a tile that the backward computes once more would run a third time.
 torch's recomputation ends at the last tensor that the layer saved. :class:`_SavedInput` saves the only one here before
 the tiles run, so that it ends there where nothing after the module in the layer saves another.
@@ -24,12 +25,15 @@ _ACCUMULATED = (torch.float16, torch.bfloat16)
 """dtypes whose gradients are summed over tiles in fp32"""
 
 
-def compute_in_tiles(module: nn.Module, forward: Forward, hidden_states: Tensor, tile_tokens: int) -> Tensor:
+def compute_in_tiles(
+    module: nn.Module, forward: Forward, hidden_states: Tensor, tile_tokens: int, *, recompute: Forward
+) -> Tensor:
     """``forward(hidden_states)``, called with ``tile_tokens`` tokens at a time.
 
     Args:
         module: holds the weights that ``forward`` reads; they get their gradients once, summed over tiles.
         hidden_states: ``[..., D]``.
+        recompute: as ``forward``, called in the backward for its graph alone: the values of its result are not read.
 
     Returns:
         ``[..., D]``.
@@ -38,7 +42,7 @@ def compute_in_tiles(module: nn.Module, forward: Forward, hidden_states: Tensor,
     if not torch.is_grad_enabled():
         return _in_tiles(forward, tokens, tile_tokens).view(hidden_states.shape)
     saved: Tensor = _SavedInput.apply(tokens)  # type: ignore[no-untyped-call]
-    result: Tensor = _Tiles.apply(saved, saved.grad_fn, module, forward, tile_tokens, *_weights_of(module))  # type: ignore[no-untyped-call]
+    result: Tensor = _Tiles.apply(saved, saved.grad_fn, module, (forward, recompute), tile_tokens, *_weights_of(module))  # type: ignore[no-untyped-call]
     return result.view(hidden_states.shape)
 
 
@@ -102,9 +106,16 @@ class _SavedInput(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens_TD: Tensor, saved: Any, module: nn.Module, forward: Forward, tile_tokens: int, *weights: Tensor
+        ctx: Any,
+        tokens_TD: Tensor,
+        saved: Any,
+        module: nn.Module,
+        functions: tuple[Forward, Forward],
+        tile_tokens: int,
+        *weights: Tensor,
     ) -> Tensor:
-        ctx.saved, ctx.module, ctx.run, ctx.tile_tokens = saved, module, forward, tile_tokens
+        forward, ctx.recompute = functions
+        ctx.saved, ctx.module, ctx.tile_tokens = saved, module, tile_tokens
         if saved is None:
             # Nothing before the module trains.
             ctx.save_for_backward(tokens_TD)
@@ -124,7 +135,7 @@ class _Tiles(torch.autograd.Function):
             for index, (tile, d_result) in enumerate(tiles):
                 leaf = tile.detach().requires_grad_(needs_tokens)
                 with torch.enable_grad():
-                    result = ctx.run(leaf)
+                    result = ctx.recompute(leaf)
                 wanted = ([leaf] if needs_tokens else []) + weights
                 gradients = list(torch.autograd.grad(result, wanted, d_result, allow_unused=True))
                 del result
@@ -134,6 +145,27 @@ class _Tiles(torch.autograd.Function):
                 sums = [_added(total, new) for total, new in zip(sums, gradients, strict=True)]
         totals = [None if total is None else total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
         return d_tokens_TD, None, None, None, None, *totals
+
+
+class _LinearWithoutOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TF, weight_DF)
+        return x_TF.new_empty(()).expand(len(x_TF), len(weight_DF))
+
+    @staticmethod
+    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TF, weight_DF = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        d_x_TF = d_y_TD @ weight_DF if needs_x else None
+        d_weight_DF = d_y_TD.T @ x_TF if needs_weight else None
+        return d_x_TF, d_weight_DF, d_y_TD.sum(0) if needs_bias else None
+
+
+def linear_without_output(linear: nn.Linear, x_TF: Tensor) -> Tensor:
+    """``linear(x_TF)`` for its gradients alone: no product is computed, and the values of the result are undefined."""
+    y_TD: Tensor = _LinearWithoutOutput.apply(x_TF, linear.weight, linear.bias)  # type: ignore[no-untyped-call]
+    return y_TD
 
 
 def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
