@@ -29,6 +29,7 @@ from .training_ways import (
     SEQUENCES,
     SHAPES,
     VOCAB_SIZE,
+    OptimizerName,
     Sharding,
     Way,
     make_model,
@@ -115,16 +116,20 @@ def rows_of(name: str, problem: str, chosen: dict[str, Way], steps: int) -> list
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--sharding", choices=get_args(Sharding), default="fsdp2")
+    parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw")
     parser.add_argument("--ways", help="implementations to run, separated by semicolons; default: all")
     given = parser.parse_args()
+    if given.sharding == "zero3" and given.optimizer != "adamw":
+        parser.error(f"--optimizer {given.optimizer} is not available with --sharding zero3")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    all_ways = ways(given.sharding)
+    all_ways = ways(given.sharding, given.optimizer)
     chosen = {way: all_ways[way] for way in (given.ways.split(";") if given.ways else all_ways)}
     for name in SHAPES:
         if given.only not in name:
             continue
-        rows = rows_of(name, f"{name}{_TITLES[given.sharding]}, on {dist.get_world_size()}", chosen, given.rounds)
+        kind = _TITLES[given.sharding] + (", AdamW with 8-bit states" if given.optimizer == "adamw_8bit" else "")
+        rows = rows_of(name, f"{name}{kind}, on {dist.get_world_size()}", chosen, given.rounds)
         if dist.get_rank() == 0:
             print(rows[0].problem)
             show(rows, ("tokens/s", "peak GiB", "computing ms", "loss"))

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 import liger_dist
 
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "none"]
+OptimizerName = Literal["adamw", "adamw_8bit"]
 VOCAB_SIZE, SEQUENCE_LENGTH, SEQUENCES = 128256, 4096, 2
 _8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -105,9 +106,9 @@ def restored_transformers() -> Iterator[None]:
         vars(modeling_llama).update(before)
 
 
-def ways(sharding: Sharding) -> dict[str, Way]:
-    """Every way under one sharding that is installed, by the name of its row."""
-    train = by_deepspeed if sharding == "zero3" else by_torch
+def ways(sharding: Sharding, optimizer: OptimizerName = "adamw") -> dict[str, Way]:
+    """Every way under one sharding that is installed, by the name of its row. ZeRO-3 has ``"adamw"`` alone."""
+    train = by_deepspeed if sharding == "zero3" else partial(by_torch, name=optimizer)
     found: dict[str, Shard] = dict(_OURS[sharding])
     peers: dict[str, dict[str, bool]] = {"Hugging Face": {}}
     if sharding != "zero3":
@@ -209,10 +210,10 @@ def _sharded(model: Any, layers: Any, sharding: Sharding) -> Any:
     return model
 
 
-def by_torch(model: Any) -> Training:
-    """AdamW and clipping of torch."""
+def by_torch(model: Any, *, name: OptimizerName) -> Training:
+    """AdamW of torch, or torchao's with 8-bit states, and clipping of torch."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = _optimizer(name)(trained, lr=1e-4)
     clip = getattr(model, "clip_grad_norm_", None) or (lambda norm: nn.utils.clip_grad_norm_(trained, norm))
 
     def update() -> None:
@@ -221,6 +222,15 @@ def by_torch(model: Any) -> Training:
         optimizer.zero_grad()
 
     return Training(model, Tensor.backward, update)
+
+
+def _optimizer(name: OptimizerName) -> Callable[..., Any]:
+    if name == "adamw":
+        return torch.optim.AdamW
+    from torchao.optim import AdamW8bit
+
+    kind: Callable[..., Any] = AdamW8bit
+    return kind
 
 
 def by_deepspeed(model: Any) -> Training:

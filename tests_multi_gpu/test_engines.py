@@ -237,6 +237,7 @@ def test_a_deepspeed_json_that_says_otherwise(
 ZERO = ("--async_checkpoints", "false", "--strategy", "deepspeed", "--deepspeed")
 POSITIONS = {"max_position_embeddings": 131072}
 LONG = {"num_hidden_layers": 4} | POSITIONS
+STATES_OF_8_BITS = ("--optimizer", "adamw_8bit", "--sequence_length", "4096", "--batch_size", "2")
 LEAN = ("--activation_checkpointing", "true", "--mlp_tile_tokens", "8192")
 SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
@@ -264,6 +265,9 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN), 33.8),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "65536", *LEAN, "--offload_checkpoints", "true"), 33.6),
         (LONG, 1, ("--strategy", "fsdp2", "--sequence_length", "16384", "--mlp_tile_tokens", "4096"), 30.7),
+        ({}, 2, ("--strategy", "fsdp2", *STATES_OF_8_BITS), 50.0),
+        ({}, 2, ("--strategy", "fsdp2", *STATES_OF_8_BITS, "--float8", "tensorwise"), 49.9),
+        ({"num_hidden_layers": 16}, 2, ("--strategy", "fsdp2", "--float8", "tensorwise"), 42.4),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "65536"), 42.9),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "131072"), 48.8),
     ],
