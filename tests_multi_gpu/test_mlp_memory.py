@@ -149,16 +149,47 @@ def test_tiles_compute_no_more_products_than_checkpointing_alone() -> None:
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
-def test_hooks_of_the_down_projection_see_values(hook: str) -> None:
+HOOKS = {
+    "forward_pre_hook": lambda module, args: (args[0] * args[0],),
+    "forward_hook": lambda module, args, output: output * 2,
+    "full_backward_pre_hook": lambda module, outputs: (outputs[0] * 2,),
+    "full_backward_hook": lambda module, inputs, outputs: (inputs[0] * 2,),
+}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_the_down_projection_run_as_without_tiles(name: str, everywhere: bool) -> None:
     model, reference = pair(mlp_tile_tokens=TILE)
-    doubled = {
-        "register_forward_hook": lambda module, args, output: output * 2,
-        "register_forward_pre_hook": lambda module, args: (args[0] * args[0],),
-        "register_full_backward_hook": lambda module, inputs, outputs: (inputs[0] * 2,),
-    }[hook]
-    for one in (model, reference):
-        getattr(one.model.layers[0].mlp.down_proj, hook)(doubled)
+    downs = [one.model.layers[0].mlp.down_proj for one in (model, reference)]
+    handles = []
+    if everywhere:
+        only = lambda module, *args: HOOKS[name](module, *args) if module in downs else None  # noqa: E731
+        handles.append(getattr(nn.modules.module, f"register_module_{name}")(only))
+    else:
+        for down in downs:
+            getattr(down, f"register_{name}")(HOOKS[name])
+    try:
+        model(**make_batch(0)).loss.backward()
+        assert_exact(model, reference)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("place", ["nn.Linear.forward", "F.linear"])
+def test_patches_of_torchs_linear_count_as_without_tiles(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = pair(mlp_tile_tokens=TILE)
+    owner, name = (nn.Linear, "forward") if place == "nn.Linear.forward" else (nn.functional, "linear")
+    own: Any = getattr(owner, name)
+    down = model.model.layers[0].mlp.down_proj.weight.shape
+
+    def patched(*args: Any) -> Tensor:
+        weight = args[0].weight if name == "forward" else args[1]
+        result: Tensor = own(*args)
+        return result * 1.5 if weight.shape == down else result
+
+    monkeypatch.setattr(owner, name, patched)
     model(**make_batch(0)).loss.backward()
     assert_exact(model, reference)
 

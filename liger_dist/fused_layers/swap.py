@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from types import BuiltinFunctionType
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -27,6 +29,7 @@ _MATCH = "_liger_dist_match"
 _OWNER = "_liger_dist_owner"
 _SIMPLE = (bool, int, float, str, type(None))
 _MISSING = object()
+_LINEAR_FORWARD = nn.Linear.forward
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FRAMEWORKS = ("torch.distributed.", "deepspeed.")
 """whose hooks unshard, move and free tensors, and change no number"""
@@ -178,7 +181,12 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
     ):
         yield from own.values()
     everywhere = nn.modules.module
-    for name in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
+    for name in (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    ):
         yield from getattr(everywhere, name, {}).values()
 
 
@@ -192,8 +200,10 @@ def is_local(tensor: object) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """True for ``F.linear`` of full ordinary tensors and nothing else: no subclass, no hooks."""
-    is_linear = type(module) is nn.Linear and "forward" not in vars(module)
+    """True for torch's own ``F.linear`` of full ordinary tensors alone: no subclass, no hooks, no patches."""
+    is_linear = type(module) is nn.Linear and "forward" not in vars(module) and nn.Linear.forward is _LINEAR_FORWARD
+    # DeepSpeed and others put functions in Python there.
+    is_linear = is_linear and isinstance(F.linear, BuiltinFunctionType)
     return is_linear and is_local(module.weight) and next(_hooks(module), None) is None
 
 

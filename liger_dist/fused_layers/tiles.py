@@ -150,16 +150,16 @@ class _Tiles(torch.autograd.Function):
 class _LinearWithoutOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TF, weight_DF)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_TF if needs_weight else None, weight_DF if needs_x else None)
         return x_TF.new_empty(()).expand(len(x_TF), len(weight_DF))
 
     @staticmethod
     def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight_DF = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        d_x_TF = d_y_TD @ weight_DF if needs_x else None
-        d_weight_DF = d_y_TD.T @ x_TF if needs_weight else None
-        return d_x_TF, d_weight_DF, d_y_TD.sum(0) if needs_bias else None
+        d_x_TF = None if weight_DF is None else d_y_TD @ weight_DF
+        d_weight_DF = None if x_TF is None else d_y_TD.T @ x_TF
+        return d_x_TF, d_weight_DF, d_y_TD.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def linear_without_output(linear: nn.Linear, x_TF: Tensor) -> Tensor:
