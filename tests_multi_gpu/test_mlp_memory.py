@@ -149,6 +149,19 @@ def test_tiles_compute_no_more_products_than_checkpointing_alone() -> None:
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tile_keeps_its_product_only_for_the_gradient_of_down(frozen: bool) -> None:
+    model, _ = pair(mlp_tile_tokens=TILE)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.requires_grad_(not frozen)
+    width, kept = model.config.intermediate_size, []
+    loss = model(**make_batch(0)).loss
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda x: x):
+        loss.backward()
+    tiles = len(model.model.layers) * (TOKENS // TILE)
+    assert kept.count((TILE, width)) == tiles * (2 if frozen else 3)
+
+
 HOOKS = {
     "forward_pre_hook": lambda module, args: (args[0] * args[0],),
     "forward_hook": lambda module, args, output: output * 2,

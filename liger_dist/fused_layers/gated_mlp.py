@@ -313,7 +313,7 @@ def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = Tru
         return down(_activate(gate, match.activation) * up)
     product = gated_activation(gate, up, activation=match.activation, backend=match.backend)
     has_autocast = torch.is_autocast_enabled(product.device.type)
-    if not needs_values and not has_autocast and product.dim() == 2 and is_plain_linear(down):
+    if not needs_values and not has_autocast and is_plain_linear(down):
         return linear_without_output(down, product)
     return down(product)
 
