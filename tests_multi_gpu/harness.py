@@ -138,6 +138,8 @@ class InThisProcess:
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
+    # A signal in a thread of C++ (gloo's, say) has no Python frames: torch prints those of every thread.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
