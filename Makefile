@@ -44,7 +44,8 @@ $(VENV)/.torchao: $(VENV)/.installed
 test: $(VENV)/.torchao
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
-# With the tests that take minutes each: links between hosts that are cut, 200,000 documents.
+# With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and those that repeat
+# another one with a detail changed (a second signal, another rank, tied weights).
 test-all: $(VENV)/.torchao
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

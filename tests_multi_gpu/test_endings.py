@@ -43,7 +43,11 @@ def is_computing(process: subprocess.Popen[str], folder: Path) -> bool:
     return (folder / "checkpoints" / "begun").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1],
+    ids=lambda number: number.name,
+)
 def test_a_signal_inside_a_long_step_saves_and_ends(
     number: signal.Signals, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -74,7 +78,7 @@ def test_a_signal_inside_a_long_step_saves_and_ends(
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-@pytest.mark.parametrize("newest", ["none", "that of step 6"])
+@pytest.mark.parametrize("newest", [pytest.param("none", marks=pytest.mark.slow), "that of step 6"])
 def test_a_micro_batch_that_takes_longer_than_the_grace(
     newest: str, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +109,7 @@ def test_a_micro_batch_that_takes_longer_than_the_grace(
     ), output
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_path: Path) -> None:
     config = config_for(data, cache, tmp_path / "run", **LONG_STEP)
     with ends_within(120, tmp_path):

@@ -206,7 +206,19 @@ def two_steps(layout: Layout, model: Any, reference: Any, *, mean: str = "local"
     return errors
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.rows == EVEN_ROWS], ids=str)
+REPEATS = [replace(layout, tied=True) for layout in (HSDP, FSDP_TP, FSDP_EP, TP_EP, EP)]
+"""tied weights, which a Trainer treats as in the two layouts that stay; test_a_training_loop has all of them"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (layout in REPEATS))
+        for layout in LAYOUTS
+        if layout.rows == EVEN_ROWS
+    ],
+    ids=str,
+)
 def test_a_trainer(layout: Layout, checkpoints: dict[str, str], workers_2: Workers, workers_4: Workers) -> None:
     """A model that is wrapped before its Trainer is made, and a Trainer that is fused."""
     from transformers import PreTrainedModel
