@@ -29,6 +29,9 @@ CALLS = 120
 """after which fresh processes start"""
 START_LIMIT = 120.0
 """seconds for the processes to import and meet"""
+WHERE = signal.SIGQUIT
+"""asks a process that gives no result for its Python frames; a fatal signal would print those of C++ as well, thousands
+of lines"""
 
 
 def shared_buffers(pattern: str = "*") -> set[Path]:
@@ -92,7 +95,7 @@ class Workers:
             if not ready:
                 # Each says on stderr where it is.
                 for process in self._processes:
-                    os.kill(process.pid or 0, signal.SIGABRT)
+                    os.kill(process.pid or 0, WHERE)
                 time.sleep(2.0)
                 self._stop()
                 raise TimeoutError(f"{what}: ranks {sorted(pending.values())} gave no result within {time_limit:.0f} s")
@@ -137,9 +140,11 @@ class InThisProcess:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    faulthandler.enable()
-    # A signal in a thread of C++ (gloo's, say) has no Python frames: torch prints those of every thread.
+    # A signal in a thread of C++ (gloo's, say) has no Python frames: torch prints those of every thread, after
+    # faulthandler the Python ones.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
+    faulthandler.enable()
+    faulthandler.register(WHERE)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -78,7 +78,7 @@ def test_a_signal_inside_a_long_step_saves_and_ends(
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-@pytest.mark.parametrize("newest", [pytest.param("none", marks=pytest.mark.slow), "that of step 6"])
+@pytest.mark.parametrize("newest", ["none", "that of step 6"])
 def test_a_micro_batch_that_takes_longer_than_the_grace(
     newest: str, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:

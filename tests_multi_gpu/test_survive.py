@@ -201,7 +201,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(1, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize("frozen", [1, 0])
 def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: Path) -> None:
     """Rank 0 with the store that all ranks talk through, as on several machines."""
     program, pid = tmp_path / "stuck.py", tmp_path / "pid"
