@@ -28,7 +28,7 @@ from .fused_layers.attention_selection import AttentionSelection, select_attenti
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
-from .peft_layers import base_model_of, call_with_hooks, restore_calls
+from .peft_layers import base_model_of
 from .sharding import as_strategy, optional_encoders
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -109,7 +109,7 @@ def wrap(
             been changed then, and under the strategies of torch every rank raises: the ranks exchange their refusals
             before any other collective.
     """
-    config = config or WrapConfig()
+    config = WrapConfig() if config is None else config
     outer, model = model, base_model_of(model)
     chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
     if _shards_sequences(chosen):
@@ -126,7 +126,6 @@ def wrap(
         undo.pop_all()
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
-    call_with_hooks(outer, model)
     return wrapped
 
 
@@ -149,6 +148,7 @@ def _inspect(
     Raises:
         LigerDistError: see :func:`wrap`.
     """
+    _check_arguments(outer, config)
     chosen = as_strategy(strategy, mesh)
     chosen.check(config, world_size=dist.get_world_size() if dist.is_initialized() else None)
     model = base_model_of(outer)
@@ -185,6 +185,20 @@ def _inspect(
             )
         _check_unfused(model, config, outputs, reason)
     return chosen, _Inspected(structure, initialize, recipe, reason)
+
+
+def _check_arguments(outer: object, config: object) -> None:
+    if not isinstance(outer, nn.Module):
+        raise LigerDistError(
+            f"model is {outer!r}; expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...) builds."
+        )
+    if not isinstance(config, WrapConfig):
+        raise LigerDistError(f"config is {config!r}; expected a liger_dist.WrapConfig(...).")
+    if "_orig_mod" in outer._modules:
+        raise LigerDistError(
+            f"the model is a {type(outer).__name__} that torch.compile has made; wrap the model first and compile the "
+            "result: torch.compile(liger_dist.wrap(model)). model.compile() and compiled layers may come before."
+        )
 
 
 def _shards_sequences(strategy: Strategy) -> bool:
@@ -287,6 +301,8 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
     undo.callback(attention.restore)
+    if seam is not None:
+        seam.entry.skips_padding = attention.reason is None
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,
@@ -334,7 +350,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     detach(record.structure.layers)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
-    restore_calls(model, inner)
     if isinstance(model, FullyShardedDataParallel):
         return model
     outer = model.module if isinstance(model, Wrapper) else model

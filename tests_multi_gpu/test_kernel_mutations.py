@@ -38,7 +38,18 @@ def half_of_the_upstream_gradient(  # type: ignore[no-untyped-def]
     out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, *others
 ):
     own_write(
-        out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll * 0.5, *others
+        out_row_ptr,
+        row_ptr,
+        label,
+        first,
+        last,
+        class_weight_ptr,
+        row_max,
+        log2_total,
+        anchor,
+        miss,
+        nll * 0.5,
+        *others,
     )
 
 

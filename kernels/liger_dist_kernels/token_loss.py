@@ -112,7 +112,8 @@ def _terms_kernel(
     nll = tl.where(e_target > sum_other, log1p, log_total + (row_max - target))
     cross_entropy = nll
     if HAS_CLASS_WEIGHT:
-        cross_entropy *= tl.load(class_weight_ptr + label, mask=mask & counts, other=0.0).to(nll.dtype)
+        weight = tl.load(class_weight_ptr + label, mask=mask & counts, other=0.0).to(nll.dtype)
+        cross_entropy = tl.where(weight == 0.0, 0.0, nll * weight)
     if WITH_SMOOTHING:
         weighted_sum = tl.load(weighted_sum_ptr + offs, mask=mask, other=0.0)
         total_weight = tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else vocab_size
@@ -227,7 +228,10 @@ def token_terms_reference(
     likely_T = e_target_T > sum_other_T
     nll_T = torch.where(likely_T, torch.log1p(sum_other_T / e_target_T), log_sum_T + (max_T - target_T))
     label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, lse_T.dtype)
-    cross_entropy_T = nll_T * label_weight
+    # A label of weight 0 has no part in the loss, though its logit may be -inf.
+    cross_entropy_T = nll_T
+    if isinstance(label_weight, Tensor):
+        cross_entropy_T = torch.where(label_weight == 0, 0.0, nll_T * label_weight)
     if options.label_smoothing > 0:
         assert weighted_sum_T is not None
         smooth_T = (total_weight * lse_T - weighted_sum_T) / vocab_size

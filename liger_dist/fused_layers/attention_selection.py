@@ -72,7 +72,7 @@ def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     if config is not outer and own == "eager":
         # Some of these models make the dense mask of their decoder themselves, another one than for "sdpa".
         return "it is 'eager' in a model of several parts"
-    return _of_hosts() or _of_config(config) or _of_code(decoder)
+    return _of_hosts() or _of_config(config) or _of_code(decoder) or _of_modules(decoder, config)
 
 
 def _of_config(config: Any) -> str | None:
@@ -100,6 +100,19 @@ def _of_code(decoder: nn.Module) -> str | None:
         return "its file has attention functions that no other has"
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
         return "it has sinks"
+    return None
+
+
+def _of_modules(decoder: nn.Module, config: Any) -> str | None:
+    """Why its attention modules may compute something else than the decoder's config says. Each reads the
+    implementation from its own config, while the decoder makes the mask for the one in its own: copied layers have
+    copies of it. ``is_causal`` of a module counts only without a mask."""
+    for module in decoder.modules():
+        own = vars(module).get("config")
+        if _is_config(own) and own is not config and hasattr(module, "is_causal"):
+            return f"a {type(module).__name__} reads another config object than its decoder, as copied layers do"
+        if vars(module).get("is_causal") is False:
+            return f"is_causal of a {type(module).__name__} is False"
     return None
 
 
