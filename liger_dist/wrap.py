@@ -26,6 +26,7 @@ from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
+from .fused_layers.swap import suspended_forwards
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of
@@ -366,6 +367,32 @@ def full_logits(model: nn.Module) -> Iterator[None]:
     seam = record_of(inner_model(model)).seam
     with nullcontext() if seam is None else seam.paused():
         yield
+
+
+@contextmanager
+def own_layers(model: nn.Module, *, keeps_attention: bool) -> Iterator[tuple[str, ...]]:
+    """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this
+    library's, as clauses.
+
+    Args:
+        keeps_attention: for calls that the model's own attention does not know.
+
+    Raises:
+        LigerDistError: the model is not wrapped.
+    """
+    inner = inner_model(model)
+    record = record_of(inner)
+    kept = []
+    with ExitStack() as stack:
+        if any(compiled_call(layer) is not None for layer in record.structure.layers):
+            kept.append("compiled layers, which run their own code")
+        elif record.layers.swapped:
+            stack.enter_context(suspended_forwards(inner, owner=record.owner))
+        if keeps_attention and record.attention.reason is None:
+            kept.append("attention to documents by their lengths, which the model's own does not separate")
+        else:
+            stack.enter_context(record.attention.suspended())
+        yield tuple(kept)
 
 
 def is_wrapped(model: nn.Module) -> bool:

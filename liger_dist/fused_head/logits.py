@@ -83,7 +83,7 @@ class FusedLogits(Tensor):
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The arithmetic and the selections that the model's code has done: name and numbers of each operation, "tensor"
+        """The arithmetic and selections that the model's code has done: name and numbers of each operation, "tensor"
         for a tensor. Slices are counted from both ends, so that they are the same at every length."""
         changes: list[tuple[Any, ...]] = vars(self)["_changes"]
         return tuple(changes)

@@ -214,8 +214,8 @@ class Seam:
                 )
         if self.entry.config.token_mean == "global":
             raise LigerDistError(
-                f"token_mean is 'global' but a loss of {name} was asked for outside of a call of the model, where it is "
-                "the rank's own mean: model.forward(...) runs without the model's hooks. Call model(...) itself, or "
+                f"token_mean is 'global' but a loss of {name} was asked for outside of a call of the model, where it "
+                "is the rank's own mean: model.forward(...) runs without the model's hooks. Call model(...) itself, or "
                 "pass num_items_in_batch and leave token_mean out."
             )
         self.entry.warn_once(

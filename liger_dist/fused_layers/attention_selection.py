@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,18 @@ class AttentionSelection:
             return f"its own: {self.reason}"
         now = self.config._attn_implementation
         return SELECTED if now == NAME else f"its own: it was set to {now!r} after wrap"
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, the decoder has the implementation from before."""
+        is_selected = self.reason is None and self.config._attn_implementation == NAME
+        if is_selected:
+            self.config._attn_implementation = {"": self.own}
+        try:
+            yield
+        finally:
+            if is_selected:
+                self.config._attn_implementation = {"": NAME}
 
     def restore(self) -> None:
         """Selects the implementation that the decoder had before, where no other was selected since."""
