@@ -30,6 +30,7 @@ BAD = 1
 """the row that has a logit of +inf or NaN, or none but -inf"""
 HUGE = 1e20
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+MOST = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 OUTPUTS = ("log_prob", "is_top1", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at", "top_k")
 PLACES = {
     "first lanes": slice(0, 16),
@@ -148,7 +149,7 @@ def truth_options(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(globals(), "masked", PLACES[place])
     tolerance, wrong = DTYPES[dtype], []
@@ -194,7 +195,7 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
 
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: Any, logits_dtype: Any) -> None:
     """In one tile and in three, with gradients and without; hidden states of NaN in one row."""
     tolerance, wrong = DTYPES[dtype], []
@@ -241,7 +242,7 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_divergences_of_extreme_logits(
     dtype: torch.dtype, backend: Any, divergence: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,12 +329,11 @@ def answer_with(known: list[list[Tensor]]) -> Callable[[Tensor], Tensor]:
 def test_probabilities_do_not_drift_with_the_size_of_logits(temperature: float, backend: Any) -> None:
     logits = (torch.randn(T, V, generator=torch.Generator().manual_seed(7)) + 1000.0).to(DEVICE).requires_grad_()
     labels = torch.arange(T, device=DEVICE)
-    leaf = logits.detach().double().requires_grad_()
     spec = loss_arguments(**(DEFAULTS | {"temperature": temperature}), outputs=())
     (got,) = torch.autograd.grad(
         fused_cross_entropy(logits, labels, loss=spec, execution=Execution(backend=backend)).loss, logits
     )
-    # 1 / temperature is one of fp32, as the kernels' is.
-    scaled = leaf * float(torch.tensor(1.0 / temperature)) if backend == "triton" else leaf / temperature
-    (want,) = torch.autograd.grad(torch.nn.functional.cross_entropy(scaled, labels), leaf)
-    assert float((got.double() - want).norm() / want.norm()) < 1e-2 if temperature < 1e-3 else 2e-5
+    # Transformed logits are rounded to fp32, as torch's are: kernels multiply by 1 / temperature.
+    z = logits.detach() * (1.0 / temperature) if backend == "triton" else logits.detach() / temperature
+    want = z.double().softmax(-1) - torch.nn.functional.one_hot(labels, V)
+    assert float((got.double() * temperature * T - want).norm() / want.norm()) < 2e-5

@@ -110,6 +110,13 @@ def number(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(x, y):
+    """``x * y``, rounded before anything is subtracted from it. Compilers contract a product and a difference into one
+    multiply-add, which keeps the product's rounding error: the largest logit less itself would not be 0."""
+    return tl.fma(x, y, tl.zeros_like(x))
+
+
+@triton.jit
 def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
 

@@ -498,7 +498,9 @@ def gradient_at(
     if mass_T is not None:
         gradient_TK += mass_T[:, None] * p_TK
     if entropy_T is not None:
-        gradient_TK += (entropy_T[:, None] * p_TK * log_p_TK).masked_fill_(p_TK == 0, 0.0)
+        # exp(log p), which is exactly 0 for a logit of -inf; 1 - miss has the rounding of a division.
+        exact_TK = log_p_TK.exp()
+        gradient_TK += (entropy_T[:, None] * exact_TK * log_p_TK).masked_fill_(exact_TK == 0, 0.0)
     if square_T is not None:
         gradient_TK += square_T[:, None] * p_TK.square()
     if smoothing_T is not None:

@@ -32,6 +32,7 @@ from ._triton_utils import (
     log2_of,
     on_its_device,
     probability,
+    rounded_product,
     runs_triton,
     shrunk,
     statistics_dtype,
@@ -275,7 +276,8 @@ def _divergence_gradient_kernel(
         if HAS_HARD:
             tau = tl.full((), temperature, dtype)
             hard_log2_total = log2_of(tl.load(hard_log_total_ptr + row))
-            hard = probability(student * tau, tl.load(hard_max_ptr + row), hard_log2_total)
+            student_at_1 = rounded_product(student, tl.zeros_like(student) + tau)
+            hard = probability(student_at_1, tl.load(hard_max_ptr + row), hard_log2_total)
             hard = tl.where(offs_v == label - first_class, -tl.load(hard_miss_ptr + row), hard)
             gradient += tau * tl.load(hard_factor_ptr + row) * hard
         tl.store(out_row_ptr + offs_v, (gradient * slope).to(out_row_ptr.dtype.element_ty), mask=mask_v)

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import capped, exp_of_difference, host_number, number, probability, shrunk, statistics_dtype
+from ._triton_utils import (
+    capped,
+    exp_of_difference,
+    host_number,
+    number,
+    probability,
+    rounded_product,
+    shrunk,
+    statistics_dtype,
+)
 from .options import LossOptions
 
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -42,7 +51,8 @@ def load_logits(
     if TRANSFORMS:
         scale = number(scale, dtype)
         capped_logit, slope = capped(raw, scale, number(softcap, dtype), HAS_SOFTCAP)
-        return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
+        z = rounded_product(capped_logit, tl.zeros_like(capped_logit) + inverse_temperature)
+        return tl.where(mask_v, z, float("-inf")), slope * scale * inverse_temperature
     return raw, tl.full(raw.shape, 1.0, dtype)
 
 
@@ -149,7 +159,7 @@ def write_gradient_of_piece(
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     is_here = (label >= first) & (label < last)
     # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
-    _, target, target_slope = load_probabilities(
+    p_target, target, target_slope = load_probabilities(
         row_ptr, label, is_here, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
         HAS_SOFTCAP, EXPONENTIALS,
     )  # fmt: skip
@@ -159,7 +169,8 @@ def write_gradient_of_piece(
     target_gradient = mass * (1.0 - miss) - nll * miss
     log_total = log2_total * _LN_2
     if HAS_ENTROPY:
-        target_gradient += entropy * (1.0 - miss) * tl.maximum(target - row_max - log_total, -1e30)
+        # p itself, which is exactly 0 for a logit of -inf; 1 - miss has the rounding of a division.
+        target_gradient += entropy * p_target * tl.maximum(target - row_max - log_total, -1e4)
     if HAS_SQUARE:
         target_gradient += square * (1.0 - miss) * (1.0 - miss)
     if HAS_SMOOTHING:
@@ -178,7 +189,7 @@ def write_gradient_of_piece(
         )  # fmt: skip
         gradient = (nll + mass) * p
         if HAS_ENTROPY:
-            gradient += entropy * p * tl.maximum(z - row_max - log_total, -1e30)
+            gradient += entropy * p * tl.maximum(z - row_max - log_total, -1e4)
         if HAS_SQUARE:
             gradient += square * p * p
         if HAS_SMOOTHING:
