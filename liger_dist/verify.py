@@ -201,11 +201,8 @@ def _run(
 
 def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None) -> _Passes:
     def loss_of_wrapped() -> Tensor:
-        loss: Tensor
-        if teacher is not None:
-            loss = distillation_loss(model, teacher, **batch).loss
-        else:
-            loss = model(**batch).loss
+        output = model(**batch) if teacher is None else distillation_loss(model, teacher, **batch)
+        loss: Tensor = output.loss
         return loss
 
     fused = _run(model, loss_of_wrapped, compares_ranks=True)

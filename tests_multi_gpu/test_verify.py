@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ import torch.distributed as dist
 from cells import PRINCIPAL, Cell, _zero
 from harness import Workers
 from layouts import SESSIONS
-from models import full, make_batch, make_model
+from models import HIDDEN_SIZE, full, make_batch, make_model
 from test_conformance import build, run_micro_batches, skip_without
+from torch import Tensor, nn
 
 import liger_dist
+from liger_dist.fused_layers import norm
+from liger_dist.fused_layers.swap import Swapped
 from liger_dist.losses import linear_cross_entropy
+from liger_dist_kernels import norm_fwd
 
 
 @pytest.mark.parametrize("cell", PRINCIPAL, ids=str)
@@ -216,3 +221,70 @@ def verified_in_bf16() -> list[tuple[str, ...]]:
         model = liger_dist.wrap(make_model("llama", dtype=torch.float32), strategy(param_dtype=torch.bfloat16))
         verdicts.append(liger_dist.verify(model, batch).problems)
     return verdicts
+
+
+def test_it_finds_faults_beside_the_loss() -> None:
+    """Layers and attention: the same on both sides of a comparison of the head alone."""
+    model: Any = make_model("llama")
+    model.config._attn_implementation = "eager"
+    wrapped: Any = liger_dist.wrap(model, "none")
+    assert liger_dist.verify(wrapped, make_batch(0)).ok
+    own = copy.deepcopy(wrapped.config)
+    own._attn_implementation = "eager"
+    for layer in wrapped.model.layers:
+        layer.self_attn.config = own
+    assert "as it was before wrap" in str(liger_dist.verify(wrapped, make_batch(0)).problems)
+
+    wrapped = liger_dist.wrap(make_model("llama", dtype=torch.float32), "none")
+    with mock.patch.object(norm, "norm_fwd", wrong_norm):
+        assert "own layers and attention" in str(liger_dist.verify(wrapped, make_batch(0)).problems)
+    assert liger_dist.verify(wrapped, make_batch(0, rows="packed")).ok
+    by_lengths = liger_dist.verify(wrapped, make_batch(0, rows="packed, by lengths"))
+    assert by_lengths.ok
+    assert "their lengths" in by_lengths.kept[0]
+    assert isinstance(wrapped.model.norm, Swapped)
+    assert "liger_dist" in liger_dist.explain(wrapped).attention
+
+
+def wrong_norm(x_TD: Tensor, *args: Any, **kwargs: Any) -> Any:
+    right = norm_fwd(x_TD, *args, **kwargs)
+    return right._replace(y_TD=right.y_TD * torch.linspace(0.5, 1.5, x_TD.shape[1], dtype=x_TD.dtype))
+
+
+def test_it_finds_gradients_that_ranks_do_not_share(workers_2: Workers) -> None:
+    for found in workers_2.run(unshared_gradients):
+        assert "differ between ranks that should share them, such as module.model.norm.extra" in found["not reduced"]
+        assert "get a gradient on some ranks and none on others" in found["experts"]
+        assert found["all experts"] == ""
+
+
+def unshared_gradients() -> dict[str, str]:
+    found = {}
+    batch = make_batch(dist.get_rank())
+    wrapped: Any = liger_dist.wrap(make_model("llama"), "ddp")
+    final = wrapped.module.model.norm
+    final.extra = nn.Parameter(torch.ones(HIDDEN_SIZE, dtype=torch.float64, device=batch["labels"].device))
+    final.register_forward_hook(lambda module, args, output: output * module.extra)
+    found["not reduced"] = str(liger_dist.verify(wrapped, batch).problems or "")
+    for name, runs_all in (("experts", False), ("all experts", True)):
+        model: Any = make_model("llama")
+        for layer in model.model.layers:
+            layer.mlp = Experts(layer.mlp, runs_all=runs_all)
+        found[name] = str(liger_dist.verify(liger_dist.wrap(model, "fsdp2"), batch).problems or "")
+    return found
+
+
+class Experts(nn.Module):
+    """As modules, of which a rank calls the one that has its tokens."""
+
+    def __init__(self, mlp: nn.Module, *, runs_all: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([copy.deepcopy(mlp), copy.deepcopy(mlp)])
+        self.runs_all = runs_all
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rank = dist.get_rank()
+        output: Tensor = self.experts[rank](hidden_states)
+        if self.runs_all:
+            output = output + 0.0 * self.experts[1 - rank](hidden_states)
+        return output
