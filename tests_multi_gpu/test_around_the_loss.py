@@ -4,10 +4,12 @@ model, with every parameter's gradient."""
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -328,3 +330,21 @@ def test_an_interrupted_call_is_over() -> None:
     hook.remove()
     hidden = torch.randn(3, 5, HIDDEN_SIZE, dtype=torch.float64)
     assert wrapped.lm_head(hidden).shape == (3, 5, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("state", ["wrapped", "unwrapped", "unfused"])
+def test_a_model_is_freed_with_its_last_reference(state: str) -> None:
+    config = liger_dist.WrapConfig(fused_loss=state != "unfused")
+    model: Any = liger_dist.wrap(make_model("llama"), "none", config=config)
+    model(**make_batch(0)).loss.backward()
+    if state == "unwrapped":
+        liger_dist.unwrap(model)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        seen = [ref(part) for part in (model, model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight)]
+        del model
+        assert [reference() for reference in seen] == [None, None, None]
+    finally:
+        if collects:
+            gc.enable()

@@ -111,7 +111,7 @@ def test_a_nested_call_that_fails(place: str) -> None:
     expected = float(model(**batch).loss)
     calls: list[Callable[[], Any]] = [
         lambda: other(**batch | {"labels": batch["labels"].float()}),
-        lambda: other(input_ids=batch["input_ids"], labels=batch["labels"], no_such_argument=1),
+        lambda: other(input_ids=batch["input_ids"], labels=batch["labels"], label_smoothing=2.0),
     ]
     for call in calls:
 

@@ -28,6 +28,7 @@ from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import row_shards_of
 from liger_dist.structure import Structure, embedding_of
 from liger_dist.tracing import in_backward, is_transformed
+from liger_dist.weak import Weakly
 
 from .head_access import HeadAccess
 from .lm_head import computes_in_fp32
@@ -50,15 +51,19 @@ class Checked:
 class Entry:
     """Reads and checks the calls of one model."""
 
+    model = Weakly()
+    owner = Weakly()
+    """the module whose ``loss_function`` gets the logits, or None"""
+    seam = Weakly()
+    """the seam whose ``loss_function`` is put on the owner"""
+
     def __init__(
         self, model: nn.Module, structure: Structure, recipe: LossRecipe, access: HeadAccess, config: WrapConfig
     ) -> None:
         self.model, self.structure, self.recipe, self.access, self.config = model, structure, recipe, access, config
         self.signature = Signature(model, outputs=config.outputs, own_smoothing=recipe.label_smoothing)
-        self.owner: nn.Module | None = None if recipe.owner is None else model.get_submodule(recipe.owner)
+        self.owner = None if recipe.owner is None else model.get_submodule(recipe.owner)
         self.own_loss_function: Callable[..., Tensor] | None = getattr(self.owner, "loss_function", None)
-        self.installed: Callable[..., Tensor] | None = None
-        """the loss function that the seam has put on the owner"""
         self.warns_of_wrappers = False
         """True if other code may wrap the model"""
         self.skips_padding = False
@@ -256,7 +261,7 @@ class Entry:
 
     def has_installed(self) -> bool:
         """True if the owner's loss function is still the one that the seam has installed."""
-        return self.owner is not None and vars(self.owner).get("_loss_function") == self.installed
+        return self.owner is not None and vars(self.owner).get("_loss_function") == self.seam.loss_function
 
     def _keywords_of_own_loss(self, call: Call, asked: tuple[str, ...], reason: str) -> dict[str, Any]:
         """The options of a loss that is the user's own function, as keywords for it.

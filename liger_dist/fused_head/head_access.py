@@ -15,12 +15,16 @@ from liger_dist.sharding.base import DataParallel, Facts, ShardingAdapter
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.sharding.fsdp1 import is_stored_by_fsdp1
 from liger_dist.structure import Structure
+from liger_dist.weak import Weakly
 
 from .lm_head import fuse_head, is_fused_by
 
 
 class HeadAccess:
     """Finds lm_head in a model whose wrappers and PEFT layers may change after :func:`liger_dist.wrap`."""
+
+    _model = Weakly()
+    _seam = Weakly()
 
     def __init__(
         self, model: nn.Module, structure: Structure, *, seam: object, strategy: str, config: WrapConfig
@@ -33,7 +37,8 @@ class HeadAccess:
     @property
     def outer_head(self) -> nn.Module:
         """The module at lm_head's name: lm_head itself, or FSDP1's or PEFT's around it."""
-        return self._model.get_submodule(self._structure.head_name)
+        model: nn.Module = self._model
+        return model.get_submodule(self._structure.head_name)
 
     def in_use(self) -> nn.Module:
         """The module that a forward will call, lm_head or a LoRA layer around it. A PEFT layer that was added after

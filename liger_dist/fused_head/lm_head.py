@@ -11,6 +11,7 @@ from liger_dist.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.errors import LigerDistError
 from liger_dist.structure import is_fp32_forward, is_linear_forward
 from liger_dist.tracing import untraced
+from liger_dist.weak import WeakReference
 
 from .loss_call import take_call
 
@@ -30,7 +31,7 @@ class ComputesLoss(nn.Module):
         if not isinstance(self, ComputesLoss):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        call = take_call(vars(self).get(_SEAM))
+        call = take_call(_seam_of(self))
         if call is None:
             return self._logits(hidden_states, *args, **kwargs)
         if args or kwargs:
@@ -62,7 +63,12 @@ def fuse_head(head: nn.Module, seam: object) -> None:
     # Also one that other code has set since: TRL's trainers do for an fp32 head.
     if is_linear_forward(vars(head).get("forward")):
         vars(head)[_INSTALLED] = vars(head).pop("forward")
-    vars(head)[_SEAM] = seam
+    vars(head)[_SEAM] = WeakReference(seam)
+
+
+def _seam_of(head: nn.Module) -> object:
+    reference = vars(head).get(_SEAM)
+    return None if reference is None else reference()
 
 
 def computes_in_fp32(head: nn.Module) -> bool:
@@ -72,7 +78,7 @@ def computes_in_fp32(head: nn.Module) -> bool:
 
 def is_fused_by(head: nn.Module, seam: object) -> bool:
     """True if :func:`fuse_head` was called with this ``seam``."""
-    return vars(head).get(_SEAM) is seam
+    return _seam_of(head) is seam
 
 
 def restore_head(head: nn.Module) -> None:

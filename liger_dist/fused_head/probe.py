@@ -211,9 +211,11 @@ class _Probe:
     def _changes(self) -> tuple[tuple[Any, ...], ...]:
         """What the same code does to zero-width logits, which it has to pass to its loss."""
         self._run(FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), self))
-        if len(self.finished) != 1:
+        # They refer to this probe: the cycle would keep the model until the garbage collector runs.
+        finished, self.finished = self.finished, []
+        if len(finished) != 1:
             raise NotFusableError("its forward does not pass its logits to its loss a second time")
-        return self.finished[0].changes
+        return finished[0].changes
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
         """Of :class:`.logits.CarriedLoss`."""

@@ -21,6 +21,7 @@ from liger_dist.peft_layers import heads_at
 from liger_dist.sharding.base import Wrapper
 from liger_dist.structure import Structure
 from liger_dist.tracing import untraced
+from liger_dist.weak import WeakReference, Weakly
 
 from .distilled_calls import distillation_of
 from .entry import Entry
@@ -39,8 +40,20 @@ _PAUSED: ContextVar[frozenset[int]] = ContextVar("liger_dist_paused", default=fr
 """ids of the seams that compute full logits in this context"""
 
 
+class _AfterHead:
+    """Forward hook of lm_head, which does not keep its seam alive."""
+
+    def __init__(self, seam: Seam) -> None:
+        self._seam = WeakReference(seam)
+
+    def __call__(self, head: nn.Module, args: Any, output: Any) -> Any:
+        return self._seam().after_head(output)
+
+
 class Seam:
     """Connects one model instance to its lm_head. Installed and removed as a whole."""
+
+    model = Weakly()
 
     def __init__(
         self, model: nn.Module, structure: Structure, recipe: LossRecipe, *, strategy: str, config: WrapConfig
@@ -48,7 +61,7 @@ class Seam:
         self.model = model
         self.access = HeadAccess(model, structure, seam=self, strategy=strategy, config=config)
         self.entry = Entry(model, structure, recipe, self.access, config)
-        self.entry.installed = self.loss_function
+        self.entry.seam = self
         self.entry.warns_of_wrappers = strategy == "auto"
         self.wrapped_calls: WrappedCalls | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
@@ -71,7 +84,7 @@ class Seam:
         for head in heads_at(self.access.outer_head):
             fuse_head(head, self)
         if self.entry.owner is not None:
-            self.entry.owner.loss_function = self.loss_function  # type: ignore[assignment]
+            self.entry.owner.loss_function = self.loss_function
 
     def install_hooks(self) -> None:
         """Hooks the forwards of model and lm_head; after the model is sharded, so that a wrong label is refused before
@@ -79,7 +92,7 @@ class Seam:
         self._hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            self.access.outer_head.register_forward_hook(self._after_head),
+            self.access.outer_head.register_forward_hook(_AfterHead(self)),
         )
 
     def remove(self) -> None:
@@ -91,7 +104,7 @@ class Seam:
         owner = self.entry.owner
         if owner is not None and self.entry.has_installed():
             if self._had_own_loss_function:
-                owner.loss_function = self.entry.own_loss_function  # type: ignore[assignment]
+                owner.loss_function = self.entry.own_loss_function
             else:
                 del owner._loss_function
         for head in heads_at(self.access.outer_head):
@@ -152,7 +165,7 @@ class Seam:
         return call.args, kwargs
 
     @untraced
-    def _after_head(self, head: nn.Module, args: Any, output: Any) -> Any:
+    def after_head(self, output: Any) -> Any:
         """Tensor parallelism converts lm_head's output from a DTensor to a tensor; it carries the loss again from
         here."""
         call = current_call(self)

@@ -21,6 +21,7 @@ from liger_dist.losses.arguments import (
     loss_arguments,
 )
 from liger_dist.losses.distillation import Distillation
+from liger_dist.weak import Weakly
 
 from .recipe import LossRecipe
 
@@ -147,6 +148,8 @@ class Call:
 
 class Signature:
     """Signature of one model's forward, and of the modules that its further keyword arguments may reach."""
+
+    _model = Weakly()
 
     def __init__(self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float) -> None:
         self._model = model

@@ -1,0 +1,42 @@
+"""References to the module that owns the holder, which do not keep it alive.
+
+What :func:`liger_dist.wrap` leaves on a model refers back to it. Strong references would be a cycle, so that ``del
+model`` would leave its parameters in memory until the garbage collector runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import ref
+
+
+class WeakReference:
+    """A weak reference that copies and pickles of its target's owner follow."""
+
+    def __init__(self, target: Any) -> None:
+        self._ref = None if target is None else ref(target)
+
+    def __call__(self) -> Any:
+        return None if self._ref is None else self._ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakReference:
+        """Refers to the target's copy, if it is copied along; otherwise to the target itself."""
+        target = self()
+        return WeakReference(copy.deepcopy(target, memo) if id(target) in memo else target)
+
+    def __reduce__(self) -> Any:
+        return WeakReference, (self(),)
+
+
+class Weakly:
+    """An attribute that is kept as a :class:`WeakReference`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_weak_{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return vars(instance)[self._name]()
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = WeakReference(value)
