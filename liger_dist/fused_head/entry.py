@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.recurrent import PackedDocuments
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
@@ -60,6 +61,8 @@ class Entry:
         """the loss function that the seam has put on the owner"""
         self.warns_of_wrappers = False
         """True if other code may wrap the model"""
+        self.packed: PackedDocuments | None = None
+        """refuses packed documents that the model's layers would mix"""
         self._warned: set[str] = set()
         self._has_scored = False
         self._pending = PendingGradients()
@@ -82,6 +85,7 @@ class Entry:
         checked = None
         try:
             call = self.signature.read(args, kwargs)
+            self._check_packed(call)
             if distillation is not None:
                 call = call.distilled(distillation)
             has_labels = call.named.get("labels") is not None
@@ -95,6 +99,10 @@ class Entry:
         if shards is not None:
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
         return call, checked
+
+    def _check_packed(self, call: Call) -> None:
+        if self.packed is not None:
+            self.packed.check(call.named)
 
     def check(self, call: Call) -> Checked:
         """Refuses what is wrong with the model's arguments, before it runs its first collective."""
@@ -263,6 +271,7 @@ class Entry:
         shards = row_shards_of(self.structure.head)
         try:
             call = self.signature.read((), kwargs)
+            self._check_packed(call)
             call.check_distilled()
             self.refuse_unfused_distillation()
             self.check(call)
