@@ -23,6 +23,8 @@ from liger_dist import (
     register_attention,
     wrap,
 )
+from liger_dist.fused_layers.recurrent import find_leaks
+from liger_dist.structure import find_structure
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
@@ -184,6 +186,22 @@ def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
     mesh = sizes if "fsdp" in dims.strategy and dims.same_data == 1 else None
     strategy = strategy_of(config, dims, mesh)
     strategy.check(wrap_config(config, WrapConfig()), world_size=dims.world_size)
+
+
+def check_packing(
+    config: TrainConfig, model: nn.Module, *, way_out: str = "pass --attend_across_documents true: a row is one text"
+) -> None:
+    """Refuses packed documents for a model whose layers would mix them; the model may have no storage.
+
+    Raises:
+        LigerDistError: positions restart at each document, and layers other than attention run on.
+    """
+    leaks = None if config.attend_across_documents else find_leaks(model, find_structure(model))
+    if leaks is not None and leaks.told_by_positions is not None:
+        raise LigerDistError(
+            f"{type(model).__name__} ({config.model}) cannot be given packed documents: {leaks.told_by_positions}; "
+            f"{way_out}."
+        )
 
 
 def _checkpoint_activations(model: Any, *, offload: bool) -> None:

@@ -22,6 +22,12 @@ from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixin
 
 WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
 """how documents may be told apart; positions beside lengths tell no more than these"""
+SEEN = {
+    POSITIONS: "position_ids restart without a 2-D attention_mask",
+    LENGTHS: "cu_seq_lens_q has more documents than rows",
+    SEQ_IDX: "seq_idx changes within a row",
+}
+"""what a call shows for each of them"""
 
 
 class PackedDocuments:
@@ -58,12 +64,17 @@ class PackedDocuments:
         if reason is None:
             return
         others = [" and ".join(other) for other in WAYS if other not in self._reasons]
-        apart = f"Tell documents apart by {others[0]}, which it follows. Or give" if others else "Give"
+        apart = f"Tell documents apart by {others[0]}, which keeps them apart; or give" if others else "Give"
         raise LigerDistError(
-            f"{self._name} was called with packed documents ({' and '.join(way)}), but {reason}. {apart} each document "
-            f"a row of its own, padded, with an attention_mask; or leave {' and '.join(way)} out, so that a row is one "
-            "text (--attend_across_documents true in the training program)."
+            f"{self._name} was called with packed documents ({', '.join(SEEN[name] for name in way)}), but {reason}. "
+            f"{apart} each document a separate row and pad the rows (attention_mask), or leave {' and '.join(way)} "
+            "out, so that a row is one text (--attend_across_documents true in the training program)."
         )
+
+    @property
+    def told_by_positions(self) -> str | None:
+        """Why positions that restart do not keep documents apart, as a clause; None if they do."""
+        return self._reasons.get((POSITIONS,))
 
     def install(self, model: nn.Module) -> None:
         """Registers a pre-hook, for a model whose loss is not fused; after the model is sharded, so that it runs before

@@ -86,27 +86,38 @@ def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collec
     Raises:
         CannotRunError: the model's forward raised, does not take an argument, or made NaN or Inf.
     """
-    attempts: list[tuple[Sequence[nn.Module], bool]] = [(layers, False)]
     # Some forwards need all layers: they count them, or keep their parts in several lists.
-    attempts.append(((), False))
+    attempts: list[tuple[Sequence[nn.Module], bool]] = [(layers, False), ((), False)]
     if LENGTHS in told_by:
         # Kernels take lengths for a single row only.
         attempts.append((layers, True))
-    for kept, in_one_row in attempts[:-1]:
+    failures = []
+    for kept, in_one_row in attempts:
         try:
-            return _found(model, kept, told_by, in_one_row)
-        except CannotRunError:
-            continue
-    return _found(model, attempts[-1][0], told_by, attempts[-1][1])
+            return _found_in_both_modes(model, kept, told_by, in_one_row)
+        except CannotRunError as failure:
+            failures.append(failure)
+    raise failures[0]
 
 
-def _found(model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool) -> str | None:
+def _found_in_both_modes(
+    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
+) -> str | None:
+    found = _found(model, layers, told_by, in_one_row, training=False)
+    # Other functions serve in training, with and without lengths.
+    return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
+
+
+def _found(
+    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
+) -> str | None:
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
     with torch_defaults(), torch.no_grad(), torch.random.fork_rng([]), _without_weights(model, layers, device):
         ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
         given = dict(_arguments(model, _documents(told_by, in_one_row), device))
         for module in model.modules():
+            module.training = training
             module.register_forward_hook(_compare_documents, with_kwargs=True)
         try:
             with _TokenByToken(ids.shape[1]):
@@ -290,7 +301,7 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if isinstance(state.get("chunk_size"), int):
         made_up["chunk_size"] = min(state["chunk_size"], CHUNK)
     # Some forwards exchange modules.
-    return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None, "training": False}
+    return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 
 
 def _parameter(own: Tensor, device: torch.device) -> Tensor:
