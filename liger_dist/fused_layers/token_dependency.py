@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from itertools import accumulate
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,12 @@ def _found(
 ) -> str | None:
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
-    with torch_defaults(), torch.no_grad(), torch.random.fork_rng([]), _without_weights(model, layers, device):
+    generators = [device] if device.type == "cuda" else []
+    with ExitStack() as stack:
+        for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings()):
+            stack.enter_context(within)
+        simplefilter("ignore")
+        stack.enter_context(_without_weights(model, layers, device))
         ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
         given = dict(_arguments(model, _documents(told_by, in_one_row), device))
         for module in model.modules():
