@@ -20,11 +20,10 @@ from liger_dist import (
     WrapConfig,
     compile_layers,
     explain,
+    packing_objection,
     register_attention,
     wrap,
 )
-from liger_dist.fused_layers.recurrent import find_leaks
-from liger_dist.structure import find_structure
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
@@ -196,11 +195,10 @@ def check_packing(
     Raises:
         LigerDistError: positions restart at each document, and layers other than attention run on.
     """
-    leaks = None if config.attend_across_documents else find_leaks(model, find_structure(model))
-    if leaks is not None and leaks.told_by_positions is not None:
+    objection = None if config.attend_across_documents else packing_objection(model)
+    if objection is not None:
         raise LigerDistError(
-            f"{type(model).__name__} ({config.model}) cannot be given packed documents: {leaks.told_by_positions}; "
-            f"{way_out}."
+            f"{type(model).__name__} ({config.model}) cannot be given packed documents: {objection}; {way_out}."
         )
 
 

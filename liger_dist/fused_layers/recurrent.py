@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import Structure
+from liger_dist.peft_layers import base_model_of
+from liger_dist.structure import Structure, find_structure
 from liger_dist.tracing import untraced
 
 from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
@@ -71,10 +72,9 @@ class PackedDocuments:
             "out, so that a row is one text (--attend_across_documents true in the training program)."
         )
 
-    @property
-    def told_by_positions(self) -> str | None:
-        """Why positions that restart do not keep documents apart, as a clause; None if they do."""
-        return self._reasons.get((POSITIONS,))
+    def reason_against(self, *way: str) -> str | None:
+        """Why arguments do not keep documents apart, as a clause; None if they do."""
+        return self._reasons.get(way)
 
     def install(self, model: nn.Module) -> None:
         """Registers a pre-hook, for a model whose loss is not fused; after the model is sharded, so that it runs before
@@ -121,6 +121,22 @@ def _restart(position_ids: Any) -> bool:
         # Those of the text, before the three of images.
         position_ids = position_ids[0]
     return position_ids.dim() == 2 and bool((position_ids.diff() != 1).any())
+
+
+def packing_objection(model: nn.Module) -> str | None:
+    """Returns why a model cannot be given documents packed by ``position_ids`` that restart, as a clause; None if it
+    can. The model may be on the meta device; it is not changed.
+
+    Args:
+        model: a Hugging Face causal language model that is not wrapped, or a ``PeftModel`` of one; of a wrapped model,
+            ``explain(model).packing`` says more.
+
+    Raises:
+        LigerDistError: the model has no lm_head.
+    """
+    model = base_model_of(model)
+    leaks = find_leaks(model, find_structure(model))
+    return None if leaks is None else leaks.reason_against(POSITIONS)
 
 
 def find_leaks(model: nn.Module, structure: Structure) -> PackedDocuments | None:

@@ -44,8 +44,9 @@ TOLERANCE = 1e-4
 """of the largest output of a module; rounding in fp32 stays below"""
 SMALL = 2**16
 """numbers; a smaller parameter gets values that differ, a larger one is a single value, expanded"""
-IN_TORCH = {"_attn_implementation": ("sdpa", "eager"), "_experts_implementation": ("eager",)}
-"""settings of transformers' configs, and those of their values under which torch's operations alone run"""
+EAGER = "eager"
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""settings of transformers' configs; under "eager" the code of the model's own file runs, which no host replaces"""
 UNLIKELY = -1e30
 """scores of masked keys are below"""
 CHUNK = 16
@@ -287,7 +288,7 @@ def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torc
     configs = {id(config): config for _, state in before if _is_config(config := state.get("config"))}
     with ExitStack() as stack:
         for config in configs.values():
-            stack.enter_context(_in_torch(config))
+            stack.enter_context(_eager(config))
         try:
             for module, state in before:
                 vars(module).update(_made_up(state, device))
@@ -333,13 +334,14 @@ def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> No
 
 
 @contextmanager
-def _in_torch(config: Any) -> Iterator[None]:
-    """Within: attention and experts of a config run torch's operations."""
-    own = {name: getattr(config, name, None) for name in IN_TORCH}
-    changed = {name: value for name, value in own.items() if value is not None and value not in IN_TORCH[name]}
+def _eager(config: Any) -> Iterator[None]:
+    """Within: attention and experts of a config are computed by the model's own file. "sdpa" may be another package's
+    function by now, with collectives: DeepSpeed's sequence parallelism."""
+    own = {name: getattr(config, name, None) for name in IMPLEMENTATIONS}
+    changed = {name: value for name, value in own.items() if value not in (None, EAGER)}
     try:
         for name in changed:
-            setattr(config, name, {"": IN_TORCH[name][0]})
+            setattr(config, name, {"": EAGER})
         yield
     finally:
         for name, value in changed.items():
