@@ -321,7 +321,7 @@ def test_what_the_models_own_code_keeps_apart_is_not_refused(monkeypatch: pytest
     assert not is_refused(model, batch, apart | BY_LENGTHS)
     assert is_refused(model, batch, BY_LENGTHS)
     row = one_row(batch, {"position_ids": POSITIONS})
-    with pytest.raises(liger_dist.LigerDistError, match=r"Tell documents apart by seq_idx, .* Lfm2MoeShortConv|"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"Lfm2MoeShortConv .* Tell documents apart by seq_idx, which"):
         model(**row, labels=row["input_ids"])
     assert "seq_idx" not in str(liger_dist.explain(model).packing)
 
@@ -392,6 +392,28 @@ def never_called() -> Iterator[nn.Module]:
         yield teacher
     finally:
         assert calls == []
+
+
+def test_adapters_and_shards_change_nothing_and_the_probe_has_no_collective(workers_2: Workers) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made("lfm2_moe")
+    objection = liger_dist.packing_objection(model)
+    assert objection == "its Lfm2MoeShortConv carries one document of a row into the next"
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1))
+    assert liger_dist.packing_objection(adapted) == objection
+    assert workers_2.run(objection_of_one_rank) == [objection, None]
+
+
+def objection_of_one_rank() -> str | None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = made("lfm2_moe")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return liger_dist.packing_objection(model) if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize("head", ["gather", "vocab_parallel"])

@@ -196,7 +196,7 @@ def _token_ids(model: nn.Module) -> Tensor:
     """``[2, 13]``: ids that no config names, since those may stand for images. The first documents differ."""
     special = set(_numbers(getattr(model, "config", None)))
     first, other_first, second = (
-        torch.tensor([number for number in range(4, 99) if number not in special][start:][:length])
+        torch.tensor([number for number in range(4, 400) if number not in special][start:][:length])
         for start, length in ((0, DOCUMENTS[0]), (DOCUMENTS[0], DOCUMENTS[0]), (2 * DOCUMENTS[0], DOCUMENTS[1]))
     )
     return torch.stack([torch.cat([first, second]), torch.cat([other_first, second])])
