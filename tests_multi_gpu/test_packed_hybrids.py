@@ -357,22 +357,45 @@ def test_the_probe_of_a_large_model_without_storage(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_hybrid_whose_code_cannot_be_run_is_refused() -> None:
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_hybrid_with_a_patched_forward_is_refused_also_where_it_cannot_be_run(raises: bool) -> None:
     for name in ("lfm2_moe", "llama"):
         model, batch = made(name)
-        head = model.model.layers[0]
-        head.forward = patched(head.forward)
+        layer = model.model.layers[0]
+        layer.forward = patched(layer.forward, raises=raises)
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
         assert is_refused(model, batch, WAYS["positions"]) == (name in HYBRIDS)
         if name in HYBRIDS:
-            assert "has been patched" in str(liger_dist.explain(model).packing)
+            assert ("could not be probed (ValueError: 12 tokens" in str(liger_dist.explain(model).packing)) == raises
+        assert layer.forward.__qualname__.startswith("patched")
 
 
-def patched(forward: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+def patched(forward: Any, *, raises: bool) -> Any:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if raises and x.shape[1] != TOKENS:
+            raise ValueError(f"{TOKENS} tokens, please")
+        return forward(x, *args, **kwargs)
 
     return call
+
+
+def test_an_attention_that_is_not_recognised_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask keeps documents apart, although it has no softmax to recognise it by."""
+    from transformers.models.llama import modeling_llama
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        groups = module.num_key_value_groups
+        scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * module.scaling
+        shares = ((scores + mask) - (scores + mask).amax(-1, keepdim=True)).exp()
+        weights = shares / shares.sum(-1, keepdim=True)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+    model, batch = made("llama")
+    assert packed_differs(model, batch, WAYS["positions"]) is False
+    assert liger_dist.packing_objection(model) is None
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False, varlen_attention=False))
+    assert not is_refused(model, batch, WAYS["positions"])
 
 
 def test_the_student_of_a_distillation_loss_is_refused_before_its_teacher_runs() -> None:

@@ -8,7 +8,9 @@ outputs there do not, carries the first document into the second. In such a run:
 
 - linear maps and embeddings are computed token by token with numbers that are made up. Their weights are not read: a
   model on the meta device, sharded, quantised or of 100B parameters takes as long as a small one;
-- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones);
+- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones). Where a module
+  is found for a way of packing, a second run has the model's attention: it shows that documents stay apart by a mask of
+  an attention that has no softmax;
 - of the decoder layers only as many run as it takes to have one of each kind, and the first module that is found ends
   the run;
 - hooks, compiled calls and dropout do not run, and no collective does.
@@ -44,6 +46,8 @@ TOLERANCE = 1e-4
 """of the largest output of a module; rounding in fp32 stays below"""
 SMALL = 2**16
 """numbers; a smaller parameter gets values that differ, a larger one is a single value, expanded"""
+FRAMEWORKS = ("transformers.", "accelerate.", "torch.")
+"""whose patched forwards move, gather and reduce tensors around the forward of the class"""
 EAGER = "eager"
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """settings of transformers' configs; under "eager" the code of the model's own file runs, which no host replaces"""
@@ -96,22 +100,36 @@ def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collec
     failures = []
     for kept, in_one_row in attempts:
         try:
-            return _found_in_both_modes(model, kept, told_by, in_one_row)
+            return _found_in_all_runs(model, kept, told_by, in_one_row)
         except CannotRunError as failure:
             failures.append(failure)
     raise failures[0]
 
 
-def _found_in_both_modes(
+def _found_in_all_runs(
     model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
 ) -> str | None:
-    found = _found(model, layers, told_by, in_one_row, training=False)
-    # Other functions serve in training, with and without lengths.
-    return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
+    found = _found(model, layers, told_by, in_one_row)
+    if not told_by:
+        return found
+    if found is None:
+        # Other functions serve in training, with and without lengths.
+        return _found(model, layers, told_by, in_one_row, training=True)
+    try:
+        # An attention that is not recognised looks like a recurrence, but for its mask.
+        return None if _found(model, layers, told_by, in_one_row, own_keys=False) is None else found
+    except CannotRunError:
+        return found
 
 
 def _found(
-    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    told_by: Collection[str],
+    in_one_row: bool,
+    *,
+    training: bool = False,
+    own_keys: bool = True,
 ) -> str | None:
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
@@ -127,7 +145,7 @@ def _found(
             module.training = training
             module.register_forward_hook(_compare_documents, with_kwargs=True)
         try:
-            with _TokenByToken(ids.shape[1]):
+            with _TokenByToken(ids.shape[1], own_keys=own_keys):
                 model(input_ids=ids, **given)
         except _FoundError as found:
             return str(found)
@@ -215,11 +233,12 @@ class _TokenByToken(TorchFunctionMode):
 
     Args:
         length: tokens of a row.
+        own_keys: True if a token attends to its own key alone; False for the model's own attention.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, own_keys: bool) -> None:
         super().__init__()
-        self._length = length
+        self._length, self._own_keys = length, own_keys
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given, name = [*args, *(kwargs or {}).values()], getattr(func, "__name__", "")
@@ -233,13 +252,16 @@ class _TokenByToken(TorchFunctionMode):
             return _mapped(given[1], given[2].shape[-1])
         if name in ("mul_", "div_") and _is_expanded(given[0]):
             return given[0]  # RWKV scales its weights for evaluation.
+        if name == "dropout":
+            return given[0]
+        if not self._own_keys:
+            return func(*args, **kwargs or {})
         if name == "scaled_dot_product_attention":
             query, value = given[0], given[2]
             return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-        if name == "dropout":
-            return given[0]
-        if name in ("softmax", "logsumexp") and args and args[0].dim() > 2:
-            args = (self._of_own_key(args[0]), *args[1:])
+        if name in ("softmax", "logsumexp") and given[0].dim() > 2:
+            scores = self._of_own_key(given[0])
+            return func(scores, *args[1:], **{key: value for key, value in (kwargs or {}).items() if key != "input"})
         return func(*args, **kwargs or {})
 
     def _of_own_key(self, scores: Tensor) -> Tensor:
@@ -282,9 +304,6 @@ def _is_expanded(tensor: Tensor) -> bool:
 def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Within: the modules of ``model`` have made-up parameters and no hooks, and ``layers`` are one of each kind."""
     before = [(module, dict(vars(module))) for module in model.modules()]
-    patched = next((type(module).__name__ for module, state in before if "forward" in state), None)
-    if patched is not None:
-        raise CannotRunError(f"the forward of a {patched} has been patched")
     configs = {id(config): config for _, state in before if _is_config(config := state.get("config"))}
     with ExitStack() as stack:
         for config in configs.values():
@@ -292,6 +311,8 @@ def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torc
         try:
             for module, state in before:
                 vars(module).update(_made_up(state, device))
+                if getattr(state.get("forward"), "__module__", "").startswith(FRAMEWORKS):
+                    del module.forward
                 _keep_one_of_each_kind(module, layers)
             yield
         finally:
