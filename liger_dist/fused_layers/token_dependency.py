@@ -8,9 +8,8 @@ outputs there do not, carries the first document into the second. In such a run:
 
 - linear maps and embeddings are computed token by token with numbers that are made up. Their weights are not read: a
   model on the meta device, sharded, quantised or of 100B parameters takes as long as a small one;
-- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones). Where a module
-  is found for a way of packing, a second run has the model's attention: it shows that documents stay apart by a mask of
-  an attention that has no softmax;
+- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones). An
+  attention without a softmax keeps its scores, and its mask keeps documents apart where it does so in the model;
 - of the decoder layers only as many run as it takes to have one of each kind, and the first module that is found ends
   the run;
 - hooks, compiled calls and dropout do not run, and no collective does.
@@ -54,7 +53,8 @@ IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 UNLIKELY = -1e30
 """scores of masked keys are below"""
 CHUNK = 16
-"""tokens that a scan computes at once, at most: padding a row to them would take most of the time"""
+CHUNKS = ("chunk_size", "block_size")
+"""tokens that a scan computes at once, and their names: padding a row to more would take most of the time"""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -100,36 +100,22 @@ def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collec
     failures = []
     for kept, in_one_row in attempts:
         try:
-            return _found_in_all_runs(model, kept, told_by, in_one_row)
+            return _found_in_both_modes(model, kept, told_by, in_one_row)
         except CannotRunError as failure:
             failures.append(failure)
     raise failures[0]
 
 
-def _found_in_all_runs(
+def _found_in_both_modes(
     model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
 ) -> str | None:
-    found = _found(model, layers, told_by, in_one_row)
-    if not told_by:
-        return found
-    if found is None:
-        # Other functions serve in training, with and without lengths.
-        return _found(model, layers, told_by, in_one_row, training=True)
-    try:
-        # An attention that is not recognised looks like a recurrence, but for its mask.
-        return None if _found(model, layers, told_by, in_one_row, own_keys=False) is None else found
-    except CannotRunError:
-        return found
+    found = _found(model, layers, told_by, in_one_row, training=False)
+    # Other functions serve in training, with and without lengths.
+    return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
 
 
 def _found(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    told_by: Collection[str],
-    in_one_row: bool,
-    *,
-    training: bool = False,
-    own_keys: bool = True,
+    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
 ) -> str | None:
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
@@ -145,7 +131,7 @@ def _found(
             module.training = training
             module.register_forward_hook(_compare_documents, with_kwargs=True)
         try:
-            with _TokenByToken(ids.shape[1], own_keys=own_keys):
+            with _TokenByToken(ids.shape[1]):
                 model(input_ids=ids, **given)
         except _FoundError as found:
             return str(found)
@@ -233,12 +219,11 @@ class _TokenByToken(TorchFunctionMode):
 
     Args:
         length: tokens of a row.
-        own_keys: True if a token attends to its own key alone; False for the model's own attention.
     """
 
-    def __init__(self, length: int, *, own_keys: bool) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self._length, self._own_keys = length, own_keys
+        self._length = length
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given, name = [*args, *(kwargs or {}).values()], getattr(func, "__name__", "")
@@ -254,8 +239,6 @@ class _TokenByToken(TorchFunctionMode):
             return given[0]  # RWKV scales its weights for evaluation.
         if name == "dropout":
             return given[0]
-        if not self._own_keys:
-            return func(*args, **kwargs or {})
         if name == "scaled_dot_product_attention":
             query, value = given[0], given[2]
             return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -326,8 +309,7 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     made_up: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
     for kind, make in (("_parameters", _parameter), ("_buffers", _buffer)):
         made_up[kind] = {name: None if own is None else make(own, device) for name, own in state[kind].items()}
-    if isinstance(state.get("chunk_size"), int):
-        made_up["chunk_size"] = min(state["chunk_size"], CHUNK)
+    made_up |= {name: min(state[name], CHUNK) for name in CHUNKS if isinstance(state.get(name), int)}
     # Some forwards exchange modules.
     return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 
@@ -341,8 +323,9 @@ def _parameter(own: Tensor, device: torch.device) -> Tensor:
 def _buffer(own: Tensor, device: torch.device) -> Tensor:
     if not own.is_meta:
         return own.detach().clone().to(device)
-    made_up = _values(own.shape, device) if own.is_floating_point() else torch.ones(own.shape, device=device)
-    return made_up.to(own.dtype)
+    if own.is_floating_point():
+        return _parameter(own, device)
+    return torch.ones(own.shape, device=device, dtype=own.dtype)
 
 
 def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> None:
