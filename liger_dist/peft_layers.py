@@ -7,7 +7,6 @@ wrappers have unsharded it, and autograd takes the weight's gradient back to eac
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,23 +27,6 @@ def base_model_of(model: nn.Module) -> nn.Module:
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model
     return base if isinstance(base, nn.Module) else model
-
-
-def call_with_hooks(outer: nn.Module, model: nn.Module) -> None:
-    """Makes releases of PEFT before 0.21, which call ``model.forward`` directly, call ``model`` with its hooks."""
-    tuner: Any = getattr(outer, "base_model", None)
-    is_around = isinstance(tuner, nn.Module) and getattr(tuner, "model", None) is model
-    code = getattr(type(tuner).forward, "__code__", None) if is_around else None
-    if code is not None and "forward" in code.co_names:
-        tuner.forward = functools.partial(model)
-
-
-def restore_calls(outer: nn.Module, model: nn.Module) -> None:
-    """Undoes :func:`call_with_hooks`."""
-    for module in outer.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, functools.partial) and forward.func is model:
-            del module.forward
 
 
 def learns_prompts(outer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The verb verify: one micro-batch through the wrapped model, fused and unfused, compared."""
+"""The verb verify: one micro-batch through the wrapped model, and through the model as it was before."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
@@ -23,13 +24,15 @@ from .peft_layers import active_head
 from .sharding import deepspeed, fsdp1, fsdp2
 from .sharding.process_groups import collective_device, sentences_of_all_ranks
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
-from .wrap import Wrapped, full_logits, inner_model, record_of
+from .wrap import Wrapped, full_logits, inner_model, own_layers, record_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
 SINGLE = 5.0
 """how many tolerances a single parameter may differ by, against its own norm or, if that is tiny, against a thousandth
 of the largest"""
+OF_LAYERS = 5.0
+"""how many tolerances all gradients may differ by from those of the model's own layers, which round elsewhere"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,12 @@ class Verification:
     """the parameter with the largest error, against its own norm, or a thousandth of the largest where that is more"""
     linearity_error: float
     """relative L2 between lm_head's gradient of twice the loss and twice its gradient"""
+    own_loss: float
+    """of this rank, by the model as it was before :func:`wrap`: own loss, layers and attention"""
+    own_gradient_error: float
+    """of all parameters together: relative L2 against the model as it was before :func:`wrap`"""
+    kept: tuple[str, ...]
+    """what that model kept of this library's, as clauses"""
     tolerance: float
     problems: tuple[str, ...]
     """sentences; empty when everything agrees"""
@@ -68,6 +77,8 @@ class Verification:
             ("gradient error", f"head {self.head_gradient_error:.1e}, all {self.gradient_error:.1e}"),
             ("worst parameter", f"{self.worst_parameter[0]} {self.worst_parameter[1]:.1e}"),
             ("linearity error", f"{self.linearity_error:.1e}"),
+            ("before wrap", f"loss {self.own_loss:.6f}, gradient error {self.own_gradient_error:.1e}"),
+            *(("not compared", clause) for clause in self.kept),
             ("tolerance", f"{self.tolerance:.0e}"),
             ("verdict", "ok" if self.ok else f"{len(self.problems)} problems"),
             *(("problem", sentence) for sentence in self.problems),
@@ -82,16 +93,36 @@ class _Pass:
     dtype: torch.dtype | None
     """dtype in which lm_head computed"""
     gradients: dict[str, Tensor | None]
+    disagreements: tuple[str, ...] = ()
+    """differences between ranks in gradients, as sentences"""
+
+
+@dataclass(frozen=True)
+class _Passes:
+    fused: _Pass
+    doubled: _Pass
+    """fused, with twice the loss"""
+    unfused: _Pass
+    """on full logits"""
+    own: _Pass
+    """on full logits, with the model's own layers and attention"""
+    kept: tuple[str, ...]
+    """see :class:`Verification`"""
 
 
 def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None = None) -> Verification:
     """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
-    ``teacher`` the distillation loss with that of full logits.
+    ``teacher`` the distillation loss with that of full logits; and with the model as it was before :func:`wrap`.
 
-    Three passes forward and backward with the same random numbers: fused, fused with twice the loss, and unfused,
-    which materialises the logits: choose a batch that fits. On a mesh with an axis "sp" the unfused pass computes the
-    full sequences on every rank, without exchanges. Every rank has to call it, between optimiser steps. Parameters,
-    buffers, optimiser and random number generators are as before afterwards, and no gradient is left.
+    Four passes forward and backward with the same random numbers: fused, fused with twice the loss, unfused, and
+    unfused with the model's own layers and attention. The last two materialise the logits: choose a batch that fits. On
+    a mesh with an axis "sp" they compute the full sequences on every rank, without exchanges. Gradients are compared
+    over the ranks too: each trained parameter of ``model`` has one on all ranks or on none, and ranks that share a
+    parameter have the same. What other code had done to the model before :func:`wrap`, its sharding included, is on
+    both sides of the comparison.
+
+    Every rank has to call it, between optimiser steps. Parameters, buffers, optimiser and random number generators are
+    as before afterwards, and no gradient is left.
 
     Args:
         model: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
@@ -117,7 +148,8 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     if chosen.adapter is None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
-        fused, doubled, unfused = _passes(model, batch, teacher, axis)
+        passes = _passes(model, batch, teacher, axis)
+    fused, doubled, unfused = passes.fused, passes.doubled, passes.unfused
     errors = _Errors(fused.gradients, unfused.gradients)
     heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
@@ -131,17 +163,22 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         gradient_error=errors.of(list(fused.gradients)),
         worst_parameter=errors.worst(),
         linearity_error=linearity.of(heads if errors.reach(heads) else list(fused.gradients)),
+        own_loss=float(passes.own.loss),
+        own_gradient_error=_Errors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
+        kept=passes.kept,
         tolerance=TOLERANCES.get(fused.dtype, 2e-2),
         problems=(),
     )
-    problems = [*_problems(verification), *_disagreements(chosen, inner)]
+    problems = [*_problems(verification), *_disagreements(chosen, model), *fused.disagreements]
     if not errors.reach(list(fused.gradients)):
         problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
     return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
 
 
-def _run(model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0) -> _Pass:
-    """One forward, ``loss_of``, and backward; the random number generators are restored."""
+def _run(
+    model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0, compares_ranks: bool = False
+) -> _Pass:
+    """Runs one forward, ``loss_of``, and backward; the random number generators are restored."""
     inner = inner_model(model)
     head = active_head(inner.get_submodule(record_of(inner).structure.head_name))
     dtypes: list[torch.dtype | None] = []
@@ -155,28 +192,45 @@ def _run(model: nn.Module, loss_of: Callable[[], Tensor], *, factor: float = 1.0
             else:
                 (loss * factor).backward()
             gradients = _local_gradients(model)
+            disagreements = _disagreements_of_gradients(model) if compares_ranks else []
     finally:
         hook.remove()
         _clear_gradients(model)
-    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients)
+    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients, tuple(disagreements))
 
 
-def _passes(
+def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None) -> _Passes:
+    def loss_of_wrapped() -> Tensor:
+        loss: Tensor
+        if teacher is not None:
+            loss = distillation_loss(model, teacher, **batch).loss
+        else:
+            loss = model(**batch).loss
+        return loss
+
+    fused = _run(model, loss_of_wrapped, compares_ranks=True)
+    doubled = _run(model, loss_of_wrapped, factor=2.0)
+    if axis is not None and teacher is None:
+        fused = replace(fused, loss=_mean(fused.loss, axis))
+    unfused = _run_unfused(model, batch, teacher, axis)
+    has_lengths = batch.get("cu_seq_lens_q") is not None
+    with own_layers(model, keeps_attention=has_lengths) as kept:
+        own = _run_unfused(model, batch, teacher, axis)
+    return _Passes(fused, doubled, unfused, own, kept)
+
+
+def _run_unfused(
     model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None
-) -> tuple[_Pass, _Pass, _Pass]:
-    """Fused, fused with twice the loss, and unfused."""
+) -> _Pass:
+    """A pass on full logits."""
     if teacher is not None:
-        fused, doubled = (
-            _run(model, lambda: distillation_loss(model, teacher, **batch).loss, factor=factor) for factor in (1.0, 2.0)
-        )
-        return fused, doubled, _run(model, lambda: loss_of_full_logits(model, teacher, batch))
-    fused, doubled = (_run(model, lambda: model(**batch).loss, factor=factor) for factor in (1.0, 2.0))
+        return _run(model, lambda: loss_of_full_logits(model, teacher, batch))
     with full_logits(model):
         if axis is not None:
-            return replace(fused, loss=_mean(fused.loss, axis)), doubled, _run_full_sequences(model, batch, axis)
+            return _run_full_sequences(model, batch, axis)
         seam = record_of(inner_model(model)).seam
         own = batch if seam is None else batch | seam.entry.shared_mean(batch)
-        return fused, doubled, _run(model, lambda: model(**own).loss)
+        return _run(model, lambda: model(**own).loss)
 
 
 def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
@@ -309,6 +363,14 @@ def _problems(seen: Verification) -> list[str]:
     ):
         if not error <= seen.tolerance:
             problems.append(f"{what}: relative error {error:.1e}, tolerance {seen.tolerance:.0e}")
+    if not abs(seen.loss - seen.own_loss) <= OF_LAYERS * seen.tolerance * max(abs(seen.own_loss), 1.0):
+        problems.append(f"the loss is {seen.loss:.6f}, that of the model as it was before wrap {seen.own_loss:.6f}")
+    if not seen.own_gradient_error <= OF_LAYERS * seen.tolerance:
+        problems.append(
+            "the gradients differ from those of the model as it was before wrap (own layers and attention): relative "
+            f"error {seen.own_gradient_error:.1e}, tolerance {OF_LAYERS * seen.tolerance:.0e}. Find the cause with "
+            "WrapConfig(layer_kernels=False) and WrapConfig(varlen_attention=False)"
+        )
     name, error = seen.worst_parameter
     if not error <= SINGLE * seen.tolerance:
         problems.append(f"the gradient of {name} differs from the model's own: relative error {error:.1e}")
@@ -320,7 +382,7 @@ def _problems(seen: Verification) -> list[str]:
     return problems
 
 
-def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
+def _disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
     """Differences between ranks that should not be."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
@@ -329,7 +391,8 @@ def _disagreements(chosen: Explanation, inner: nn.Module) -> list[str]:
     dist.all_gather_object(gathered, (chosen.adapter, chosen.facts))
     if any(other != gathered[0] for other in gathered):
         problems.append(f"ranks disagree about the layout: {sorted({str(other[0]) for other in gathered})}")
-    names = _divergent_parameters(inner, chosen.facts.tensor_parallel_size)
+    copies = _copies(model, chosen.facts.tensor_parallel_size, lambda parameter: parameter)
+    names = _divergent(copies, tolerance=0.0)
     if names:
         problems.append(
             f"{len(names)} parameters that should be alike on several ranks are not, such as {names[0]}: load or "
@@ -378,11 +441,44 @@ def _agree(objection: str | None) -> None:
         raise LigerDistError(f"verify cannot run: {'; '.join(sentences)}.")
 
 
+def _disagreements_of_gradients(model: nn.Module) -> list[str]:
+    """Trained parameters of the outermost module whose gradients the ranks do not share as they should. DeepSpeed
+    reduces all of its parameters, and FSDP1 flat ones, of which a rank has some."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    if deepspeed.is_engine(model) or fsdp1.is_inside_fsdp1(inner_model(model)):
+        return []
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tuple(name for name, p in trained if p.grad is None))
+    partial = sorted(set().union(*gathered) - set(gathered[0]).intersection(*gathered))
+    if partial:
+        return [
+            f"{len(partial)} parameters get a gradient on some ranks and none on others, such as {partial[0]}: experts "
+            "without tokens, or branches that depend on the data. FSDP2 then sums gradients of different parameters. "
+            "Compute every branch on every rank, with weight 0 where it has no tokens"
+        ]
+    record = record_of(inner_model(model))
+    facts = explain(model).facts
+    is_averaged = isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for _, p in trained)
+    if not is_averaged and record.strategy.name == "auto":
+        return []  # Nothing that is known averages them.
+    names = _divergent(_copies(model, facts.tensor_parallel_size, lambda parameter: parameter.grad), tolerance=1e-3)
+    if not names:
+        return []
+    return [
+        f"the gradients of {len(names)} parameters differ between ranks that should share them, such as {names[0]}: "
+        "nothing reduces them. Put their modules into the model before it is wrapped"
+    ]
+
+
 @torch.no_grad()
-def _divergent_parameters(model: nn.Module, tensor_parallel_size: int) -> list[str]:
-    """Names of the parameters whose copies differ between ranks: full ones over all ranks, DTensors over their
-    replicated mesh axes, and over the tensor-parallel axis (the last one of the parameters that have it) where they are
-    not sharded over it. Two all-reduces per process group."""
+def _copies(
+    model: nn.Module, tensor_parallel_size: int, tensor_of: Callable[[nn.Parameter], Tensor | None]
+) -> dict[dist.ProcessGroup, list[tuple[str, Tensor]]]:
+    """The tensors of parameters of which several ranks should have the same, by name, for each group of such ranks:
+    full ones over all ranks, DTensors over their replicated mesh axes, and over the tensor-parallel axis (the last one
+    of the parameters that have it) where they are not sharded over it."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     largest_mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
@@ -390,25 +486,37 @@ def _divergent_parameters(model: nn.Module, tensor_parallel_size: int) -> list[s
     assert world is not None
     flattened = fsdp1.is_inside_fsdp1(model)
     for name, parameter in model.named_parameters():
+        tensor = tensor_of(parameter)
+        if tensor is None:
+            continue
         if isinstance(parameter, DTensor):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if tensor_parallel_size > 1 and largest_mesh is not None and parameter.device_mesh.ndim < largest_mesh.ndim:
                 group = largest_mesh.get_group(largest_mesh.ndim - 1)
-                copies.setdefault(group, []).append((name, parameter.to_local()))
+                copies.setdefault(group, []).append((name, local))
             for axis, placement in enumerate(parameter.placements):
                 if placement.is_replicate():
                     group = parameter.device_mesh.get_group(axis)
-                    copies.setdefault(group, []).append((name, parameter.to_local()))
+                    copies.setdefault(group, []).append((name, local))
         elif not flattened and not deepspeed.is_stored_by_zero3(parameter):
-            copies.setdefault(world, []).append((name, parameter))
+            copies.setdefault(world, []).append((name, tensor))
+    return copies
+
+
+@torch.no_grad()
+def _divergent(copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]], *, tolerance: float) -> list[str]:
+    """Names of the tensors that differ between the ranks of a group, by more than ``tolerance`` of their size. Two
+    all-reduces per process group."""
     names = []
     for group, held in copies.items():
         sums = torch.stack([_checksum(tensor) for _, tensor in held]).to(collective_device())
         largest, smallest = sums.clone(), sums.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-        names += [
-            name for (name, _), differs in zip(held, (largest != smallest).any(1).tolist(), strict=True) if differs
-        ]
+        # Of the plain sum, the size is the sum of absolute values.
+        sizes = largest[:, [1, 1, 2]]
+        differs = (largest - smallest > tolerance * sizes).any(1).tolist()
+        names += [name for (name, _), differs in zip(held, differs, strict=True) if differs]
     return names
 
 

@@ -27,9 +27,10 @@ from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.recurrent import PackedDocuments, find_leaks
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
+from .fused_layers.swap import suspended_forwards
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
-from .peft_layers import base_model_of, call_with_hooks, restore_calls
+from .peft_layers import base_model_of
 from .sharding import as_strategy, optional_encoders
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -112,7 +113,7 @@ def wrap(
             been changed then, and under the strategies of torch every rank raises: the ranks exchange their refusals
             before any other collective.
     """
-    config = config or WrapConfig()
+    config = WrapConfig() if config is None else config
     outer, model = model, base_model_of(model)
     chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
     if _shards_sequences(chosen):
@@ -131,7 +132,6 @@ def wrap(
         undo.pop_all()
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
-    call_with_hooks(outer, model)
     return wrapped
 
 
@@ -155,6 +155,7 @@ def _inspect(
     Raises:
         LigerDistError: see :func:`wrap`.
     """
+    _check_arguments(outer, config)
     chosen = as_strategy(strategy, mesh)
     chosen.check(config, world_size=dist.get_world_size() if dist.is_initialized() else None)
     model = base_model_of(outer)
@@ -191,6 +192,20 @@ def _inspect(
             )
         _check_unfused(model, config, outputs, reason)
     return chosen, _Inspected(structure, initialize, recipe, reason, find_leaks(model, structure))
+
+
+def _check_arguments(outer: object, config: object) -> None:
+    if not isinstance(outer, nn.Module):
+        raise LigerDistError(
+            f"model is {outer!r}; expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...) builds."
+        )
+    if not isinstance(config, WrapConfig):
+        raise LigerDistError(f"config is {config!r}; expected a liger_dist.WrapConfig(...).")
+    if "_orig_mod" in outer._modules:
+        raise LigerDistError(
+            f"the model is a {type(outer).__name__} that torch.compile has made; wrap the model first and compile the "
+            "result: torch.compile(liger_dist.wrap(model)). model.compile() and compiled layers may come before."
+        )
 
 
 def _shards_sequences(strategy: Strategy) -> bool:
@@ -294,6 +309,8 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
     undo.callback(attention.restore)
+    if seam is not None:
+        seam.entry.skips_padding = attention.reason is None
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,
@@ -344,7 +361,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     detach(record.structure.layers)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
-    restore_calls(model, inner)
     if isinstance(model, FullyShardedDataParallel):
         return model
     outer = model.module if isinstance(model, Wrapper) else model
@@ -361,6 +377,32 @@ def full_logits(model: nn.Module) -> Iterator[None]:
     seam = record_of(inner_model(model)).seam
     with nullcontext() if seam is None else seam.paused():
         yield
+
+
+@contextmanager
+def own_layers(model: nn.Module, *, keeps_attention: bool) -> Iterator[tuple[str, ...]]:
+    """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this
+    library's, as clauses.
+
+    Args:
+        keeps_attention: for calls that the model's own attention does not know.
+
+    Raises:
+        LigerDistError: the model is not wrapped.
+    """
+    inner = inner_model(model)
+    record = record_of(inner)
+    kept = []
+    with ExitStack() as stack:
+        if any(compiled_call(layer) is not None for layer in record.structure.layers):
+            kept.append("compiled layers, which run their own code")
+        elif record.layers.swapped:
+            stack.enter_context(suspended_forwards(inner, owner=record.owner))
+        if keeps_attention and record.attention.reason is None:
+            kept.append("attention to documents by their lengths, which the model's own does not separate")
+        else:
+            stack.enter_context(record.attention.suspended())
+        yield tuple(kept)
 
 
 def is_wrapped(model: nn.Module) -> bool:

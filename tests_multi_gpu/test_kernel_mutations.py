@@ -35,17 +35,33 @@ def zeros_beside_the_vocabulary(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def half_of_the_upstream_gradient(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, *others
 ):
-    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll * 0.5, *others)
+    own_write(
+        out_row_ptr,
+        row_ptr,
+        label,
+        first,
+        last,
+        class_weight_ptr,
+        row_max,
+        log2_total,
+        anchor,
+        miss,
+        nll * 0.5,
+        *others,
+    )
 
 
 @triton.jit
 def target_by_difference(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, *others
 ):
-    probability = tl.exp2((tl.load(row_ptr + label) - lse) * 1.4426950408889634)
-    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, 1.0 - probability, nll, *others)
+    probability = tl.exp2((tl.load(row_ptr + label) - row_max) * 1.4426950408889634 - log2_total)
+    own_write(
+        out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, 1.0 - probability, nll,
+        *others,
+    )  # fmt: skip
 
 
 def options_with_a_tail() -> None:

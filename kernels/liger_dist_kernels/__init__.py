@@ -48,7 +48,7 @@ from .products import write_logits as write_logits
 from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
-from .scale import scale_in_place as scale_in_place
+from .scale import scaled as scaled
 from .token_chunks import DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET
 from .token_chunks import SMALLEST_TILE as SMALLEST_TILE
 from .token_chunks import LocalTokens as LocalTokens

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -12,6 +14,8 @@ from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
 Vector = TypeVar("Vector", Tensor, Tensor | None)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 BACKENDS: tuple[str, ...] = ("auto", "triton", "reference")
 
 
@@ -36,6 +40,28 @@ def runs_triton(tensor: Tensor, backend: Backend) -> bool:
     return backend == "triton"
 
 
+def on_its_device(op: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates an op whose first argument is a tensor, or tensors of one device: its kernels are launched on that
+    GPU, where Triton alone launches them on the current one."""
+
+    @wraps(op)
+    def launched(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        first: Any = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
+        # A compiled graph has set the device already.
+        if torch.compiler.is_compiling() or not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return op(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            return op(*args, **kwargs)
+
+    return launched
+
+
+def host_number(value: float, dtype: torch.dtype) -> Any:
+    """Returns ``value`` as the argument of a kernel that computes in ``dtype``: compiled kernels get Python floats in
+    fp32, so that fp64 ones have it compiled in as a constant."""
+    return tl.constexpr(value) if dtype == torch.float64 else value
+
+
 def dense(vector: Vector) -> Vector:
     """The vector, its numbers side by side, as kernels read them: a column of a matrix is copied."""
     return vector if vector is None else vector.contiguous()
@@ -51,15 +77,43 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def exp_of_difference(x, y):
-    """exp(x - y) in two instructions, a multiply-add and a power of two, where Triton's own exp takes nine: it keeps
-    results below 1e-38, which are 0 here. The rounding of ``y`` is that of an fp32 log-sum-exp of its size."""
-    return tl.exp2(x * _LOG2_E - y * _LOG2_E)
+    """exp(x - y) in three instructions, where Triton's own exp takes nine: it keeps results below 1e-38, which are 0
+    here. The difference comes first: products with log2(e) would overflow at finfo.min, and round at large x and y.
+    ``y`` is finite: -inf - -inf is NaN."""
+    return tl.exp2((x - y) * _LOG2_E)
+
+
+@triton.jit
+def probability(z, row_max, log2_total):
+    """``exp(z - row_max) / total``. The row's maximum and the logarithm of its sum stay apart, so that the rounding of
+    large logits does not reach it."""
+    return tl.exp2((z - row_max) * _LOG2_E - log2_total)
+
+
+@triton.jit
+def log2_of(x):
+    """The logarithm to base 2 from the natural one."""
+    return x * _LOG2_E
+
+
+@triton.jit
+def shrunk(shrink, total, sum_x, shift):
+    """``shrink * (total + shift * sum_x)``: a sum of ``e * distance``, relative to a maximum that has moved by
+    ``shift``. 0 where nothing of it is left: the shift may be infinite there."""
+    return tl.where(shrink * sum_x == 0.0, 0.0, shrink * (total + shift * sum_x))
 
 
 @triton.jit
 def number(x, dtype: tl.constexpr):
     """A number from the host, in ``dtype``: torch.compile passes it as fp64, which would widen all that it touches."""
     return tl.full((), x, dtype)
+
+
+@triton.jit
+def rounded_product(x, y):
+    """``x * y``, rounded before anything is subtracted from it. Compilers contract a product and a difference into one
+    multiply-add, which keeps the product's rounding error: the largest logit less itself would not be 0."""
+    return tl.fma(x, y, tl.zeros_like(x))
 
 
 @triton.jit
@@ -72,4 +126,4 @@ def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         tanh = 2.0 * tl.sigmoid(2.0 * scaled / softcap) - 1.0
         return softcap * tanh, 1.0 - tanh * tanh
-    return scaled, scaled * 0.0 + 1.0
+    return scaled, tl.full(scaled.shape, 1.0, scaled.dtype)

@@ -5,7 +5,7 @@ Legend: T tokens, V vocabulary, K chosen classes of each token, k largest ones. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,25 +82,38 @@ def merge_chosen(slices: Sequence[ChosenLogits]) -> ChosenLogits:
     return ChosenLogits(at_TK, top_Tk, torch.cat(top_ids, 1).gather(1, places_Tk))
 
 
-def chosen_log_probs(chosen: ChosenLogits, lse_T: Tensor, targets: TokenTargets) -> ChosenLogProbs:
-    """Log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative label."""
+def chosen_log_probs(
+    chosen: ChosenLogits, log_probs: Callable[[Tensor], Tensor], targets: TokenTargets
+) -> ChosenLogProbs:
+    """Log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative label.
+    ``log_probs`` gives those of ``z`` ``[T, K]``."""
     is_ignored_T1 = targets.labels_T[:, None] < 0
     at_TK = top_Tk = top_ids_Tk = remainder_T = None
     token_ids_TK = targets.asked_ids_TK
     if token_ids_TK is not None:
         assert chosen.at_TK is not None
         asked_TK = chosen.at_TK[:, : token_ids_TK.shape[1]]
-        at_TK = (asked_TK - lse_T[:, None]).masked_fill_(is_ignored_T1 | (token_ids_TK < 0), 0.0)
+        at_TK = log_probs(asked_TK).masked_fill_(is_ignored_T1 | (token_ids_TK < 0), 0.0)
     if chosen.top_Tk is not None and chosen.top_ids_Tk is not None:
-        top_Tk = (chosen.top_Tk - lse_T[:, None]).masked_fill_(is_ignored_T1, 0.0)
+        top_Tk = log_probs(chosen.top_Tk).masked_fill_(is_ignored_T1, 0.0)
         top_ids_Tk = chosen.top_ids_Tk.masked_fill(is_ignored_T1, 0)
         remainder_T = (1.0 - top_Tk.exp().sum(1)).clamp_(min=0.0)
     return ChosenLogProbs(at_TK, top_Tk, top_ids_Tk, remainder_T)
 
 
 def sum_of_same_ids(values_TK: Tensor, token_ids_TK: Tensor) -> Tensor:
-    """``[T, K]``: for each class the total of the values of all places that name it."""
-    sorted_TK = token_ids_TK.sort(1).values
-    first_TK = torch.searchsorted(sorted_TK, token_ids_TK.contiguous())
-    totals_TK = torch.zeros_like(values_TK).scatter_add_(1, first_TK, values_TK)
-    return totals_TK.gather(1, first_TK)
+    """``[T, K]``: for each class the total of the values of all places that name it.
+
+    A segmented scan over the sorted classes (Hillis and Steele 1986), whose order of summation is fixed, unlike that of
+    ``scatter_add_`` on GPUs.
+    """
+    sorted_TK, order_TK = token_ids_TK.sort(dim=1, stable=True)
+    sums_TK = values_TK.gather(1, order_TK)
+    distance, K = 1, token_ids_TK.shape[1]
+    while distance < K:
+        is_same = sorted_TK[:, distance:] == sorted_TK[:, :-distance]
+        moved = torch.where(is_same, sums_TK[:, :-distance], 0.0)
+        sums_TK = torch.cat([sums_TK[:, :distance], sums_TK[:, distance:] + moved], 1)
+        distance *= 2
+    last_TK = torch.searchsorted(sorted_TK, token_ids_TK.contiguous(), right=True) - 1
+    return sums_TK.gather(1, last_TK)

@@ -12,9 +12,9 @@ the upstream gradients are known beforehand, ``cross_entropy_fwd_bwd.py`` does b
 The gradient of a 16-bit product needs the probabilities in 16 bits, and the loss needs the logits in fp32. So fp32
 logits exist for one tile of the vocabulary at a time: the sweep for the statistics also writes ``exp(z - m)`` in 16
 bits, where m is the row's maximum in that tile, and the gradient's sweep, which knows all of the row, multiplies them
-by ``exp(m - lse)``. Their relative error is that of rounding the gradient itself, whatever the size of the logits,
-while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those logits are
-computed again instead (:func:`.linear_cross_entropy.recompute_gradients`).
+by ``exp(m - max) / total``. Their relative error is that of rounding the gradient itself, whatever the size of the
+logits, while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those
+logits are computed again instead (:func:`.linear_cross_entropy.recompute_gradients`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, exp_of_difference, runs_triton, statistics_dtype
+from ._triton_utils import (
+    Backend,
+    dense,
+    exp_of_difference,
+    log2_of,
+    on_its_device,
+    runs_triton,
+    statistics_dtype,
+)
 from .logit_rows import (
     inverse_temperature_of,
     load_logits,
@@ -36,6 +44,7 @@ from .logit_rows import (
     tile_arguments,
     transform_arguments,
     transformed,
+    weighted_logits,
     write_gradient_of_piece,
     write_zeros_of_piece,
 )
@@ -67,11 +76,14 @@ class SoftmaxStatistics(NamedTuple):
 class GradientCoefficients(NamedTuple):
     """Per-token coefficients, each ``[T]``, of the gradient by z:
 
-    ``nll * (p_v - [v = y]) + mass * p_v + entropy * p_v * z_v + square * p_v**2 - smoothing * w_v``
+    ``nll * (p_v - [v = y]) + mass * p_v + entropy * p_v * log(p_v) + square * p_v**2 - smoothing * w_v``
     """
 
-    lse_T: Tensor
-    """log-sum-exp of z, so that ``p_v = exp(z_v - lse)``"""
+    max_T: Tensor
+    """``max_v z_v``"""
+    log_total_T: Tensor
+    """``log(sum_v exp(z_v - max))``, so that ``log(p_v) = z_v - max - log_total``. Apart from the maximum, whose
+    rounding at large logits would be a common factor of all probabilities."""
     miss_T: Tensor
     """``1 - p_y``, computed from the other classes"""
     nll_T: Tensor
@@ -85,7 +97,12 @@ class GradientCoefficients(NamedTuple):
     def scaled(self, factor: float) -> GradientCoefficients:
         """Those of ``factor`` times the gradient."""
         fields: list[Any] = [None if field is None else field * factor for field in self]
-        return GradientCoefficients(*fields)._replace(lse_T=self.lse_T, miss_T=self.miss_T)
+        unscaled = {"max_T": self.max_T, "log_total_T": self.log_total_T, "miss_T": self.miss_T}
+        return GradientCoefficients(*fields)._replace(**unscaled)
+
+    def log_probs(self, z: Tensor) -> Tensor:
+        """``log(p)`` of ``z`` ``[T, ...]``."""
+        return (z - self.max_T[:, None]) - self.log_total_T[:, None]
 
 
 class Anchors(NamedTuple):
@@ -161,7 +178,7 @@ def _exponentials_kernel(
     if WITH_SMOOTHING:
         counted = tl.where(mask_v, z, 0.0)
         if HAS_CLASS_WEIGHT:
-            counted *= tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
+            counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
         tl.store(weighted_sum_ptr + row, tl.sum(tl.sum(counted, 1)))
     if WITH_SQUARES:
         tl.store(square_other_ptr + row, tl.sum(tl.sum(e * e, 1)))
@@ -170,8 +187,8 @@ def _exponentials_kernel(
 @triton.jit
 def _gradient_kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
-    lse_ptr, anchor_ptr, stride_anchor_n, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, square_ptr, smoothing_ptr,
-    V: tl.constexpr, scale, softcap, inverse_temperature,
+    max_ptr, log_total_ptr, anchor_ptr, stride_anchor_n, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, square_ptr,
+    smoothing_ptr, V: tl.constexpr, scale, softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ANCHOR_COLUMNS: tl.constexpr, HAS_MASS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
@@ -183,12 +200,12 @@ def _gradient_kernel(
     if label < 0:
         write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, LANES, VECTOR)
     else:
-        lse = tl.load(lse_ptr + row)
-        anchor = lse
-        mass = lse * 0.0
-        entropy = lse * 0.0
-        square = lse * 0.0
-        smoothing = lse * 0.0
+        row_max = tl.load(max_ptr + row)
+        anchor = row_max
+        mass = tl.zeros_like(row_max)
+        entropy = tl.zeros_like(row_max)
+        square = tl.zeros_like(row_max)
+        smoothing = tl.zeros_like(row_max)
         if ANCHOR_COLUMNS > 0:
             anchor = tl.load(anchor_ptr + (first // ANCHOR_COLUMNS) * stride_anchor_n + row)
         if HAS_MASS:
@@ -201,10 +218,12 @@ def _gradient_kernel(
             smoothing = tl.load(smoothing_ptr + row)
         last = tl.minimum(first + LANES * VECTOR, V)
         write_gradient_of_piece(
-            out_row_ptr, logits_ptr + row * stride_t, label - first_class, first, last, class_weight_ptr, lse, anchor,
-            tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass, entropy, square, smoothing, scale, softcap,
-            inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64), LANES * VECTOR, LANES, VECTOR, FP64,
-            TRANSFORMS, HAS_SOFTCAP, ANCHOR_COLUMNS > 0, HAS_ENTROPY, HAS_SQUARE, HAS_SMOOTHING, HAS_CLASS_WEIGHT,
+            out_row_ptr, logits_ptr + row * stride_t, label - first_class, first, last, class_weight_ptr, row_max,
+            log2_of(tl.load(log_total_ptr + row)), anchor, tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass,
+            entropy, square, smoothing, scale, softcap,
+            inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64),
+            LANES * VECTOR, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, ANCHOR_COLUMNS > 0, HAS_ENTROPY, HAS_SQUARE,
+            HAS_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
 
@@ -221,6 +240,7 @@ def statistics_of_fields(fields_FT: Tensor, options: LossOptions, outputs: Token
     )
 
 
+@on_its_device
 def cross_entropy_fwd(
     logits_TV: Tensor,
     labels_T: Tensor,
@@ -287,6 +307,7 @@ def cross_entropy_fwd(
     return statistics_of_fields(fields_6T, options, outputs)
 
 
+@on_its_device
 def cross_entropy_bwd(
     logits_TV: Tensor,
     labels_T: Tensor,
@@ -346,8 +367,7 @@ def cross_entropy_bwd(
         return out_TV
     tile = tile_arguments(logits_TV, None if anchors is None else anchors.columns)
     labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
-    lse_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
-    assert lse_T is not None
+    max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
     _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
@@ -356,12 +376,13 @@ def cross_entropy_bwd(
         labels_T,
         first_class,
         class_weight_V if class_weight_V is not None else logits_TV,
-        lse_T,
-        lse_T if anchors is None else anchors.max_NT,
+        max_T,
+        log_total_T,
+        max_T if anchors is None else anchors.max_NT,
         0 if anchors is None else anchors.max_NT.stride(0),
         miss_T,
         nll_T,
-        *(lse_T if given is None else given for given in (mass_T, entropy_T, square_T, smoothing_T)),
+        *(max_T if given is None else given for given in (mass_T, entropy_T, square_T, smoothing_T)),
         V,
         ANCHOR_COLUMNS=0 if anchors is None else anchors.columns,
         HAS_MASS=mass_T is not None,
@@ -404,7 +425,12 @@ def cross_entropy_fwd_reference(
     if outputs.entropy:
         dot_other_T = (e_TV * distance_TV).masked_fill_(e_TV == 0, 0.0).sum(-1)
     if outputs.sums_logits(options):
-        weighted_sum_T = z_TV.sum(-1) if class_weight_V is None else z_TV @ class_weight_V.to(z_TV.dtype)
+        weighted_TV = z_TV
+        if class_weight_V is not None:
+            weight_V = class_weight_V.to(z_TV.dtype)
+            # 0 where the weight is 0, whatever the logit.
+            weighted_TV = torch.where(weight_V == 0, 0.0, z_TV * weight_V)
+        weighted_sum_T = weighted_TV.sum(-1)
     target_T = z_TV.masked_fill(~is_target, 0.0).sum(-1)
     square_other_T = e_TV.square().sum(-1) if outputs.sum_sq_prob else None
     return SoftmaxStatistics(max_T, e_TV.sum(-1), target_T, dot_other_T, weighted_sum_T, square_other_T)
@@ -425,23 +451,24 @@ def cross_entropy_bwd_reference(
     """:func:`cross_entropy_bwd` in plain torch: the path on CPU."""
     if anchors is None:
         z_TV, slope = transformed(logits_TV, options, temperature_T)
-        p_TV = (z_TV - coefficients.lse_T[:, None]).exp_()
+        log_p_TV = coefficients.log_probs(z_TV)
+        p_TV = log_p_TV.exp()
     else:
         anchor_TV = anchors.max_NT.T.repeat_interleave(anchors.columns, 1)[:, : logits_TV.shape[1]]
-        p_TV = logits_TV.to(anchor_TV.dtype) * (anchor_TV - coefficients.lse_T[:, None]).exp()
+        p_TV = log_p_TV = logits_TV.to(anchor_TV.dtype) * coefficients.log_probs(anchor_TV).exp()
         # Without a soft-cap the derivative is that of any logit.
-        z_TV, (_, slope) = p_TV, transformed(logits_TV[:, :1], options, temperature_T)
+        slope = transformed(logits_TV[:, :1], options, temperature_T)[1]
     nll_T1 = coefficients.nll_T[:, None]
     is_target = _is_target(logits_TV, labels_T, first_class)
     gradient_TV = torch.where(is_target, -nll_T1 * coefficients.miss_T[:, None], nll_T1 * p_TV)
     if coefficients.mass_T is not None:
         gradient_TV += coefficients.mass_T[:, None] * p_TV
     if coefficients.entropy_T is not None:
-        gradient_TV += (coefficients.entropy_T[:, None] * p_TV * z_TV).masked_fill_(p_TV == 0, 0.0)
+        gradient_TV += (coefficients.entropy_T[:, None] * p_TV * log_p_TV).masked_fill_(p_TV == 0, 0.0)
     if coefficients.square_T is not None:
         gradient_TV += coefficients.square_T[:, None] * p_TV.square()
     if coefficients.smoothing_T is not None:
-        weight = 1.0 if class_weight_V is None else class_weight_V.to(z_TV.dtype)
+        weight = 1.0 if class_weight_V is None else class_weight_V.to(p_TV.dtype)
         gradient_TV -= coefficients.smoothing_T[:, None] * weight
     gradient_TV *= slope
     return out_TV.copy_(gradient_TV.masked_fill_(labels_T[:, None] < 0, 0.0))
@@ -462,15 +489,18 @@ def gradient_at(
     of the gradient in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two as
     the class's probability nears 1. Entries of classes whose ``z`` is not known here mean nothing."""
     slope = slope_of(z_TK, options, temperature_T)
-    lse_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, at_TK = coefficients
+    _, _, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, at_TK = coefficients
     assert at_TK is not None
     is_label_TK = token_ids_TK == labels_T[:, None]
-    p_TK = torch.where(is_label_TK, 1.0 - miss_T[:, None], (z_TK - lse_T[:, None]).exp())
+    log_p_TK = coefficients.log_probs(z_TK)
+    p_TK = torch.where(is_label_TK, 1.0 - miss_T[:, None], log_p_TK.exp())
     gradient_TK = torch.where(is_label_TK, -miss_T[:, None], p_TK) * nll_T[:, None] + at_TK
     if mass_T is not None:
         gradient_TK += mass_T[:, None] * p_TK
     if entropy_T is not None:
-        gradient_TK += (entropy_T[:, None] * p_TK * z_TK).masked_fill_(p_TK == 0, 0.0)
+        # exp(log p), which is exactly 0 for a logit of -inf; 1 - miss has the rounding of a division.
+        exact_TK = log_p_TK.exp()
+        gradient_TK += (entropy_T[:, None] * exact_TK * log_p_TK).masked_fill_(exact_TK == 0, 0.0)
     if square_T is not None:
         gradient_TK += square_T[:, None] * p_TK.square()
     if smoothing_T is not None:

@@ -13,22 +13,37 @@ a program takes its piece by an atomic ticket instead of its program id: pieces 
 start, row by row. The first unfinished row then has all its programs running or next to start, none of which waits for
 a later row, so the launch always makes progress. A program publishes its statistics by a release on the row's counter;
 the others spin on an acquire of the same counter, after which those stores are visible. Their loads are volatile, so
-that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. No program
-reads logits after its release, so any piece may be overwritten from then on, the label's entry included.
+that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. After its
+release a program reads the logits of its own piece alone, so that it may overwrite them.
+
+That holds while all programs of one row can be resident at once, which :func:`_is_resident` asks; rows of more pieces
+take two launches.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, exp_of_difference, number, runs_triton, statistics_dtype
+from ._triton_utils import (
+    Backend,
+    dense,
+    exp_of_difference,
+    host_number,
+    log2_of,
+    number,
+    on_its_device,
+    runs_triton,
+    statistics_dtype,
+)
 from .cross_entropy import (
     SoftmaxStatistics,
-    cross_entropy_bwd_reference,
-    cross_entropy_fwd_reference,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
     statistics_of_fields,
 )
 from .logit_rows import (
@@ -42,7 +57,7 @@ from .logit_rows import (
     write_zeros_of_piece,
 )
 from .options import NO_OUTPUTS, LossOptions, TokenOutputs
-from .token_loss import TokenGradients, gradient_coefficients, token_terms_reference
+from .token_loss import TokenGradients, gradient_coefficients, token_terms
 
 PIECE_BYTES = 32 * 2**10
 
@@ -93,12 +108,12 @@ def _kernel(
         mask = offs < PIECES
         max_x = tl.load(piece_ptr + offs, mask=mask, other=float("-inf"), volatile=True)
         sum_x = tl.load(piece_ptr + PIECES + offs, mask=mask, other=0.0, volatile=True)
-        dot_x = sum_x * 0.0
+        dot_x = tl.zeros_like(sum_x)
         if WITH_ENTROPY:
             dot_x = tl.load(piece_ptr + 2 * PIECES + offs, mask=mask, other=0.0, volatile=True)
         if WITH_SMOOTHING:
             weighted_sum = tl.sum(tl.load(piece_ptr + 3 * PIECES + offs, mask=mask, other=0.0, volatile=True))
-        square_x = sum_x * 0.0
+        square_x = tl.zeros_like(sum_x)
         if WITH_SQUARES:
             square_x = tl.load(piece_ptr + 4 * PIECES + offs, mask=mask, other=0.0, volatile=True)
         row_max, sum_other, dot_other, square_other = merged(max_x, sum_x, dot_x, square_x)
@@ -118,10 +133,11 @@ def _kernel(
     else:
         # As token_loss.py computes the coefficients of these two upstream gradients.
         total = sum_other + exp_of_difference(target, row_max)
-        lse = row_max + tl.log(total)
+        log_total = tl.log(total)
+        lse = row_max + log_total
         nll = tl.load(d_cross_entropy_ptr + row)
-        mass = lse * 0.0
-        smoothing = lse * 0.0
+        mass = tl.zeros_like(lse)
+        smoothing = tl.zeros_like(lse)
         if WITH_SMOOTHING:
             smoothed = number(label_smoothing, nll.dtype)
             smoothing = nll * (smoothed / V)
@@ -132,12 +148,13 @@ def _kernel(
         if HAS_Z_LOSS:
             mass += tl.load(d_z_loss_ptr + row) * (2.0 * number(z_loss, nll.dtype)) * lse
         write_gradient_of_piece(
-            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, lse, lse, sum_other / total, nll, mass, mass,
-            mass, smoothing, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, False, False,
-            False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+            out_row_ptr, row_ptr, label, first, end, class_weight_ptr, row_max, log2_of(log_total), row_max,
+            sum_other / total, nll, mass, mass, mass, smoothing, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64,
+            TRANSFORMS, HAS_SOFTCAP, False, False, False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
 
+@on_its_device
 def cross_entropy_fwd_bwd(
     logits_TV: Tensor,
     labels_T: Tensor,
@@ -163,8 +180,8 @@ def cross_entropy_fwd_bwd(
         out_TV: as ``logits_TV``, or ``logits_TV`` itself.
         backend: see :func:`runs_triton`.
     """
-    if not runs_triton(logits_TV, backend):
-        return reference(
+    if not runs_triton(logits_TV, backend) or not _is_resident(logits_TV):
+        return in_two_sweeps(
             logits_TV,
             labels_T,
             gradients,
@@ -173,6 +190,7 @@ def cross_entropy_fwd_bwd(
             class_weight_V=class_weight_V,
             outputs=outputs,
             out_TV=out_TV,
+            backend=backend,
         )
     T, V = logits_TV.shape
     dtype = statistics_dtype(logits_TV.dtype)
@@ -197,8 +215,8 @@ def cross_entropy_fwd_bwd(
             counters,
             counters[-1:],
             V,
-            options.label_smoothing,
-            options.z_loss,
+            host_number(options.label_smoothing, dtype),
+            host_number(options.z_loss, dtype),
             PIECES=pieces,
             PIECES_POWER=triton.next_power_of_2(pieces),
             PIECE=piece,
@@ -220,7 +238,17 @@ def _num_pieces(logits_TV: Tensor) -> int:
     return -(-logits_TV.shape[1] * logits_TV.element_size() // PIECE_BYTES)
 
 
-def reference(
+def _is_resident(logits_TV: Tensor) -> bool:
+    """True if all pieces of one row run at once for certain: one on each multiprocessor, which holds four.
+
+    CUDA's Multi-Process Service and partitions of a GPU (MIG) report the multiprocessors that this process may use.
+    """
+    if not logits_TV.is_cuda:
+        return True
+    return _num_pieces(logits_TV) <= torch.cuda.get_device_properties(logits_TV.device).multi_processor_count
+
+
+def in_two_sweeps(
     logits_TV: Tensor,
     labels_T: Tensor,
     gradients: TokenGradients,
@@ -230,28 +258,14 @@ def reference(
     class_weight_V: Tensor | None = None,
     outputs: TokenOutputs = NO_OUTPUTS,
     out_TV: Tensor,
+    backend: Backend = "auto",
 ) -> SoftmaxStatistics:
-    """:func:`cross_entropy_fwd_bwd` in plain torch: the path on CPU."""
+    """:func:`cross_entropy_fwd_bwd` by its two halves: on CPUs, and for rows whose pieces cannot all be resident."""
+    loss: dict[str, Any] = {"options": options, "class_weight_V": class_weight_V}
+    swept: dict[str, Any] = {"temperature_T": temperature_T, "backend": backend, **loss}
     V = logits_TV.shape[1]
-    statistics = cross_entropy_fwd_reference(
-        logits_TV,
-        labels_T,
-        options=options,
-        temperature_T=temperature_T,
-        class_weight_V=class_weight_V,
-        outputs=outputs,
-    )
-    terms = token_terms_reference(statistics, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V)
-    coefficients = gradient_coefficients(
-        terms, gradients, labels_T, options=options, vocab_size=V, class_weight_V=class_weight_V
-    )
-    cross_entropy_bwd_reference(
-        logits_TV,
-        labels_T,
-        coefficients,
-        options=options,
-        temperature_T=temperature_T,
-        class_weight_V=class_weight_V,
-        out_TV=out_TV,
-    )
+    statistics = cross_entropy_fwd(logits_TV, labels_T, outputs=outputs, **swept)
+    terms = token_terms(statistics, labels_T, vocab_size=V, backend=backend, **loss)
+    coefficients = gradient_coefficients(terms, gradients, labels_T, vocab_size=V, **loss)
+    cross_entropy_bwd(logits_TV, labels_T, coefficients, out_TV=out_TV, **swept)
     return statistics

@@ -24,7 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, exp_of_difference, runs_triton, statistics_dtype
+from ._triton_utils import (
+    Backend,
+    dense,
+    exp_of_difference,
+    host_number,
+    log2_of,
+    on_its_device,
+    probability,
+    rounded_product,
+    runs_triton,
+    shrunk,
+    statistics_dtype,
+)
 from .logit_rows import load_logits, tile_arguments, transform_arguments, transformed
 from .options import LossOptions
 
@@ -56,12 +68,23 @@ class DivergenceOptions:
             )
 
 
+class LogPartition(NamedTuple):
+    """The log-sum-exp of each row of z, ``[T]``, in two parts: see :class:`.GradientCoefficients`."""
+
+    max_T: Tensor
+    log_total_T: Tensor
+
+    def log_probs(self, z_TV: Tensor) -> Tensor:
+        """``log(p)`` of ``z``."""
+        return (z_TV - self.max_T[:, None]) - self.log_total_T[:, None]
+
+
 class DivergenceTerms(NamedTuple):
     """What the gradient needs of each token, ``[T]`` in the dtype of the statistics."""
 
     divergence_T: Tensor
-    student_lse_T: Tensor
-    teacher_lse_T: Tensor
+    student: LogPartition
+    teacher: LogPartition
     expectation_T: Tensor
     """what the gradient subtracts in the brackets above"""
     entropy_T: Tensor
@@ -71,7 +94,8 @@ class DivergenceTerms(NamedTuple):
 class HardTerms(NamedTuple):
     """The cross entropy of the labels, at temperature 1 over all classes of the student; ``[T]``."""
 
-    lse_T: Tensor
+    max_T: Tensor
+    log_total_T: Tensor
     miss_T: Tensor
     """``1 - p_y``"""
     factor_T: Tensor
@@ -89,8 +113,11 @@ def _pair_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    # Sums are relative to these: the largest logits so far, 0 while all are -inf.
     student_max = tl.full((LANES,), float("-inf"), dtype)
     teacher_max = tl.full((LANES,), float("-inf"), dtype)
+    student_anchor = tl.zeros((LANES,), dtype)
+    teacher_anchor = tl.zeros((LANES,), dtype)
     student_sum = tl.zeros((LANES,), dtype)
     teacher_sum = tl.zeros((LANES,), dtype)
     dot = tl.zeros((LANES,), dtype)
@@ -106,38 +133,50 @@ def _pair_statistics_kernel(
             teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
             TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
         )  # fmt: skip
-        new_student = tl.maximum(student_max, tl.max(student, 1))
-        new_teacher = tl.maximum(teacher_max, tl.max(teacher, 1))
-        student_anchor = tl.where(new_student == float("-inf"), 0.0, new_student)
-        teacher_anchor = tl.where(new_teacher == float("-inf"), 0.0, new_teacher)
-        student_shrink = exp_of_difference(student_max, student_anchor)
-        teacher_shrink = exp_of_difference(teacher_max, teacher_anchor)
-        e_student = exp_of_difference(student, student_anchor[:, None])
-        e_teacher = exp_of_difference(teacher, teacher_anchor[:, None])
+        student_max = tl.maximum(student_max, tl.max(student, 1))
+        teacher_max = tl.maximum(teacher_max, tl.max(teacher, 1))
+        new_student = tl.where(student_max == float("-inf"), 0.0, student_max)
+        new_teacher = tl.where(teacher_max == float("-inf"), 0.0, teacher_max)
+        student_shift = student_anchor - new_student
+        teacher_shift = teacher_anchor - new_teacher
+        student_shrink = tl.where(student_sum == 0.0, 0.0, exp_of_difference(student_anchor, new_student))
+        teacher_shrink = tl.where(teacher_sum == 0.0, 0.0, exp_of_difference(teacher_anchor, new_teacher))
+        # Each logit less its own maximum, so that what both logits have in common does not cost digits of the rest.
+        student -= new_student[:, None]
+        teacher -= new_teacher[:, None]
+        e_student = exp_of_difference(student, 0.0)
+        e_teacher = exp_of_difference(teacher, 0.0)
+        mean = shrunk(student_shrink, mean, student_sum, student_shift)
+        mean += tl.sum(tl.where(e_student == 0.0, 0.0, e_student * student), 1)
+        if WITH_FORWARD:
+            dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
+            dot += tl.sum(tl.where(e_teacher == 0.0, 0.0, e_teacher * (teacher - student)), 1)
+        if WITH_REVERSE:
+            dot = shrunk(student_shrink, dot, student_sum, student_shift - teacher_shift)
+            dot += tl.sum(tl.where(e_student == 0.0, 0.0, e_student * (student - teacher)), 1)
         student_sum = student_shrink * student_sum + tl.sum(e_student, 1)
         teacher_sum = teacher_shrink * teacher_sum + tl.sum(e_teacher, 1)
-        mean = student_shrink * mean + tl.sum(tl.where(e_student == 0.0, 0.0, e_student * student), 1)
-        if WITH_FORWARD:
-            moved = tl.where(e_teacher == 0.0, 0.0, e_teacher * (teacher - student))
-            dot = teacher_shrink * dot + tl.sum(moved, 1)
-        if WITH_REVERSE:
-            moved = tl.where(e_student == 0.0, 0.0, e_student * (student - teacher))
-            dot = student_shrink * dot + tl.sum(moved, 1)
-        student_max = new_student
-        teacher_max = new_teacher
+        student_anchor = new_student
+        teacher_anchor = new_teacher
     total_student = tl.max(student_max)
     total_teacher = tl.max(teacher_max)
-    student_shrink = exp_of_difference(student_max, tl.where(total_student == float("-inf"), 0.0, total_student))
-    teacher_shrink = exp_of_difference(teacher_max, tl.where(total_teacher == float("-inf"), 0.0, total_teacher))
+    new_student_row = tl.where(total_student == float("-inf"), 0.0, total_student)
+    new_teacher_row = tl.where(total_teacher == float("-inf"), 0.0, total_teacher)
+    student_shift = student_anchor - new_student_row
+    teacher_shift = teacher_anchor - new_teacher_row
+    student_shrink = tl.where(student_sum == 0.0, 0.0, exp_of_difference(student_anchor, new_student_row))
+    teacher_shrink = tl.where(teacher_sum == 0.0, 0.0, exp_of_difference(teacher_anchor, new_teacher_row))
     tl.store(fields_ptr + row, total_student)
     tl.store(fields_ptr + T + row, tl.sum(student_shrink * student_sum))
     tl.store(fields_ptr + 2 * T + row, total_teacher)
     tl.store(fields_ptr + 3 * T + row, tl.sum(teacher_shrink * teacher_sum))
-    tl.store(fields_ptr + 5 * T + row, tl.sum(student_shrink * mean))
+    tl.store(fields_ptr + 5 * T + row, tl.sum(shrunk(student_shrink, mean, student_sum, student_shift)))
     if WITH_FORWARD:
-        tl.store(fields_ptr + 4 * T + row, tl.sum(teacher_shrink * dot))
+        dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
+        tl.store(fields_ptr + 4 * T + row, tl.sum(dot))
     if WITH_REVERSE:
-        tl.store(fields_ptr + 4 * T + row, tl.sum(student_shrink * dot))
+        dot = shrunk(student_shrink, dot, student_sum, student_shift - teacher_shift)
+        tl.store(fields_ptr + 4 * T + row, tl.sum(dot))
 
 
 @triton.jit
@@ -148,16 +187,19 @@ def _log_of_mixture(p, q, beta):
 
 @triton.jit
 def _mixture_kernel(
-    student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_lse_ptr, teacher_lse_ptr, fields_ptr, T,
-    V: tl.constexpr, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
+    student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_max_ptr, student_log_total_ptr,
+    teacher_max_ptr, teacher_log_total_ptr, fields_ptr, T, V: tl.constexpr, beta, student_scale, student_softcap,
+    teacher_scale, teacher_softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    student_lse = tl.load(student_lse_ptr + row)
-    teacher_lse = tl.load(teacher_lse_ptr + row)
+    student_max = tl.load(student_max_ptr + row)
+    student_log_total = tl.load(student_log_total_ptr + row)
+    teacher_max = tl.load(teacher_max_ptr + row)
+    teacher_log_total = tl.load(teacher_log_total_ptr + row)
     inverse = tl.full((), inverse_temperature, dtype)
     beta = tl.full((), beta, dtype)
     of_student = tl.zeros((LANES,), dtype)
@@ -172,11 +214,13 @@ def _mixture_kernel(
             teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
             TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
         )  # fmt: skip
-        q = exp_of_difference(student, student_lse)
-        p = exp_of_difference(teacher, teacher_lse)
+        q = probability(student, student_max, log2_of(student_log_total))
+        p = probability(teacher, teacher_max, log2_of(teacher_log_total))
         log_mixture = _log_of_mixture(p, q, beta)
-        of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (student - student_lse - log_mixture)), 1)
-        of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (teacher - teacher_lse - log_mixture)), 1)
+        log_q = student - student_max - student_log_total
+        log_p = teacher - teacher_max - teacher_log_total
+        of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
+        of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
     tl.store(fields_ptr + row, tl.sum(of_student))
     tl.store(fields_ptr + T + row, tl.sum(of_teacher))
 
@@ -184,7 +228,8 @@ def _mixture_kernel(
 @triton.jit
 def _divergence_gradient_kernel(
     out_ptr, stride_out_t, student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, labels_ptr, first_class,
-    factor_ptr, student_lse_ptr, teacher_lse_ptr, expectation_ptr, hard_lse_ptr, hard_miss_ptr, hard_factor_ptr,
+    factor_ptr, student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, expectation_ptr,
+    hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr,
     V: tl.constexpr, TEACHER_V: tl.constexpr, beta, student_scale, student_softcap, teacher_scale, teacher_softcap,
     inverse_temperature, temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
@@ -201,8 +246,10 @@ def _divergence_gradient_kernel(
         tl.store(out_row_ptr + offs_v, tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty), mask=mask_v)
     else:
         inverse = tl.full((), inverse_temperature, dtype)
-        student_lse = tl.load(student_lse_ptr + row)
-        teacher_lse = tl.load(teacher_lse_ptr + row)
+        student_max = tl.load(student_max_ptr + row)
+        student_log_total = tl.load(student_log_total_ptr + row)
+        teacher_max = tl.load(teacher_max_ptr + row)
+        teacher_log_total = tl.load(teacher_log_total_ptr + row)
         student, slope = load_logits(
             student_ptr + row * stride_student_t, offs_v, mask_v, student_scale, student_softcap, inverse, FP64,
             STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
@@ -212,25 +259,31 @@ def _divergence_gradient_kernel(
             teacher_ptr + row * stride_teacher_t, offs_v, is_common, teacher_scale, teacher_softcap, inverse, FP64,
             TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
         )  # fmt: skip
-        q = tl.where(is_common, exp_of_difference(student, student_lse), 0.0)
-        p = exp_of_difference(teacher, teacher_lse)
+        q = tl.where(is_common, probability(student, student_max, log2_of(student_log_total)), 0.0)
+        p = probability(teacher, teacher_max, log2_of(teacher_log_total))
         if FORWARD:
             gradient = q - p
         else:
-            other = teacher - teacher_lse if REVERSE else _log_of_mixture(p, q, tl.full((), beta, dtype))
-            brackets = student - student_lse - other - tl.load(expectation_ptr + row)
+            log_p = teacher - teacher_max - teacher_log_total
+            other = log_p if REVERSE else _log_of_mixture(p, q, tl.full((), beta, dtype))
+            brackets = student - student_max - student_log_total - other - tl.load(expectation_ptr + row)
             gradient = tl.where(q == 0.0, 0.0, q * brackets)
             if not REVERSE:
                 gradient *= 1.0 - tl.full((), beta, dtype)
-        gradient *= tl.load(factor_ptr + row)
+        factor = tl.load(factor_ptr + row)
+        # A divergence that has no part in the loss may be infinite.
+        gradient = tl.where(factor == 0.0, 0.0, gradient * factor)
         if HAS_HARD:
             tau = tl.full((), temperature, dtype)
-            hard = exp_of_difference(student * tau, tl.load(hard_lse_ptr + row))
+            hard_log2_total = log2_of(tl.load(hard_log_total_ptr + row))
+            student_at_1 = rounded_product(student, tl.zeros_like(student) + tau)
+            hard = probability(student_at_1, tl.load(hard_max_ptr + row), hard_log2_total)
             hard = tl.where(offs_v == label - first_class, -tl.load(hard_miss_ptr + row), hard)
             gradient += tau * tl.load(hard_factor_ptr + row) * hard
         tl.store(out_row_ptr + offs_v, (gradient * slope).to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
+@on_its_device
 def divergence_terms(
     student_TV: Tensor,
     teacher_TV: Tensor,
@@ -253,20 +306,22 @@ def divergence_terms(
     if gather_slices is not None:
         fields_6T = _merged(gather_slices(fields_6T), options.divergence)
     student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T, mean_T = fields_6T
-    student_lse_T, teacher_lse_T = student_max_T + student_sum_T.log(), teacher_max_T + teacher_sum_T.log()
-    entropy_T = student_lse_T - mean_T / student_sum_T
+    student = LogPartition(student_max_T, student_sum_T.log())
+    teacher = LogPartition(teacher_max_T, teacher_sum_T.log())
+    entropy_T = student.log_total_T - mean_T / student_sum_T
     if options.divergence == "forward_kl":
-        divergence_T = dot_T / teacher_sum_T + student_lse_T - teacher_lse_T
-        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T, entropy_T)
+        divergence_T = dot_T / teacher_sum_T + (student.log_total_T - teacher.log_total_T)
+        return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
     if options.divergence == "reverse_kl":
-        divergence_T = dot_T / student_sum_T + teacher_lse_T - student_lse_T
-        return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, divergence_T, entropy_T)
-    fields_2T = _mixture(common_TV, teacher_TV, student_lse_T, teacher_lse_T, options, backend)
+        divergence_T = dot_T / student_sum_T + (teacher.log_total_T - student.log_total_T)
+        return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
+    fields_2T = _mixture(common_TV, teacher_TV, student, teacher, options, backend)
     of_student_T, of_teacher_T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
     divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
-    return DivergenceTerms(divergence_T, student_lse_T, teacher_lse_T, of_student_T, entropy_T)
+    return DivergenceTerms(divergence_T, student, teacher, of_student_T, entropy_T)
 
 
+@on_its_device
 def divergence_bwd(
     student_TV: Tensor,
     teacher_TV: Tensor,
@@ -302,7 +357,7 @@ def divergence_bwd(
     if T == 0 or V == 0:
         return out_TV
     described = _described(student_TV, teacher_TV, options)
-    lse_T = dense(terms.student_lse_T)
+    max_T = dense(terms.student.max_T)
     _divergence_gradient_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
@@ -313,14 +368,15 @@ def divergence_bwd(
         dense(labels_T),
         first_class,
         dense(factor_T),
-        lse_T,
-        dense(terms.teacher_lse_T),
+        max_T,
+        dense(terms.student.log_total_T),
+        *map(dense, terms.teacher),
         dense(terms.expectation_T),
-        *((lse_T, lse_T, lse_T) if hard is None else map(dense, hard)),
+        *((max_T, max_T, max_T, max_T) if hard is None else map(dense, hard)),
         V=V,
         TEACHER_V=teacher_TV.shape[1],
-        beta=options.beta,
-        temperature=options.student.temperature,
+        beta=host_number(options.beta, max_T.dtype),
+        temperature=host_number(options.student.temperature, max_T.dtype),
         FORWARD=options.divergence == "forward_kl",
         REVERSE=options.divergence == "reverse_kl",
         HAS_HARD=hard is not None,
@@ -352,7 +408,8 @@ def _described(student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOption
 
 def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend) -> Tensor:
     """``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
-    the one times the difference of the logits (0 for "jsd"), and of the student's times its logits."""
+    the one times the difference of ``z - max`` (0 for "jsd"), and of the student's times its own ``z - max``. Where all
+    logits are -inf, 0 stands for the maximum in ``z - max``."""
     dtype = statistics_dtype(torch.promote_types(common_TV.dtype, teacher_TV.dtype))
     T, V = common_TV.shape
     fields_6T = common_TV.new_zeros((6, T), dtype=dtype)
@@ -375,46 +432,61 @@ def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceO
         return fields_6T
     student_TV, _ = transformed(common_TV.to(dtype), options.student, None)
     teacher_TV, _ = transformed(teacher_TV.to(dtype), options.teacher, None)
+    distances = []
     for place, z_TV in ((0, student_TV), (2, teacher_TV)):
         fields_6T[place] = z_TV.amax(1)
-        fields_6T[place + 1] = (z_TV - fields_6T[place, :, None]).exp().sum(1)
-    e_TV = (student_TV - fields_6T[0, :, None]).exp()
+        distances.append(z_TV - _anchor(fields_6T[place])[:, None])
+        fields_6T[place + 1] = distances[-1].exp().sum(1)
+    student_TV, teacher_TV = distances
+    e_TV = student_TV.exp()
     fields_6T[5] = torch.where(e_TV == 0, 0.0, e_TV * student_TV).sum(1)
     if options.divergence != "jsd":
-        own, other, place = (
-            (teacher_TV, student_TV, 2) if options.divergence == "forward_kl" else (student_TV, teacher_TV, 0)
-        )
-        e_TV = (own - fields_6T[place, :, None]).exp()
-        fields_6T[4] = torch.where(e_TV == 0, 0.0, e_TV * (own - other)).sum(1)
+        is_forward = options.divergence == "forward_kl"
+        own_TV, other_TV = (teacher_TV, student_TV) if is_forward else (student_TV, teacher_TV)
+        e_TV = own_TV.exp()
+        fields_6T[4] = torch.where(e_TV == 0, 0.0, e_TV * (own_TV - other_TV)).sum(1)
     return fields_6T
+
+
+def _anchor(max_T: Tensor) -> Tensor:
+    """The maximum, or 0 where all logits are -inf, which must not turn into inf - inf."""
+    return torch.where(max_T == float("-inf"), 0.0, max_T)
 
 
 def _merged(fields_G6T: Tensor, divergence: Divergence) -> Tensor:
     """Fields of full rows, from those of slices of the vocabulary; a slice may be empty."""
     merged_6T = fields_G6T[0].clone()
+    shifts, shrinks = [], []
     for place in (0, 2):
-        max_GT = fields_G6T[:, place]
-        merged_6T[place] = max_GT.amax(0)
-        shrink_GT = (max_GT - merged_6T[place]).exp()
-        merged_6T[place + 1] = (shrink_GT * fields_G6T[:, place + 1]).sum(0)
-        if divergence == ("reverse_kl", "", "forward_kl")[place]:
-            merged_6T[4] = (shrink_GT * fields_G6T[:, 4]).sum(0)
-        if place == 0:
-            merged_6T[5] = (shrink_GT * fields_G6T[:, 5]).sum(0)
+        merged_6T[place] = fields_G6T[:, place].amax(0)
+        shifts.append(_anchor(fields_G6T[:, place]) - _anchor(merged_6T[place]))
+        shrinks.append(torch.where(fields_G6T[:, place + 1] == 0, 0.0, shifts[-1].exp()))
+        merged_6T[place + 1] = (shrinks[-1] * fields_G6T[:, place + 1]).sum(0)
+
+    def moved(field: int, model: int, shift_GT: Tensor) -> Tensor:
+        sum_GT, shrink_GT = fields_G6T[:, 2 * model + 1], shrinks[model]
+        total_GT = shrink_GT * (fields_G6T[:, field] + shift_GT * sum_GT)
+        return torch.where(shrink_GT * sum_GT == 0, 0.0, total_GT).sum(0)
+
+    merged_6T[5] = moved(5, 0, shifts[0])
+    if divergence == "forward_kl":
+        merged_6T[4] = moved(4, 1, shifts[1] - shifts[0])
+    if divergence == "reverse_kl":
+        merged_6T[4] = moved(4, 0, shifts[0] - shifts[1])
     return merged_6T
 
 
 def _mixture(
     common_TV: Tensor,
     teacher_TV: Tensor,
-    student_lse_T: Tensor,
-    teacher_lse_T: Tensor,
+    student: LogPartition,
+    teacher: LogPartition,
     options: DivergenceOptions,
     backend: Backend,
 ) -> Tensor:
     """``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
     T, V = common_TV.shape
-    fields_2T = student_lse_T.new_zeros((2, T))
+    fields_2T = student.max_T.new_zeros((2, T))
     if V == 0 or T == 0:
         return fields_2T
     if runs_triton(common_TV, backend):
@@ -423,16 +495,15 @@ def _mixture(
             common_TV.stride(0),
             teacher_TV,
             teacher_TV.stride(0),
-            dense(student_lse_T),
-            dense(teacher_lse_T),
+            *map(dense, (*student, *teacher)),
             fields_2T,
             T,
             V,
-            beta=options.beta,
+            beta=host_number(options.beta, fields_2T.dtype),
             **_described(common_TV, teacher_TV, options),
         )
         return fields_2T
-    log_q_TV, log_p_TV, log_m_TV = _log_probabilities(common_TV, teacher_TV, student_lse_T, teacher_lse_T, options)
+    log_q_TV, log_p_TV, log_m_TV = _log_probabilities(common_TV, teacher_TV, student, teacher, options)
     for place, log_TV in ((0, log_q_TV), (1, log_p_TV)):
         e_TV = log_TV.exp()
         fields_2T[place] = torch.where(e_TV == 0, 0.0, e_TV * (log_TV - log_m_TV)).sum(1)
@@ -440,12 +511,12 @@ def _mixture(
 
 
 def _log_probabilities(
-    common_TV: Tensor, teacher_TV: Tensor, student_lse_T: Tensor, teacher_lse_T: Tensor, options: DivergenceOptions
+    common_TV: Tensor, teacher_TV: Tensor, student: LogPartition, teacher: LogPartition, options: DivergenceOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the student, the teacher and the mixture of "jsd" (meaningless for the others)."""
-    dtype = student_lse_T.dtype
-    log_q_TV = transformed(common_TV.to(dtype), options.student, None)[0] - student_lse_T[:, None]
-    log_p_TV = transformed(teacher_TV.to(dtype), options.teacher, None)[0] - teacher_lse_T[:, None]
+    dtype = student.max_T.dtype
+    log_q_TV = student.log_probs(transformed(common_TV.to(dtype), options.student, None)[0])
+    log_p_TV = teacher.log_probs(transformed(teacher_TV.to(dtype), options.teacher, None)[0])
     mixture_TV = options.beta * log_p_TV.exp() + (1.0 - options.beta) * log_q_TV.exp()
     return log_q_TV, log_p_TV, mixture_TV.clamp_min(1e-37).log()
 
@@ -460,10 +531,10 @@ def _gradient_reference(
     hard: HardTerms | None,
 ) -> Tensor:
     """:func:`divergence_bwd` in plain torch, with labels relative to these columns: the path on CPU."""
-    dtype, common = terms.student_lse_T.dtype, teacher_TV.shape[1]
+    dtype, common = terms.student.max_T.dtype, teacher_TV.shape[1]
     z_TV, slope = transformed(student_TV.to(dtype), options.student, None)
     log_q_TV, log_p_TV, log_m_TV = _log_probabilities(
-        student_TV[:, :common], teacher_TV, terms.student_lse_T, terms.teacher_lse_T, options
+        student_TV[:, :common], teacher_TV, terms.student, terms.teacher, options
     )
     q_TV = log_q_TV.exp()
     if options.divergence == "forward_kl":
@@ -474,11 +545,12 @@ def _gradient_reference(
         if options.divergence == "jsd":
             common_TV *= 1.0 - options.beta
     gradient_TV = torch.zeros_like(z_TV)
-    gradient_TV[:, :common] = factor_T[:, None] * common_TV
+    # A divergence that has no part in the loss may be infinite.
+    gradient_TV[:, :common] = torch.where(factor_T[:, None] == 0, 0.0, factor_T[:, None] * common_TV)
     if hard is not None:
         temperature = options.student.temperature
         is_label_TV = labels_T[:, None] == torch.arange(z_TV.shape[1], device=z_TV.device)
-        p_TV = (z_TV * temperature - hard.lse_T[:, None]).exp()
+        p_TV = LogPartition(hard.max_T, hard.log_total_T).log_probs(z_TV * temperature).exp()
         own_TV = torch.where(is_label_TV, -hard.miss_T[:, None], p_TV)
         gradient_TV += temperature * hard.factor_T[:, None] * own_TV
     return gradient_TV * slope

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton, statistics_dtype
+from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -50,8 +50,8 @@ def _activated(g, KIND: tl.constexpr):
         share = _sigmoid(2.0 * inner)
         slope = 2.0 * share * (1.0 - share) * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * g * g)
         return g * share, share + g * slope
-    slope = (g > 0.0).to(g.dtype)
-    return g * slope, slope
+    # As torch's: 0 for -inf, NaN for NaN.
+    return tl.where(g <= 0.0, 0.0, g), (g > 0.0).to(g.dtype)
 
 
 @triton.jit
@@ -97,6 +97,7 @@ def _bwd_kernel(
     tl.store(d_up_ptr + row * stride_dut + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
 
 
+@on_its_device
 def gated_activation_fwd(
     gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
 ) -> Tensor:
@@ -122,6 +123,7 @@ def gated_activation_fwd(
     return y_TF
 
 
+@on_its_device
 def gated_activation_bwd(
     d_y_TF: Tensor,
     gate_TF: Tensor,

@@ -451,5 +451,5 @@ def _result(
         backend=scoring.backend,
     )
     terms = with_soft_labels(terms, chosen, targets, options=scoring.options, vocab_size=head.vocab_size)
-    log_probs = chosen_log_probs(chosen, terms.lse_T, targets)
+    log_probs = chosen_log_probs(chosen, terms.log_probs, targets)
     return LinearCrossEntropyResult(terms, log_probs, None, None, None)

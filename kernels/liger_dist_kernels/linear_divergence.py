@@ -105,7 +105,7 @@ def linear_divergence(
             terms,
             (1.0 - hard_weight) * factor_T,
             options=options,
-            hard=None if hard is None else HardTerms(hard.lse_T, hard.miss_T, hard_weight * factor_T),
+            hard=None if hard is None else HardTerms(hard.max_T, hard.log_total_T, hard.miss_T, hard_weight * factor_T),
             first_class=head.start,
             out_TV=d_logits_cV,
             backend=scoring.backend,

@@ -18,8 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import capped, exp_of_difference, number, statistics_dtype
+from ._triton_utils import (
+    capped,
+    exp_of_difference,
+    host_number,
+    number,
+    probability,
+    rounded_product,
+    shrunk,
+    statistics_dtype,
+)
 from .options import LossOptions
+
+_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -40,27 +51,28 @@ def load_logits(
     if TRANSFORMS:
         scale = number(scale, dtype)
         capped_logit, slope = capped(raw, scale, number(softcap, dtype), HAS_SOFTCAP)
-        return tl.where(mask_v, capped_logit * inverse_temperature, float("-inf")), slope * scale * inverse_temperature
-    return raw, raw * 0.0 + 1.0
+        z = rounded_product(capped_logit, tl.zeros_like(capped_logit) + inverse_temperature)
+        return tl.where(mask_v, z, float("-inf")), slope * scale * inverse_temperature
+    return raw, tl.full(raw.shape, 1.0, dtype)
 
 
 @triton.jit
 def load_probabilities(
-    row_ptr, offs_v, mask_v, lse, anchor, scale, softcap, inverse_temperature, FP64: tl.constexpr,
+    row_ptr, offs_v, mask_v, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64: tl.constexpr,
     TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr,
 ):  # fmt: skip
     """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``
-    without a soft-cap: then ``z`` is not used."""
+    without a soft-cap: then ``z`` is not used. ``row_max`` and ``log2_total`` are those of the full row."""
     dtype = tl.float64 if FP64 else tl.float32
     if EXPONENTIALS:
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
-        p = e * exp_of_difference(anchor, lse)
-        z, slope = p, p * 0.0 + inverse_temperature * number(scale, dtype)
+        p = e * probability(anchor, row_max, log2_total)
+        z, slope = p, tl.zeros_like(p) + inverse_temperature * number(scale, dtype)
     else:
         z, slope = load_logits(
             row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
         )
-        p = exp_of_difference(z, lse)
+        p = probability(z, row_max, log2_total)
     return p, z, slope
 
 
@@ -71,8 +83,7 @@ def merged(max_x, sum_x, dot_x, square_x):
     # Parts, or a row, whose logits are all -inf must not turn into inf - inf.
     anchor = tl.where(total_max == float("-inf"), 0.0, total_max)
     shrink = exp_of_difference(max_x, anchor)
-    moved = tl.where(shrink == 0.0, 0.0, (max_x - anchor) * sum_x)
-    dot = tl.sum(shrink * (dot_x + moved))
+    dot = tl.sum(shrunk(shrink, dot_x, sum_x, max_x - anchor))
     return total_max, tl.sum(shrink * sum_x), dot, tl.sum(shrink * shrink * square_x)
 
 
@@ -102,20 +113,27 @@ def statistics_of_piece(
         if (label >= first + start) & (label < first + start + LANES * VECTOR):
             e = tl.where(offs == label - first - start, 0.0, e)
         if WITH_ENTROPY:
-            moved = tl.where(max_l == float("-inf"), 0.0, (max_l - anchor) * sum_l)
             # exp(-1e4) is 0 in every dtype: the bound keeps a logit of -inf from turning into 0 * inf.
-            dot_l = shrink * (dot_l + moved) + tl.sum(e * tl.maximum(z - anchor[:, None], -1e4), 1)
+            distances = tl.sum(e * tl.maximum(z - anchor[:, None], -1e4), 1)
+            dot_l = shrunk(shrink, dot_l, sum_l, max_l - anchor) + distances
         if WITH_SQUARES:
             square_l = shrink * shrink * square_l + tl.sum(e * e, 1)
         if WITH_SMOOTHING:
             counted = tl.where(mask_v, z, 0.0)
             if HAS_CLASS_WEIGHT:
-                counted *= tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
+                counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
             weighted_l += tl.sum(counted, 1)
         sum_l = shrink * sum_l + tl.sum(e, 1)
         max_l = new_max
     row_max, sum_other, dot_other, square_other = merged(max_l, sum_l, dot_l, square_l)
     return row_max, sum_other, dot_other, tl.sum(weighted_l), square_other
+
+
+@triton.jit
+def weighted_logits(z, class_weight_ptr, offs_v, mask_v):
+    """``z`` times the class weights; 0 where the weight is 0, whatever the logit."""
+    weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
+    return tl.where(weight == 0.0, 0.0, z * weight)
 
 
 @triton.jit
@@ -130,8 +148,8 @@ def target_logit(
 
 @triton.jit
 def write_gradient_of_piece(
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, lse, anchor, miss, nll, mass, entropy, square,
-    smoothing, scale, softcap, inverse_temperature,
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, mass, entropy,
+    square, smoothing, scale, softcap, inverse_temperature,
     PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
@@ -141,13 +159,18 @@ def write_gradient_of_piece(
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     is_here = (label >= first) & (label < last)
     # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
-    _, target, target_slope = load_probabilities(
-        row_ptr, label, is_here, lse, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP,
-        EXPONENTIALS,
+    p_target, target, target_slope = load_probabilities(
+        row_ptr, label, is_here, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
+        HAS_SOFTCAP, EXPONENTIALS,
     )  # fmt: skip
+    if TRANSFORMS or HAS_ENTROPY:
+        # Every thread reads the label's logit, over which another warp may write its gradient in the loop below.
+        tl.debug_barrier()
     target_gradient = mass * (1.0 - miss) - nll * miss
+    log_total = log2_total * _LN_2
     if HAS_ENTROPY:
-        target_gradient += entropy * (1.0 - miss) * tl.maximum(target, -1e30)
+        # p itself, which is exactly 0 for a logit of -inf; 1 - miss has the rounding of a division.
+        target_gradient += entropy * p_target * tl.maximum(target - row_max - log_total, -1e4)
     if HAS_SQUARE:
         target_gradient += square * (1.0 - miss) * (1.0 - miss)
     if HAS_SMOOTHING:
@@ -161,12 +184,12 @@ def write_gradient_of_piece(
         offs_v = first + start + offs
         mask_v = offs_v < last
         p, z, slope = load_probabilities(
-            row_ptr, offs_v, mask_v, lse, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP,
-            EXPONENTIALS,
+            row_ptr, offs_v, mask_v, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
+            HAS_SOFTCAP, EXPONENTIALS,
         )  # fmt: skip
         gradient = (nll + mass) * p
         if HAS_ENTROPY:
-            gradient += entropy * p * tl.maximum(z, -1e30)
+            gradient += entropy * p * tl.maximum(z - row_max - log_total, -1e4)
         if HAS_SQUARE:
             gradient += square * p * p
         if HAS_SMOOTHING:
@@ -196,12 +219,13 @@ def write_zeros_of_piece(
 def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
     """What :func:`load_logits` needs of ``options`` and of each token's temperature, for logits of ``dtype``."""
     is_identity = options.softcap is None and options.logit_scale == 1.0 and options.temperature == 1.0
-    inverse: Any = 1.0 / options.temperature
+    dtype = statistics_dtype(dtype)
+    inverse: Any = host_number(1.0 / options.temperature, dtype)
     if temperature_T is not None:
-        inverse = temperature_T.to(statistics_dtype(dtype)).reciprocal()
+        inverse = temperature_T.to(dtype).reciprocal()
     return {
-        "scale": options.logit_scale,
-        "softcap": options.softcap or 1.0,
+        "scale": host_number(options.logit_scale, dtype),
+        "softcap": host_number(options.softcap or 1.0, dtype),
         "inverse_temperature": inverse,
         "PER_TOKEN": temperature_T is not None,
         "HAS_SOFTCAP": options.softcap is not None,

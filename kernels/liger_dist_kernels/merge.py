@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton
+from ._triton_utils import Backend, on_its_device, runs_triton, shrunk
 from .cross_entropy import SoftmaxStatistics
 
 
@@ -43,8 +43,8 @@ def _merge_kernel(
         sum_other += shrink * own_sum
         target += tl.load(target_ptr + places, mask=mask, other=0.0)
         if WITH_ENTROPY:
-            moved = tl.where(shrink == 0.0, 0.0, distance * own_sum)
-            dot_other += shrink * (tl.load(dot_other_ptr + places, mask=mask, other=0.0) + moved)
+            own_dot = tl.load(dot_other_ptr + places, mask=mask, other=0.0)
+            dot_other += shrunk(shrink, own_dot, own_sum, distance)
         if WITH_SMOOTHING:
             weighted_sum += tl.load(weighted_sum_ptr + places, mask=mask, other=0.0)
         if WITH_SQUARES:
@@ -60,6 +60,7 @@ def _merge_kernel(
         tl.store(merged_ptr + 5 * T + offs, square_other, mask=mask)
 
 
+@on_its_device
 def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> SoftmaxStatistics:
     """Each field ``[G, T]`` to ``[T]``; a row of every field is contiguous, and rows of all fields are as far apart.
 
@@ -99,8 +100,8 @@ def merge_statistics_reference(slices: SoftmaxStatistics) -> SoftmaxStatistics:
 
     dot_other_GT = slices.dot_other_T
     if dot_other_GT is not None:
-        moved_GT = torch.where(shrink_GT == 0, 0.0, distance_GT * slices.sum_other_T)
-        dot_other_GT = shrink_GT * (dot_other_GT + moved_GT)
+        moved_GT = shrink_GT * (dot_other_GT + distance_GT * slices.sum_other_T)
+        dot_other_GT = torch.where(shrink_GT * slices.sum_other_T == 0, 0.0, moved_GT)
     return SoftmaxStatistics(
         max_T,
         (shrink_GT * slices.sum_other_T).sum(0),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, number, runs_triton, statistics_dtype
+from ._triton_utils import Backend, dense, host_number, number, on_its_device, runs_triton, statistics_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,7 @@ def _sum_kernel(parts_ptr, total_ptr, D, PARTS: tl.constexpr, BLOCK_P: tl.conste
     tl.store(total_ptr + column, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=column < D)
 
 
+@on_its_device
 def norm_fwd(
     x_TD: Tensor,
     weight_D: Tensor | None,
@@ -194,8 +195,8 @@ def norm_fwd(
             x_TD.stride(0),
             T,
             D,
-            options.eps,
-            options.offset,
+            host_number(options.eps, rstd_T.dtype),
+            host_number(options.offset, rstd_T.dtype),
             HAS_WEIGHT=weight_D is not None,
             HAS_BIAS=bias_D is not None,
             SUBTRACT_MEAN=options.subtract_mean,
@@ -207,6 +208,7 @@ def norm_fwd(
     return NormOutput(y_TD, mean_T, rstd_T)
 
 
+@on_its_device
 def norm_bwd(
     d_y_TD: Tensor,
     x_TD: Tensor,
@@ -248,7 +250,7 @@ def norm_bwd(
         x_TD.stride(0),
         T,
         D,
-        options.offset,
+        host_number(options.offset, rstd_T.dtype),
         HAS_WEIGHT=weight_D is not None,
         NEEDS_WEIGHT=needs_weight,
         NEEDS_BIAS=needs_bias,
@@ -291,7 +293,9 @@ def _stages(tensor: Tensor, bytes_of_step: int) -> int:
         return 1
     # 8 KiB are left for the reductions of a row.
     properties = torch.cuda.get_device_properties(tensor.device)
-    shared = int(properties.shared_memory_per_block_optin) - 8192  # type: ignore[attr-defined]
+    # AMD's GPUs have no larger limit to opt in to, nor a property for it.
+    limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    shared = int(limit) - 8192
     return min(max(shared // bytes_of_step, 1), 3)
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton, statistics_dtype
+from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
 
 Pairing = Literal["halves", "interleaved"]
 
@@ -48,7 +48,8 @@ def _rotate_heads(
 ):  # fmt: skip
     """HEADS heads of one token, from ``first`` on; the pointers are those of the token's first head."""
     dtype = tl.float64 if FP64 else tl.float32
-    head = (first + tl.arange(0, HEADS))[:, None]
+    # The heads of [B, H, T, D] lie T * D numbers apart.
+    head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (pair < HALF)
     read_a, read_b = _places(pair, HALF, READS_INTERLEAVED)
@@ -108,6 +109,7 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
+@on_its_device
 def rotate(
     tensors: Sequence[Tensor],
     cos: Tensor,

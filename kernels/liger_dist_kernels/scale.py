@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Multiplication by a number that only the device knows, and that is mostly 1."""
+"""Multiplies by a scalar on the device, which the host never reads.
+
+Legend: T rows, V columns.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, runs_triton
+from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
 
 BLOCK = 4096
 
 
 @triton.jit
-def _kernel(x_ptr, scale_ptr, size, FP64: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_kernel(
+    out_ptr, stride_out_t, x_ptr, stride_t, scale_ptr, T, V, IN_PLACE: tl.constexpr, FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     dtype = tl.float64 if FP64 else tl.float32
     scale = tl.load(scale_ptr).to(dtype)
-    if scale != 1.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        while start < size:
-            offs = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + offs, mask=offs < size).to(dtype)
-            tl.store(x_ptr + offs, (x * scale).to(x_ptr.dtype.element_ty), mask=offs < size)
-            start += tl.num_programs(0) * BLOCK
+    if not IN_PLACE or scale != 1.0:
+        blocks = tl.cdiv(V, BLOCK)
+        block = tl.program_id(0).to(tl.int64)
+        while block < T * blocks:
+            row = block // blocks
+            offs = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * stride_t + offs, mask=offs < V).to(dtype)
+            tl.store(out_ptr + row * stride_out_t + offs, (x * scale).to(out_ptr.dtype.element_ty), mask=offs < V)
+            block += tl.num_programs(0)
 
 
-def scale_in_place(x: Tensor, scale: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """``x *= scale``, read and written only where ``scale`` is not 1. Returns ``x``.
+@on_its_device
+def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
+    """``x * scale`` into ``out``, which is returned. The product is fp32 (fp64 for fp64 tensors) and rounded once.
 
     Args:
-        x: any shape, dense, floating.
-        scale: 0-d on the same device, floating; never read by the host.
+        x: floating; contiguous, or ``[T, V]`` with unit stride along V.
+        scale: 0-d on the same device, floating. Never read by the host.
+        out: of the shape of ``x`` and any floating dtype, in the same layouts; ``x`` itself for a product in place,
+            which reads and writes nothing where ``scale`` is 1.
     """
+    dtype = statistics_dtype(x.dtype)
     if not runs_triton(x, backend):
-        return x.mul_(scale)
+        return out.copy_(x.to(dtype) * scale.to(dtype))
     if x.numel() > 0:
+        T, V = (1, x.numel()) if x.is_contiguous() and out.is_contiguous() else x.shape
         programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-        _kernel[(min(programs, triton.cdiv(x.numel(), BLOCK)),)](
-            x, scale, x.numel(), FP64=x.dtype == torch.float64, BLOCK=BLOCK, num_warps=8
+        _scale_kernel[(min(programs, T * triton.cdiv(V, BLOCK)),)](
+            out,
+            0 if T == 1 else out.stride(0),
+            x,
+            0 if T == 1 else x.stride(0),
+            scale,
+            T,
+            V,
+            IN_PLACE=out is x,
+            FP64=dtype == torch.float64,
+            BLOCK=BLOCK,
+            num_warps=8,
         )
-    return x
+    return out

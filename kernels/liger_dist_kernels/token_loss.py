@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, number, runs_triton
+from ._triton_utils import Backend, dense, host_number, number, on_its_device, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import LossOptions
@@ -33,13 +33,25 @@ class TokenTerms(NamedTuple):
     is_top1_T: Tensor
     """bool: no class has a larger logit than the label"""
     entropy_T: Tensor | None
-    lse_T: Tensor
+    max_T: Tensor
+    """largest transformed logit"""
+    log_total_T: Tensor
+    """``log(sum_v exp(z_v - max))``"""
     miss_T: Tensor
     """``1 - p_y``"""
     mean_logit_T: Tensor | None
     """mean of the transformed logits over the vocabulary"""
     sum_sq_prob_T: Tensor | None
     """sum of the squared probabilities"""
+
+    @property
+    def lse_T(self) -> Tensor:
+        """log-sum-exp of the transformed logits"""
+        return self.max_T + self.log_total_T
+
+    def log_probs(self, z_TK: Tensor) -> Tensor:
+        """``[T, K]``: log-probabilities of classes whose transformed logits are ``z_TK``."""
+        return (z_TK - self.max_T[:, None]) - self.log_total_T[:, None]
 
 
 class TokenGradients(NamedTuple):
@@ -72,15 +84,16 @@ def _class_weights(
 @triton.jit
 def _terms_kernel(
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, labels_ptr,
-    class_weight_ptr, class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, lse_ptr, miss_ptr,
-    sum_sq_prob_ptr, is_top1_ptr, T, vocab_size, label_smoothing, z_loss, WITH_ENTROPY: tl.constexpr,
-    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    class_weight_ptr, class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, row_max_ptr,
+    log_total_ptr, miss_ptr, sum_sq_prob_ptr, is_top1_ptr, T, vocab_size, label_smoothing, z_loss,
+    WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < T
     label = tl.load(labels_ptr + offs, mask=mask, other=-1)
     counts = label >= 0
-    dtype = lse_ptr.dtype.element_ty
+    dtype = log_total_ptr.dtype.element_ty
     vocab_size = number(vocab_size, dtype)
     label_smoothing, z_loss = number(label_smoothing, dtype), number(z_loss, dtype)
     # A token that counts nothing may have statistics of no logits: any finite ones do.
@@ -99,7 +112,8 @@ def _terms_kernel(
     nll = tl.where(e_target > sum_other, log1p, log_total + (row_max - target))
     cross_entropy = nll
     if HAS_CLASS_WEIGHT:
-        cross_entropy *= tl.load(class_weight_ptr + label, mask=mask & counts, other=0.0).to(nll.dtype)
+        weight = tl.load(class_weight_ptr + label, mask=mask & counts, other=0.0).to(nll.dtype)
+        cross_entropy = tl.where(weight == 0.0, 0.0, nll * weight)
     if WITH_SMOOTHING:
         weighted_sum = tl.load(weighted_sum_ptr + offs, mask=mask, other=0.0)
         total_weight = tl.load(class_weight_sum_ptr) if HAS_CLASS_WEIGHT else vocab_size
@@ -109,11 +123,13 @@ def _terms_kernel(
     tl.store(z_loss_ptr + offs, tl.where(counts, z_loss * lse * lse, 0.0), mask=mask)
     tl.store(log_prob_ptr + offs, tl.where(counts, -nll, 0.0), mask=mask)
     tl.store(is_top1_ptr + offs, (counts & (target >= row_max)).to(tl.uint8), mask=mask)
-    tl.store(lse_ptr + offs, lse, mask=mask)
+    tl.store(row_max_ptr + offs, row_max, mask=mask)
+    tl.store(log_total_ptr + offs, log_total, mask=mask)
     tl.store(miss_ptr + offs, sum_other / total, mask=mask)
     if WITH_ENTROPY:
         dot_other = tl.load(dot_other_ptr + offs, mask=mask, other=0.0)
-        entropy = log_total - (dot_other + e_target * (target - row_max)) / total
+        distance = tl.where(e_target == 0.0, 0.0, target - row_max)
+        entropy = log_total - (dot_other + e_target * distance) / total
         tl.store(entropy_ptr + offs, tl.where(counts, entropy, 0.0), mask=mask)
     if WITH_SQUARES:
         square_other = tl.load(square_other_ptr + offs, mask=mask, other=0.0)
@@ -121,6 +137,7 @@ def _terms_kernel(
         tl.store(sum_sq_prob_ptr + offs, tl.where(counts, sum_sq_prob, 0.0), mask=mask)
 
 
+@on_its_device
 def token_terms(
     statistics: SoftmaxStatistics,
     labels_T: Tensor,
@@ -137,8 +154,11 @@ def token_terms(
             statistics, labels_T, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
         )
     T, dtype = max_T.numel(), max_T.dtype
-    cross_entropy_T, z_loss_T, log_prob_T, entropy_T, lse_T, miss_T, sum_sq_prob_T = max_T.new_empty((7, T))
-    is_top1_T = max_T.new_empty(T, dtype=torch.uint8)
+    # Tensors of their own, which callers may change in place; none is a view.
+    cross_entropy_T, z_loss_T, log_prob_T, entropy_T, row_max_T, log_total_T, miss_T, sum_sq_prob_T = (
+        max_T.new_empty(T) for _ in range(8)
+    )
+    is_top1_T = max_T.new_empty(T, dtype=torch.bool)
     with_smoothing = options.label_smoothing > 0
     with_entropy, with_squares = statistics.dot_other_T is not None, statistics.square_other_T is not None
     if T > 0:
@@ -149,14 +169,15 @@ def token_terms(
             z_loss_T,
             log_prob_T,
             entropy_T,
-            lse_T,
+            row_max_T,
+            log_total_T,
             miss_T,
             sum_sq_prob_T,
-            is_top1_T,
+            is_top1_T.view(torch.uint8),
             T,
             float(vocab_size),
-            options.label_smoothing,
-            options.z_loss,
+            host_number(options.label_smoothing, dtype),
+            host_number(options.z_loss, dtype),
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
             WITH_SQUARES=with_squares,
@@ -168,9 +189,10 @@ def token_terms(
         cross_entropy_T=cross_entropy_T,
         z_loss_T=z_loss_T,
         log_prob_T=log_prob_T,
-        is_top1_T=is_top1_T.view(torch.bool),
+        is_top1_T=is_top1_T,
         entropy_T=entropy_T if with_entropy else None,
-        lse_T=lse_T,
+        max_T=row_max_T,
+        log_total_T=log_total_T,
         miss_T=miss_T,
         mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
         sum_sq_prob_T=sum_sq_prob_T if with_squares else None,
@@ -206,25 +228,30 @@ def token_terms_reference(
     likely_T = e_target_T > sum_other_T
     nll_T = torch.where(likely_T, torch.log1p(sum_other_T / e_target_T), log_sum_T + (max_T - target_T))
     label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, lse_T.dtype)
-    cross_entropy_T = nll_T * label_weight
+    # A label of weight 0 has no part in the loss, though its logit may be -inf.
+    cross_entropy_T = nll_T
+    if isinstance(label_weight, Tensor):
+        cross_entropy_T = torch.where(label_weight == 0, 0.0, nll_T * label_weight)
     if options.label_smoothing > 0:
         assert weighted_sum_T is not None
         smooth_T = (total_weight * lse_T - weighted_sum_T) / vocab_size
         cross_entropy_T = (1.0 - options.label_smoothing) * cross_entropy_T + options.label_smoothing * smooth_T
     entropy_T = None
     if dot_other_T is not None:
-        entropy_T = log_sum_T - (dot_other_T + e_target_T * (target_T - max_T)) / sum_T
+        distance_T = torch.where(e_target_T == 0, 0.0, target_T - max_T)
+        entropy_T = log_sum_T - (dot_other_T + e_target_T * distance_T) / sum_T
         entropy_T = torch.where(counts_T, entropy_T, 0.0)
     sum_sq_prob_T = None
     if square_other_T is not None:
         sum_sq_prob_T = torch.where(counts_T, (square_other_T + e_target_T.square()) / sum_T.square(), 0.0)
     return TokenTerms(
         cross_entropy_T=torch.where(counts_T, cross_entropy_T, 0.0),
-        z_loss_T=torch.where(counts_T, options.z_loss * lse_T.square(), 0.0),
+        z_loss_T=torch.where(counts_T, options.z_loss * lse_T * lse_T, 0.0),
         log_prob_T=torch.where(counts_T, -nll_T, 0.0),
         is_top1_T=counts_T & (target_T >= max_T),
         entropy_T=entropy_T,
-        lse_T=lse_T,
+        max_T=max_T,
+        log_total_T=log_sum_T,
         miss_T=miss_T,
         mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
         sum_sq_prob_T=sum_sq_prob_T,
@@ -243,9 +270,9 @@ def gradient_coefficients(
 ) -> GradientCoefficients:
     """Coefficients of the logits' gradient for given upstream gradients of the terms; ``targets`` name the classes of
     ``gradients.at_TK`` and of soft labels."""
-    label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, terms.lse_T.dtype)
+    label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, terms.max_T.dtype)
     hard_weight = 1.0 - options.soft_weight
-    nll_T = torch.zeros_like(terms.lse_T)
+    nll_T = torch.zeros_like(terms.max_T)
     mass_T = entropy_coefficient_T = square_T = smoothing_T = None
     if gradients.cross_entropy_T is not None:
         nll_T = nll_T + gradients.cross_entropy_T * (hard_weight * (1.0 - options.label_smoothing) * label_weight)
@@ -263,8 +290,8 @@ def gradient_coefficients(
         mass_T = z_mass_T if mass_T is None else mass_T + z_mass_T
     if gradients.entropy_T is not None:
         assert terms.entropy_T is not None
-        mean_logit_T = terms.lse_T - terms.entropy_T
-        entropy_mass_T = gradients.entropy_T * mean_logit_T
+        # d entropy / d z_v = -p_v (log(p_v) + entropy)
+        entropy_mass_T = -gradients.entropy_T * terms.entropy_T
         mass_T = entropy_mass_T if mass_T is None else mass_T + entropy_mass_T
         entropy_coefficient_T = -gradients.entropy_T
     if gradients.sum_sq_prob_T is not None:
@@ -280,7 +307,8 @@ def gradient_coefficients(
         at_TK = sum_of_same_ids(at_TK, targets.token_ids_TK)
         mass_T = at_mass_T if mass_T is None else mass_T + at_mass_T
     return GradientCoefficients(
-        lse_T=terms.lse_T,
+        max_T=terms.max_T,
+        log_total_T=terms.log_total_T,
         miss_T=terms.miss_T,
         nll_T=nll_T,
         mass_T=mass_T,
@@ -319,9 +347,13 @@ def with_soft_labels(
         return terms
     assert chosen.at_TK is not None
     z_TK = chosen.at_TK[:, chosen.at_TK.shape[1] - targets.num_soft :]
-    soft_T = (targets.soft_TK * (terms.lse_T[:, None] - z_TK)).sum(1)
+    # A class with factor 0 may have a logit of -inf.
+    soft_T = torch.where(targets.soft_TK == 0, 0.0, -targets.soft_TK * terms.log_probs(z_TK)).sum(1)
     if targets.uniform_T is not None:
         assert terms.mean_logit_T is not None
         soft_T += targets.uniform_T * vocab_size * (terms.lse_T - terms.mean_logit_T)
-    cross_entropy_T = (1.0 - options.soft_weight) * terms.cross_entropy_T
-    return terms._replace(cross_entropy_T=cross_entropy_T + torch.where(targets.labels_T >= 0, soft_T, 0.0))
+    soft_T = torch.where(targets.labels_T >= 0, soft_T, 0.0)
+    if options.soft_weight == 1.0:
+        # The hard label has no part in the loss, though its logit may be -inf.
+        return terms._replace(cross_entropy_T=soft_T)
+    return terms._replace(cross_entropy_T=(1.0 - options.soft_weight) * terms.cross_entropy_T + soft_T)

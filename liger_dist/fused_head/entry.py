@@ -23,6 +23,7 @@ from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
 from liger_dist.peft_layers import TRAINED_ROWS, base_head, has_active_dropout
 from liger_dist.sharding import ddp, deepspeed, fsdp2, host_sequences
+from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import row_shards_of
@@ -63,6 +64,9 @@ class Entry:
         """True if other code may wrap the model"""
         self.packed: PackedDocuments | None = None
         """refuses packed documents that the model's layers would mix"""
+        self.skips_padding = False
+        """True if the attention leaves out padding, whose hidden states then differ from the model's own"""
+        self._has_looked_at_padding = False
         self._warned: set[str] = set()
         self._has_scored = False
         self._pending = PendingGradients()
@@ -108,7 +112,7 @@ class Entry:
         """Refuses what is wrong with the model's arguments, before it runs its first collective."""
         named, ignore_index = call.named, call.ignore_index
         head = self.access.in_use()
-        vocab_size = self.structure.vocab_size
+        vocab_size = self._vocab_size(head)
         for given in (named["labels"], named.get("shift_labels")):
             if given is not None and not isinstance(given, Tensor):
                 raise LigerDistError(f"labels are a {type(given).__name__}; expected a tensor of integers.")
@@ -122,10 +126,36 @@ class Entry:
         if labels.device.type == "cpu":
             scored = labels if is_aligned else labels[..., 1:]
             check_range(scored, vocab_size=vocab_size, ignore_index=ignore_index)
-        host_sequences.check(self.model, base_head(head).weight, named.get("position_ids"))
+        self._warn_of_scored_padding(labels, named.get("attention_mask"), ignore_index)
+        # Never by the attribute, which a parametrization computes: weights may be sharded here.
+        host_sequences.check(self.model, base_head(head)._parameters.get("weight"), named.get("position_ids"))
         loss = call.arguments(self.recipe)
         loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
         return Checked(head, labels, is_aligned, loss)
+
+    def _vocab_size(self, head: nn.Module) -> int:
+        """Rows of lm_head; more than at :func:`liger_dist.wrap` where ``resize_token_embeddings`` has grown a tied one
+        in place."""
+        weight = base_head(head)._parameters.get("weight")
+        is_full = type(weight) is nn.Parameter and weight.shape[1:] == (self.structure.hidden_size,)
+        return max(self.structure.vocab_size, len(weight)) if is_full else self.structure.vocab_size  # type: ignore[arg-type]
+
+    def _warn_of_scored_padding(self, labels: Tensor, mask: Any, ignore_index: int) -> None:
+        """Warns of a loss over padding, once. On a GPU only the first batch with a mask is looked at: that waits."""
+        is_known = self._has_looked_at_padding or not self.skips_padding
+        if is_known or not isinstance(mask, Tensor) or mask.shape != labels.shape:
+            return
+        if labels.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._has_looked_at_padding = True
+        if bool(((mask == 0) & (labels.to(mask.device) != ignore_index)).any()):
+            self._has_looked_at_padding = True
+            self.warn_once(
+                f"labels of {type(self.model).__name__} score tokens that its attention_mask leaves out. liger_dist's "
+                "attention does not compute these, so that their loss differs from the model's own. Give padding the "
+                f"label {ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
+            )
 
     def decide(
         self, call: Call, checked: Checked | None, *, wants_logits: bool
@@ -186,13 +216,13 @@ class Entry:
             given=tuple(GivenLabels.of(tensor) for tensor in given),
             compute_loss=compute,
             execution=execution,
-            mean_is_global=self.config.token_mean == "global",
+            mean_is_global=self._mean_is_global(checked.head),
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
         )
 
     def _execution(self, call: Call, checked: Checked, *, with_summary: bool) -> Execution:
-        mean_over = self.access.data_parallel(checked.head)
+        mean_over = self._mean_over(checked.head)
         summary = None
         if with_summary:
             labels = checked.labels if checked.is_aligned else checked.labels[..., 1:]
@@ -209,6 +239,17 @@ class Entry:
             mean_groups=mean_over.groups,
             divide_factor=mean_over.divide_factor,
         )
+
+    def _mean_is_global(self, head: nn.Module) -> bool:
+        """True if this call's mean is over the tokens of all ranks. Without gradients ranks with full weights may
+        evaluate alone, as many batches as each has: their mean is their own."""
+        is_alone = not torch.is_grad_enabled() and self.access.adapter(head).name == "replicated"
+        return self.config.token_mean == "global" and not is_alone
+
+    def _mean_over(self, head: nn.Module) -> DataParallel:
+        if not self._mean_is_global(head):
+            return DataParallel(groups=(), divide_factor=1.0)
+        return self.access.data_parallel(head)
 
     def requested(self, call: Call) -> tuple[str, ...]:
         """Names that the call asks of the loss and that the model's own loss does not have. In evaluation the mean of a
@@ -356,7 +397,7 @@ class Entry:
         if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
             return {}
         head = self.access.in_use()
-        mean_over = self.access.data_parallel(head)
+        mean_over = self._mean_over(head)
         ignore_index = batch.get("ignore_index", IGNORE_INDEX)
         labels, is_aligned = self._targets(batch, ignore_index)
         labels = labels if is_aligned else labels[..., 1:]

@@ -26,8 +26,9 @@ HOW_TO_GET_LOGITS = (
 
 _SHAPES_AND_DTYPES = """
     view reshape flatten unflatten contiguous clone squeeze unsqueeze transpose permute swapaxes movedim
-    float double half bfloat16 to type type_as cpu cuda __getitem__ narrow masked_select index_select
+    float double half bfloat16 to type type_as cpu cuda
 """
+_SELECTION = "__getitem__ narrow masked_select index_select"
 _ARITHMETIC = """
     mul __mul__ __rmul__ mul_ __imul__ div true_divide __truediv__ div_ __itruediv__ __rtruediv__
     add __add__ __radd__ add_ __iadd__ sub __sub__ tanh tanh_ clamp
@@ -41,6 +42,7 @@ _ABOUT_THE_TENSOR = """
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _PASSING = frozenset(_SHAPES_AND_DTYPES.split())
 _CHANGING = frozenset(_ARITHMETIC.split())
+_SELECTING = frozenset(_SELECTION.split())
 _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
 
 
@@ -81,7 +83,8 @@ class FusedLogits(Tensor):
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The arithmetic that the model's code has done: name and numbers of each operation, "tensor" for a tensor."""
+        """The arithmetic and selections that the model's code has done: name and numbers of each operation, "tensor"
+        for a tensor. Slices are counted from both ends, so that they are the same at every length."""
         changes: list[tuple[Any, ...]] = vars(self)["_changes"]
         return tuple(changes)
 
@@ -104,6 +107,10 @@ class FusedLogits(Tensor):
         name = func.__name__
         if name in _PASSING:
             return carrier
+        if name in _SELECTING:
+            selection = tuple(value for value in (*args, *kwargs.values()) if value is not carrier)
+            vars(carrier)["_changes"].append((name.strip("_"), *_at_any_length(name, selection, carrier.shape)))
+            return carrier
         if name in _CHANGING:
             operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
             numbers = ("tensor" if isinstance(value, Tensor) else value for value in operands)
@@ -115,6 +122,24 @@ class FusedLogits(Tensor):
         if isinstance(result, FusedLogits):
             vars(result).update(vars(carrier))
         return result
+
+
+def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> tuple[Any, ...]:
+    """Describes a selection from logits ``[..., 0]`` of ``shape``, as it is at any length of the sequences."""
+    index = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple) else operands
+    if name == "narrow" and isinstance(operands[1], int):
+        dim, start, length = operands
+        index = dim, slice(start, start + length)
+        shape = torch.Size([0, shape[dim]])
+    found: list[Any] = []
+    for place, item in enumerate(index):
+        if isinstance(item, slice) and place < len(shape):
+            size = shape[place]
+            start, stop, step = item.indices(size)
+            found.append(f"{start}:{stop - size or ''}" + (f":{step}" if step != 1 else ""))
+        else:
+            found.append("tensor" if isinstance(item, Tensor) else "..." if item is Ellipsis else item)
+    return tuple(found)
 
 
 class _Carry(torch.autograd.Function):

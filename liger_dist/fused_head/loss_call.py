@@ -304,7 +304,7 @@ class PendingLoss:
         """
         name = self.call.model_name
         if isinstance(logits, FusedLogits):
-            if logits.changes != self.call.recipe.changes:
+            if not self.call.recipe.allows(logits.changes):
                 raise LigerDistError(
                     f"{name} did {_listed(logits.changes)} to its logits, but {_listed(self.call.recipe.changes)} when "
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "

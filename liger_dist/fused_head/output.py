@@ -54,8 +54,14 @@ class WithoutLogits(WithReports):
         return super().__getitem__(key)  # type: ignore[misc]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The fields that exist, in their order."""
-        return tuple(value for name, value in self.items() if name != "logits")
+        """The fields that exist, in their order; at the place of the logits a tensor that refuses to be read."""
+        cls, _ = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
+        values = dict(self.items())
+        if "logits" not in values:
+            values["logits"] = FusedLogits.carrying(torch.empty(0), None)
+        own = [field.name for field in dataclasses.fields(cls)]
+        names = [name for name in own if name in values]
+        return tuple(values[name] for name in (*names, *(name for name in values if name not in own)))
 
 
 def fused_output(output: Any, reports: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:

@@ -44,7 +44,19 @@ class LossRecipe:
     """True if ``num_items_in_batch`` reaches the loss"""
     label_smoothing: float = 0.0
     changes: tuple[tuple[Any, ...], ...] = ()
-    """the arithmetic on logits between lm_head and loss; a call that does something else is refused"""
+    """the arithmetic on logits and the selections of them between lm_head and loss; a call that does something else is
+    refused"""
+
+    def allows(self, changes: tuple[tuple[Any, ...], ...]) -> bool:
+        """True if a call whose code did ``changes`` to the logits has the loss of this recipe."""
+        if self.targets != "next_attended":
+            return changes == self.changes
+        # Such models select the attended tokens by a mask, where a call has one; the labels have been masked alike.
+        return self._unmasked(changes) == self._unmasked(self.changes)
+
+    @staticmethod
+    def _unmasked(changes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
+        return [change for change in changes if change != ("getitem", "tensor")]
 
     def __str__(self) -> str:
         where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")

@@ -212,6 +212,12 @@ class Seam:
                     f"{option} was given to a loss of {name} outside of a call of the model, where nothing computes "
                     "it: model.forward(...) runs without the model's hooks. Call model(...) itself."
                 )
+        if self.entry.config.token_mean == "global":
+            raise LigerDistError(
+                f"token_mean is 'global' but a loss of {name} was asked for outside of a call of the model, where it "
+                "is the rank's own mean: model.forward(...) runs without the model's hooks. Call model(...) itself, or "
+                "pass num_items_in_batch and leave token_mean out."
+            )
         self.entry.warn_once(
             f"a loss of {name} was computed from full logits, outside of a call of the model, and is not fused: "
             "model.forward(...) runs without the model's hooks. Call model(...) itself."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -163,17 +164,21 @@ class Signature:
                     "in the call, by outputs= along with token_ids= or top_k=."
                 )
         self._known = frozenset(_keywords_below(model))
+        self._warned: set[str] = set()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Separates the arguments of the model from those of the loss.
 
+        A keyword that neither the model nor the loss has is dropped, as transformers' models do; the first time with a
+        warning.
+
         Raises:
-            LigerDistError: a keyword that neither the model nor the loss has; loss options without labels.
+            LigerDistError: loss options without labels.
         """
         named = dict(zip(self.names, args, strict=False)) | kwargs
         loss = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
         if named.get("labels") is not None:
-            self._check(kwargs)
+            self._warn_of_unknown(kwargs)
         elif loss:
             name = next(iter(loss))
             raise LigerDistError(
@@ -202,7 +207,7 @@ class Signature:
         """The outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
         return () if LOGITS in self._outputs and self._model.training else self._outputs
 
-    def _check(self, kwargs: dict[str, Any]) -> None:
+    def _warn_of_unknown(self, kwargs: dict[str, Any]) -> None:
         if not self.takes_more:
             return  # Python itself refuses unknown keywords.
         known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
@@ -210,12 +215,15 @@ class Signature:
         # A forward that is not transformers' may read any of them.
         is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
         unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
-        if unknown:
-            raise LigerDistError(
-                f"{self._owner} was called with {unknown[0]!r}, which neither its modules nor its attention take; "
-                f"expected an argument of theirs or an option of the loss ({', '.join(LOSS_KEYWORDS)}, "
-                "num_items_in_batch, ignore_index, shift_labels). It would have been dropped silently."
-            )
+        for name in unknown:
+            if name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"{self._owner} was called with {name!r}, which neither its modules nor its attention take, so "
+                    f"that it has no effect. Options of the loss are {', '.join(LOSS_KEYWORDS)}, num_items_in_batch, "
+                    "ignore_index and shift_labels.",
+                    stacklevel=2,
+                )
 
 
 def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -> dict[str, Any]:
@@ -250,7 +258,11 @@ def _keywords_below(model: nn.Module) -> Iterable[str]:
     """Names of the arguments of all modules, and of the keywords that their annotations pass on."""
     classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__ if "forward" in vars(cls)}
     for cls in classes:
-        for parameter in signature(cls.forward).parameters.values():
+        try:
+            parameters = signature(cls.forward).parameters
+        except (TypeError, ValueError):
+            continue  # A property, None or a builtin: it names no keywords.
+        for parameter in parameters.values():
             yield parameter.name
             yield from _typed_keywords(cls, parameter)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,18 @@ class AttentionSelection:
         now = self.config._attn_implementation
         return SELECTED if now == NAME else f"its own: it was set to {now!r} after wrap"
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, the decoder has the implementation from before."""
+        is_selected = self.reason is None and self.config._attn_implementation == NAME
+        if is_selected:
+            self.config._attn_implementation = {"": self.own}
+        try:
+            yield
+        finally:
+            if is_selected:
+                self.config._attn_implementation = {"": NAME}
+
     def restore(self) -> None:
         """Selects the implementation that the decoder had before, where no other was selected since."""
         if self.reason is None and self.config._attn_implementation == NAME:
@@ -72,7 +86,7 @@ def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     if config is not outer and own == "eager":
         # Some of these models make the dense mask of their decoder themselves, another one than for "sdpa".
         return "it is 'eager' in a model of several parts"
-    return _of_hosts() or _of_config(config) or _of_code(decoder)
+    return _of_hosts() or _of_config(config) or _of_code(decoder) or _of_modules(decoder, config)
 
 
 def _of_config(config: Any) -> str | None:
@@ -100,6 +114,19 @@ def _of_code(decoder: nn.Module) -> str | None:
         return "its file has attention functions that no other has"
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
         return "it has sinks"
+    return None
+
+
+def _of_modules(decoder: nn.Module, config: Any) -> str | None:
+    """Why its attention modules may compute something else than the decoder's config says. Each reads the
+    implementation from its own config, while the decoder makes the mask for the one in its own: copied layers have
+    copies of it. ``is_causal`` of a module counts only without a mask."""
+    for module in decoder.modules():
+        own = vars(module).get("config")
+        if _is_config(own) and own is not config and hasattr(module, "is_causal"):
+            return f"a {type(module).__name__} reads another config object than its decoder, as copied layers do"
+        if vars(module).get("is_causal") is False:
+            return f"is_causal of a {type(module).__name__} is False"
     return None
 
 

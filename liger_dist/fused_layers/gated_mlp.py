@@ -94,10 +94,12 @@ def _may_overwrite(saved: list[Tensor]) -> bool:
     *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]
     *holders, _, _ = [tensor._use_count() for tensor in saved]  # type: ignore[attr-defined]
     *memory, least, _ = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in saved]
+    # A storage has one object in Python, which other code may hold without a reference to the memory of its own.
+    *objects, unheld, _ = [sys.getrefcount(tensor.untyped_storage()) for tensor in saved]
     del saved[-2:], view
     usual = {1: alone, 2: kept}
     is_held = any(count > usual.get(holder, 0) for count, holder in zip(names, holders, strict=True))
-    is_alone = not is_held and all(count <= least for count in memory)
+    is_alone = not is_held and all(count <= least for count in memory) and all(count <= unheld for count in objects)
     return is_alone and all(is_local(tensor) and tensor._base is None for tensor in saved)
 
 

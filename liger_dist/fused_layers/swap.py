@@ -128,6 +128,21 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
     delattr(module, _OWNER)
 
 
+@contextmanager
+def suspended_forwards(model: nn.Module, *, owner: str) -> Iterator[None]:
+    """Within, the modules of ``model`` that :func:`swap_forward` of this owner has swapped run their own forward."""
+    swapped = [(m, type(m), match_of(m)) for m in model.modules() if vars(m).get(_OWNER) == owner]
+    try:
+        for module, _, _ in swapped:
+            restore_forward(module, owner=owner)
+        yield
+    finally:
+        for module, cls, match in swapped:
+            setattr(module, _MATCH, match)
+            setattr(module, _OWNER, owner)
+            module.__class__ = cls
+
+
 def match_of(module: nn.Module) -> Any:
     """The module's match, or None after :func:`restore_forward` (a caller may still hold the old bound method)."""
     return vars(module).get(_MATCH)

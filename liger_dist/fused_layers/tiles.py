@@ -181,6 +181,7 @@ class _Context:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device.type
+        self.devices = [device] if device.type == "cuda" else []
         self.autocast = torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device)
         has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
@@ -197,7 +198,7 @@ class _Context:
         stack.enter_context(self.autocasting(keeps_casts=True))
         if self.states is None:
             return stack
-        stack.enter_context(torch.random.fork_rng() if self.device == "cuda" else torch.random.fork_rng([]))
+        stack.enter_context(torch.random.fork_rng(self.devices))
         torch.set_rng_state(self.states[0])
         if self.device == "cuda":
             torch.cuda.set_rng_state(self.states[1])

@@ -8,8 +8,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import call_with_hooks
-from liger_dist.wrap import inner_model, is_wrapped, wrap
+from liger_dist.wrap import is_wrapped, wrap
 
 from .axolotl_distillation import distil, objections
 from .deepspeed_section import Section
@@ -64,8 +63,7 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
             if cfg.kd_trainer:
                 distil(trainer)
             return
-        # TRL has put LoRA's adapters around the wrapped model, and KTO has loaded its reference itself.
-        call_with_hooks(trainer.model, inner_model(trainer.model))
+        # KTO has loaded its reference itself.
         reference = getattr(trainer, "ref_model", None)
         if reference is not None and not is_wrapped(reference):
             wrap(reference, config=section.wrap_config())

@@ -18,7 +18,6 @@ from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import (
     TokenGradients,
     TokenTargets,
-    TokenTerms,
     choose_logits,
     chosen_log_probs,
     cross_entropy_bwd,
@@ -32,7 +31,14 @@ from liger_dist_kernels import token_terms as terms_of
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import check_labels, select_targets
-from .outputs import as_loss_output, returned_tensors, token_outputs, with_gradients_of_outputs
+from .outputs import (
+    as_loss_output,
+    returned_tensors,
+    saved_terms,
+    terms_of_saved,
+    token_outputs,
+    with_gradients_of_outputs,
+)
 from .scales import Scales, scaled, token_scales
 
 
@@ -69,9 +75,12 @@ class _CrossEntropy(torch.autograd.Function):
             statistics = cross_entropy_fwd(logits_TV, labels_T, **described, **swept)
         terms = terms_of(statistics, labels_T, vocab_size=V, **described, backend=backend)
         terms = with_soft_labels(terms, chosen, problem.targets, options=loss.options, vocab_size=V)
-        ctx.save_for_backward(*((d_logits_TV,) if problem.gradient_in_forward else (logits_TV, *terms)))
+        if problem.gradient_in_forward:
+            ctx.save_for_backward(d_logits_TV)
+        else:
+            ctx.save_for_backward(logits_TV, *saved_terms(terms))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
-        log_probs = chosen_log_probs(chosen, terms.lse_T, problem.targets)
+        log_probs = chosen_log_probs(chosen, terms.log_probs, problem.targets)
         tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
@@ -90,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits_TV, *terms = ctx.saved_tensors
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
         coefficients = coefficients_of(
-            TokenTerms(*terms),
+            terms_of_saved(*terms),
             with_gradients_of_outputs(upstream, gradients, problem.loss),
             problem.targets.labels_T,
             options=problem.loss.options,
@@ -146,6 +155,12 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     logits_TV = logits.reshape(-1, vocab_size)
     if logits_TV.stride(-1) != 1:
         logits_TV = logits_TV.contiguous()
+    if execution.overwrite_logits and len(logits_TV) > 1 and logits_TV.stride(0) < vocab_size:
+        raise LigerDistError(
+            f"overwrite_logits is True but rows of the logits share memory (shape {tuple(logits.shape)}, strides "
+            f"{logits.stride()}); expected one place for each of them. Pass logits.contiguous(), or leave "
+            "overwrite_logits out."
+        )
     with torch.autocast(logits.device.type, enabled=False):
         results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
     return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))

@@ -25,6 +25,8 @@ class LabelSummary:
     """
 
     def __init__(self, labels: Tensor, ignore_index: int) -> None:
+        # As int64: an unsigned label may equal ignore_index in its own dtype alone.
+        labels = labels.long()
         valid = labels != ignore_index
         smallest = torch.where(valid, labels, torch.iinfo(labels.dtype).max).min()
         largest = torch.where(valid, labels, torch.iinfo(labels.dtype).min).max()

@@ -25,7 +25,6 @@ from liger_dist_kernels import (
     GradientNeeds,
     Scoring,
     TokenGradients,
-    TokenTerms,
     statistics_dtype,
 )
 
@@ -33,7 +32,14 @@ from .arguments import Execution, LossArguments, LossOutput
 from .head_rows import HeadRows, Problem, check_tensors, operand_dtype, scaled_gradients
 from .labels import Targets, check_labels, select_targets
 from .linear_divergence import linear_divergence_loss
-from .outputs import as_loss_output, returned_tensors, token_outputs, with_gradients_of_outputs
+from .outputs import (
+    as_loss_output,
+    returned_tensors,
+    saved_terms,
+    terms_of_saved,
+    token_outputs,
+    with_gradients_of_outputs,
+)
 from .scales import Scales, token_scales
 
 Gradients = TokenGradients | GradientCoefficients
@@ -52,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if problem.gradients_in_forward:
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:
-            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, *result.terms)
+            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, *saved_terms(result.terms))
         loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
         tensors, reports = returned_tensors(
             loss, z_loss, result.terms, result.chosen, problem.loss, problem.targets.labels_T
@@ -77,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
             hidden_TD, weight_VD, bias_V, *terms = ctx.saved_tensors
-            coefficients = problem.coefficients(TokenTerms(*terms), upstream)
+            coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
             unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients)
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
         return gradients[0], gradients[1], gradients[2], None

@@ -35,6 +35,32 @@ def tensor_names(loss: LossArguments) -> tuple[str, ...]:
     return _ALWAYS + asked + (_TOP_K if "top_k" in loss.outputs else ())
 
 
+def saved_terms(terms: TokenTerms) -> tuple[Tensor | None, ...]:
+    """The fields of ``terms`` that a backward reads, for :func:`terms_of_saved`. Those that callers get too are copied,
+    because they may change them in place."""
+    returned = (None if field is None else field.clone() for field in (terms.entropy_T, terms.sum_sq_prob_T))
+    return terms.max_T, terms.log_total_T, terms.miss_T, *returned
+
+
+def terms_of_saved(
+    max_T: Tensor, log_total_T: Tensor, miss_T: Tensor, entropy_T: Tensor | None, sum_sq_prob_T: Tensor | None
+) -> TokenTerms:
+    """The terms for a backward, which reads no other fields: those are empty."""
+    unread_T = max_T.new_empty(0)
+    return TokenTerms(
+        cross_entropy_T=unread_T,
+        z_loss_T=unread_T,
+        log_prob_T=unread_T,
+        is_top1_T=unread_T,
+        entropy_T=entropy_T,
+        max_T=max_T,
+        log_total_T=log_total_T,
+        miss_T=miss_T,
+        mean_logit_T=None,
+        sum_sq_prob_T=sum_sq_prob_T,
+    )
+
+
 def returned_tensors(
     value: Tensor,
     z_loss: Tensor,

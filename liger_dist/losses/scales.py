@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist_kernels import Backend, TokenGradients, TokenTerms, scale_in_place
+from liger_dist_kernels import Backend, TokenGradients, TokenTerms
+from liger_dist_kernels import scaled as scaled_into
 
 from .arguments import Execution, LossArguments, Reduction
 
@@ -66,7 +67,8 @@ def token_scales(
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     counts_T = (labels_T >= 0).to(dtype)
     if token_weight_T is not None:
-        counts_T = counts_T * token_weight_T.to(dtype)
+        # The weight of an ignored token may be anything: 1 / (labels of its sequence) is infinite without labels.
+        counts_T = torch.where(labels_T >= 0, token_weight_T.to(dtype), 0.0)
 
     def divisor(weights_T: Tensor | None) -> Tensor:
         return denominator(
@@ -135,9 +137,9 @@ def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend
     # A compiled graph decides about memory itself.
     may_retain = torch.compiler.is_compiling() or keeps_graph()
     if not may_retain and saved.dtype == dtype:
-        return scale_in_place(saved, scale, backend=backend)
+        return scaled_into(saved, scale, out=saved, backend=backend)
     out = torch.empty(saved.shape, dtype=dtype, device=saved.device)
-    return torch.mul(saved, scale, out=out)
+    return scaled_into(saved, scale, out=out, backend=backend)
 
 
 def keeps_graph() -> bool:
