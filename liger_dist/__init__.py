@@ -12,6 +12,7 @@ from .explain import explain as explain
 from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
+from .fused_layers.recurrent import packing_objection as packing_objection
 from .fused_layers.sequence_shards import gather_sequence as gather_sequence
 from .fused_layers.sequence_shards import shard_sequence as shard_sequence
 from .layer_compilation import compile_layers as compile_layers

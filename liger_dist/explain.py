@@ -35,12 +35,15 @@ class Explanation:
     """which layers are computed by kernels, and why others are not"""
     attention: str
     """the implementation of attention, and why it is the model's own"""
+    packing: str | None = None
+    """how documents cannot be packed, and why; None if layers keep them apart"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
         rows += [(f"lm_head={name!r}", cost) for name, cost in self.costs]
         rows += [*self.layers.lines(), ("attention", self.attention)]
+        rows += [] if self.packing is None else [("packed documents", self.packing)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -69,6 +72,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
         has_lora=in_use is not base,
         config=record.config,
     )
+    packing = None if record.packed is None else str(record.packed)
     if record.recipe is None:
         words = f"not fused: {record.unfused_reason}"
         return Explanation(
@@ -79,6 +83,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
             costs=(),
             layers=record.layers,
             attention=str(record.attention),
+            packing=packing,
         )
     reasons = reasons_against(facts)
     chosen = next((name for name, why in reasons.items() if not why), None)
@@ -90,6 +95,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
         costs=_costs(facts, record, tokens),
         layers=record.layers,
         attention=str(record.attention),
+        packing=packing,
     )
 
 

@@ -25,6 +25,7 @@ from .fused_head.signature import check_outputs
 from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
+from .fused_layers.recurrent import PackedDocuments, find_leaks
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .fused_layers.swap import suspended_forwards
 from .layer_compilation import compiled_call
@@ -68,6 +69,8 @@ class Wrapped:
     """refuses options of a loss that is not fused"""
     layers: LayerReport
     attention: AttentionSelection
+    packed: PackedDocuments | None
+    """refuses packed documents that layers would mix; None if none would"""
     guard: RemovableHandle | None
     """of the decoder on a mesh with an axis "sp": refuses calls with whole sequences"""
     owner: str
@@ -124,6 +127,8 @@ def wrap(
             record.seam.install_hooks()
             if isinstance(wrapped, Wrapper):
                 record.seam.send_through(wrapped)
+        elif record.packed is not None:
+            record.packed.install(model)
         undo.pop_all()
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
@@ -139,6 +144,7 @@ class _Inspected:
     """None for a model with storage"""
     recipe: LossRecipe | None
     unfused_reason: str | None
+    packed: PackedDocuments | None
 
 
 def _inspect(
@@ -185,7 +191,7 @@ def _inspect(
                 "that its mean would be of each rank's own tokens; leave out the axis."
             )
         _check_unfused(model, config, outputs, reason)
-    return chosen, _Inspected(structure, initialize, recipe, reason)
+    return chosen, _Inspected(structure, initialize, recipe, reason, find_leaks(model, structure))
 
 
 def _check_arguments(outer: object, config: object) -> None:
@@ -291,6 +297,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     seam = None
     if found.recipe is not None:
         seam = Seam(model, found.structure, found.recipe, strategy=strategy.name, config=config)
+        seam.entry.packed = found.packed
         if strategy.name == "auto":
             seam.access.check_storage()
     owner = uuid.uuid4().hex
@@ -314,6 +321,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused=None if found.unfused_reason is None else UnfusedCalls(model, found.unfused_reason),
         layers=layers,
         attention=attention,
+        packed=found.packed,
         guard=guard_decoder(found.structure.decoder) if _shards_sequences(strategy) else None,
         owner=owner,
     )
@@ -330,6 +338,8 @@ def _remove_hooks(model: nn.Module, record: Wrapped) -> None:
         record.seam.remove()
     if record.unfused is not None:
         record.unfused.remove()
+    if record.packed is not None:
+        record.packed.remove()
     if record.guard is not None:
         record.guard.remove()
     delattr(model, _RECORD)

@@ -15,6 +15,7 @@ from harness import Workers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from liger_dist.fused_layers.token_dependency import _HOOKS, IMPLEMENTATIONS
 from liger_dist.sharding.process_groups import compute_device
 
 LIBRARY = Path(__file__).parent.parent / "liger_dist"
@@ -226,6 +227,24 @@ def test_instances_still_have_a_private_name(module: str) -> None:
     source = "".join(file.read_text() for file in folder.glob("*.py"))
     for name in names:
         assert re.search(rf"\b{name}\b", source), f"{name} is gone from {module}: {what_breaks}"
+
+
+def test_a_module_keeps_its_hooks_and_its_compiled_call_under_these_names() -> None:
+    """Or token_dependency.py would run them on the numbers that it makes up."""
+    module = nn.Linear(2, 2)
+    names = {name for name in dir(module) if re.fullmatch(r"_(forward|backward)(_pre)?_hooks(_\w+)?", name)}
+    assert names == set(_HOOKS)
+    assert "_compiled_call_impl" in dir(module)
+
+
+def test_a_config_takes_implementations_for_one_model_alone() -> None:
+    """token_dependency.py sets and restores them."""
+    from transformers import Qwen3MoeConfig
+
+    config: Any = Qwen3MoeConfig()
+    for name in IMPLEMENTATIONS:
+        setattr(config, name, {"": "eager"})
+        assert getattr(config, name) == "eager"
 
 
 def test_fully_shard_puts_its_class_first(workers_2: Workers) -> None:

@@ -87,6 +87,8 @@ def test_packed_and_padded_rows_equal_its_own_dense_mask(family: Family) -> None
         if record_of(model).attention.reason is not None:
             pytest.skip(f"keeps its own: {record_of(model).attention.reason}")
         for name, rows in batches.items():
+            if name == "packed" and liger_dist.explain(model).packing is not None:
+                continue  # Refused, see test_packed_hybrids.py.
             _, loss, gradients = trained(model, rows)
             own_loss, own_gradients = own[name]
             assert loss == pytest.approx(own_loss, rel=1e-5), name

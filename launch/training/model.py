@@ -20,6 +20,7 @@ from liger_dist import (
     WrapConfig,
     compile_layers,
     explain,
+    packing_objection,
     register_attention,
     wrap,
 )
@@ -184,6 +185,21 @@ def check_wrap(config: TrainConfig, dims: ParallelDims) -> None:
     mesh = sizes if "fsdp" in dims.strategy and dims.same_data == 1 else None
     strategy = strategy_of(config, dims, mesh)
     strategy.check(wrap_config(config, WrapConfig()), world_size=dims.world_size)
+
+
+def check_packing(
+    config: TrainConfig, model: nn.Module, *, way_out: str = "pass --attend_across_documents true: a row is one text"
+) -> None:
+    """Refuses packed documents for a model whose layers would mix them; the model may have no storage.
+
+    Raises:
+        LigerDistError: positions restart at each document, and layers other than attention run on.
+    """
+    objection = None if config.attend_across_documents else packing_objection(model)
+    if objection is not None:
+        raise LigerDistError(
+            f"{type(model).__name__} ({config.model}) cannot be given packed documents: {objection}; {way_out}."
+        )
 
 
 def _checkpoint_activations(model: Any, *, offload: bool) -> None:

@@ -25,11 +25,11 @@ from .engine import Engine, TorchEngine
 from .fault_tolerance import Interruption, Watchdog, check_weights, refuse_numbers
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import check_wrap, find_config, shell
+from .model import check_packing, check_wrap, find_config, shell
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .stream import StreamedData
-from .teacher import Teacher, find_teacher_config
+from .teacher import Teacher, check_teacher
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts
 
 
@@ -57,7 +57,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     tokenizer = tokenization.load_tokenizer()
     model_config = find_config(config, len(tokenizer))
     if config.teacher is not None:
-        find_teacher_config(config, len(tokenizer))
+        check_teacher(config, len(tokenizer))
     tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
@@ -70,6 +70,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         raise LigerDistError(f"--eval_only and --resume are true, but {folder} has no checkpoint; leave --resume out.")
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
+    check_packing(config, model)
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
@@ -302,8 +303,10 @@ def _plan(config: TrainConfig) -> None:
     if rank() == 0:
         model_config = find_config(config, vocab_size)
         check_wrap(config, dims)
-        teacher_config = None if config.teacher is None else find_teacher_config(config, vocab_size)
-        print(plan(config, dims, shell(config, model_config), model_config, teacher_config))
+        teacher_config = None if config.teacher is None else check_teacher(config, vocab_size)
+        model = shell(config, model_config)
+        check_packing(config, model)
+        print(plan(config, dims, model, model_config, teacher_config))
 
 
 def _say(text: str) -> None:

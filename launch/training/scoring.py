@@ -30,7 +30,7 @@ from .data_loader import CachedData, check_sources, collate, find_tokenization, 
 from .dataset import Piece
 from .distributed import device, gathered, on_rank_zero, rank, world_size
 from .fault_tolerance import Watchdog
-from .model import find_config, has_weights_at
+from .model import check_packing, find_config, has_weights_at, shell
 from .output_folder import LOCK, check_shared, held, write_text
 from .parallel_dims import parallel_dims_of
 from .teacher import load_frozen
@@ -131,6 +131,7 @@ def _score(config: ScoreConfig, folder: Path, watchdog: Watchdog) -> None:
     vocab_size = model_config.get_text_config().vocab_size
     if config.top_k > vocab_size:
         raise LigerDistError(f"--top_k is {config.top_k} but the model has {vocab_size} classes; ask for fewer.")
+    check_packing(training, shell(training, model_config), way_out="score with a model that has attention alone")
     watchdog.at(0, "preparing")
     data, _ = load_data(
         training, replace(tokenization, vocab_size=vocab_size), parallel_dims_of(training, world_size())

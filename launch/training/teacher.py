@@ -13,7 +13,7 @@ from liger_dist import LigerDistError, WrapConfig, distillation_loss, wrap
 
 from .config import TrainConfig
 from .distributed import world_size
-from .model import find_config, has_weights_at, load_pretrained, shell, wrap_config
+from .model import check_packing, find_config, has_weights_at, load_pretrained, shell, wrap_config
 
 TEACHER_DEFAULTS: dict[str, Any] = {
     "divergence": "forward_kl",
@@ -64,6 +64,17 @@ def config_of_teacher(config: TrainConfig) -> TrainConfig:
     """The configuration as if the teacher were the model."""
     assert config.teacher is not None
     return replace(config, model=config.teacher, teacher=None, **TEACHER_DEFAULTS)
+
+
+def check_teacher(config: TrainConfig, vocab_size: int) -> Any:
+    """Finds the teacher's config, and refuses a teacher that would mix packed documents.
+
+    Raises:
+        LigerDistError: see :func:`find_teacher_config` and :func:`.model.check_packing`.
+    """
+    of_teacher, found = config_of_teacher(config), find_teacher_config(config, vocab_size)
+    check_packing(of_teacher, shell(of_teacher, found))
+    return found
 
 
 def find_teacher_config(config: TrainConfig, vocab_size: int) -> Any:

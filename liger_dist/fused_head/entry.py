@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.recurrent import PackedDocuments
 from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import LabelSummary, check_labels, check_range
@@ -66,6 +67,8 @@ class Entry:
         self.own_loss_function: Callable[..., Tensor] | None = getattr(self.owner, "loss_function", None)
         self.warns_of_wrappers = False
         """True if other code may wrap the model"""
+        self.packed: PackedDocuments | None = None
+        """refuses packed documents that the model's layers would mix"""
         self.skips_padding = False
         """True if the attention leaves out padding, whose hidden states then differ from the model's own"""
         self._has_looked_at_padding = False
@@ -91,6 +94,7 @@ class Entry:
         checked = None
         try:
             call = self.signature.read(args, kwargs)
+            self._check_packed(call)
             if distillation is not None:
                 call = call.distilled(distillation)
             has_labels = call.named.get("labels") is not None
@@ -104,6 +108,10 @@ class Entry:
         if shards is not None:
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
         return call, checked
+
+    def _check_packed(self, call: Call) -> None:
+        if self.packed is not None:
+            self.packed.check(call.named)
 
     def check(self, call: Call) -> Checked:
         """Refuses what is wrong with the model's arguments, before it runs its first collective."""
@@ -309,6 +317,7 @@ class Entry:
         shards = row_shards_of(self.structure.head)
         try:
             call = self.signature.read((), kwargs)
+            self._check_packed(call)
             call.check_distilled()
             self.refuse_unfused_distillation()
             self.check(call)

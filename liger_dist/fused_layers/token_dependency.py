@@ -1,0 +1,358 @@
+"""Runs a model's own forward without its weights, to find the module by which a token depends on tokens of another
+document other than through attention: a recurrence, a causal convolution.
+
+[Note: a run without weights]
+
+Two pairs of documents differ in their first one alone. A module whose inputs agree on both second documents, and whose
+outputs there do not, carries the first document into the second. In such a run:
+
+- linear maps and embeddings are computed token by token with numbers that are made up. Their weights are not read: a
+  model on the meta device, sharded, quantised or of 100B parameters takes as long as a small one;
+- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones). An
+  attention without a softmax keeps its scores, and its mask keeps documents apart where it does so in the model;
+- of the decoder layers only as many run as it takes to have one of each kind, and the first module that is found ends
+  the run;
+- hooks, compiled calls and dropout do not run, and no collective does.
+
+The model is the same afterwards: attributes, parameters, buffers, hooks, config and random number generators.
+
+Legend: S tokens of a row, K keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import Parameter, signature
+from itertools import accumulate
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from liger_dist.sharding.process_groups import compute_device
+from liger_dist.stand_ins import torch_defaults
+
+DOCUMENTS = (7, 6)
+"""tokens of the documents of a pair; models have nothing else of size 13 or 26"""
+PAIR = sum(DOCUMENTS)
+TOLERANCE = 1e-4
+"""of the largest output of a module; rounding in fp32 stays below"""
+SMALL = 2**16
+"""numbers; a smaller parameter gets values that differ, a larger one is a single value, expanded"""
+FRAMEWORKS = ("transformers.", "accelerate.", "torch.")
+"""whose patched forwards move, gather and reduce tensors around the forward of the class"""
+EAGER = "eager"
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""settings of transformers' configs; under "eager" the code of the model's own file runs, which no host replaces"""
+UNLIKELY = -1e30
+"""scores of masked keys are below"""
+CHUNK = 16
+CHUNKS = ("chunk_size", "block_size")
+"""tokens that a scan computes at once, and their names: padding a row to more would take most of the time"""
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class CannotRunError(Exception):
+    """The model's code does not run without its weights; the message says why. Never leaves this package."""
+
+
+class _FoundError(Exception):
+    """Ends a run; carries the class name of the module that was found."""
+
+
+POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
+"""the arguments of a model that tell packed documents apart; with :data:`LENGTHS` come three more of FlashAttention"""
+
+
+def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str]) -> str | None:
+    """Finds a module that carries one document of a row into the next.
+
+    Args:
+        layers: the decoder layers of ``model``.
+        told_by: names of the arguments that tell documents apart: :data:`POSITIONS`, :data:`LENGTHS`,
+            :data:`SEQ_IDX`. Without any, a row is one text.
+
+    Returns:
+        The name of its class; None if documents stay apart.
+
+    Raises:
+        CannotRunError: the model's forward raised, does not take an argument, or made NaN or Inf.
+    """
+    # Some forwards need all layers: they count them, or keep their parts in several lists.
+    attempts: list[tuple[Sequence[nn.Module], bool]] = [(layers, False), ((), False)]
+    if LENGTHS in told_by:
+        # Kernels take lengths for a single row only.
+        attempts.append((layers, True))
+    failures = []
+    for kept, in_one_row in attempts:
+        try:
+            return _found_in_both_modes(model, kept, told_by, in_one_row)
+        except CannotRunError as failure:
+            failures.append(failure)
+    raise failures[0]
+
+
+def _found_in_both_modes(
+    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
+) -> str | None:
+    found = _found(model, layers, told_by, in_one_row, training=False)
+    # Other functions serve in training, with and without lengths.
+    return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
+
+
+def _found(
+    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
+) -> str | None:
+    # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
+    device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
+    generators = [device] if device.type == "cuda" else []
+    with ExitStack() as stack:
+        for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings()):
+            stack.enter_context(within)
+        simplefilter("ignore")
+        stack.enter_context(_without_weights(model, layers, device))
+        ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
+        given = dict(_arguments(model, _documents(told_by, in_one_row), device))
+        for module in model.modules():
+            module.training = training
+            module.register_forward_hook(_compare_documents, with_kwargs=True)
+        try:
+            with _TokenByToken(ids.shape[1]):
+                model(input_ids=ids, **given)
+        except _FoundError as found:
+            return str(found)
+        except CannotRunError:
+            raise
+        except Exception as error:
+            raise CannotRunError(f"{type(error).__name__}: {error}") from error
+    return None
+
+
+def _documents(told_by: Collection[str], in_one_row: bool) -> dict[str, Tensor | int]:
+    """The arguments that tell the documents apart: a pair in each of two rows, or both pairs in one row."""
+    arguments: dict[str, Tensor | int] = {}
+    if POSITIONS in told_by:
+        arguments[POSITIONS] = torch.cat([torch.arange(length) for length in DOCUMENTS]).expand(2, -1)
+    elif in_one_row:
+        # They restart between the pairs, whose positions would differ, and not within them.
+        arguments[POSITIONS] = torch.arange(PAIR).repeat(2)[None]
+    if LENGTHS in told_by:
+        ends = torch.tensor([0, *accumulate(DOCUMENTS * 2)], dtype=torch.int32)
+        arguments |= {LENGTHS: ends, "cu_seq_lens_k": ends}
+        arguments |= {"max_length_q": max(DOCUMENTS), "max_length_k": max(DOCUMENTS)}
+    if SEQ_IDX in told_by:
+        number = torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(DOCUMENTS))
+        arguments[SEQ_IDX] = torch.cat([number, number + 2])[None] if in_one_row else number.repeat(2, 1)
+    return arguments
+
+
+def _compare_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    outputs = _second_documents(output if isinstance(output, tuple | list) else [output])
+    if not all(bool(tensor.isfinite().all()) for tensor in outputs):
+        raise CannotRunError(f"{type(module).__name__} gives NaN or Inf for weights that are made up")
+    # A Conv1d or Linear has no name that says what it is for; that of the module around it does.
+    if type(module).__module__.startswith("torch.") or _agree(outputs):
+        return
+    if _agree(_second_documents([*args, *kwargs.values()])):
+        raise _FoundError(type(module).__name__)
+
+
+def _second_documents(values: Sequence[Any]) -> list[Tensor]:
+    """``[2, 6, ...]`` of the tensors of tokens among ``values``. One number for each key is none: a mask follows."""
+    found = []
+    for value in values:
+        is_of_numbers = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
+        if is_of_numbers and value.shape[:2] in ((2, PAIR), (1, 2 * PAIR)) and value.shape[-1] != value.shape[1]:
+            found.append(value.reshape(2, PAIR, -1)[:, DOCUMENTS[0] :])
+    return found
+
+
+def _agree(tensors: list[Tensor]) -> bool:
+    return all(bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) for one, other in tensors if one.numel())
+
+
+def _arguments(model: nn.Module, packed_by: dict[str, Tensor | int], device: torch.device) -> Iterator[tuple[str, Any]]:
+    parameters = signature(model.forward).parameters
+    takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, value in packed_by.items():
+        if name not in parameters and not takes_more:
+            raise CannotRunError(f"{type(model).__name__} takes no {name}")
+        yield name, value.to(device) if isinstance(value, Tensor) else value
+    if "use_cache" in parameters or takes_more:
+        yield "use_cache", False
+
+
+def _token_ids(model: nn.Module) -> Tensor:
+    """``[2, 13]``: ids that no config names, since those may stand for images. The first documents differ."""
+    special = set(_numbers(getattr(model, "config", None)))
+    first, other_first, second = (
+        torch.tensor([number for number in range(4, 400) if number not in special][start:][:length])
+        for start, length in ((0, DOCUMENTS[0]), (DOCUMENTS[0], DOCUMENTS[0]), (2 * DOCUMENTS[0], DOCUMENTS[1]))
+    )
+    return torch.stack([torch.cat([first, second]), torch.cat([other_first, second])])
+
+
+def _numbers(config: Any) -> Iterator[int]:
+    for value in vars(config).values() if hasattr(config, "__dict__") else ():
+        if isinstance(value, int):
+            yield value
+        elif hasattr(value, "to_dict"):
+            yield from _numbers(value)
+
+
+class _TokenByToken(TorchFunctionMode):
+    """Computes linear maps, embeddings and attention token by token; see the note above.
+
+    Args:
+        length: tokens of a row.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given, name = [*args, *(kwargs or {}).values()], getattr(func, "__name__", "")
+        if name == "linear":
+            return _mapped(given[0], given[1].shape[0])
+        if name == "embedding":
+            return _embedded(given[0], given[1].shape[-1])
+        if name in ("matmul", "__matmul__", "bmm") and given[1].numel() > SMALL and _is_expanded(given[1]):
+            return _mapped(given[0], given[1].shape[-1])
+        if name == "addmm" and _is_expanded(given[2]):
+            return _mapped(given[1], given[2].shape[-1])
+        if name in ("mul_", "div_") and _is_expanded(given[0]):
+            return given[0]  # RWKV scales its weights for evaluation.
+        if name == "dropout":
+            return given[0]
+        if name == "scaled_dot_product_attention":
+            query, value = given[0], given[2]
+            return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        if name in ("softmax", "logsumexp") and given[0].dim() > 2:
+            scores = self._of_own_key(given[0])
+            return func(scores, *args[1:], **{key: value for key, value in (kwargs or {}).items() if key != "input"})
+        return func(*args, **kwargs or {})
+
+    def _of_own_key(self, scores: Tensor) -> Tensor:
+        """Scores ``[..., S, K]`` without those of the keys of other tokens; any other tensor as it is."""
+        if scores.shape[-2] != self._length or scores.shape[-1] < self._length:
+            return scores
+        own = torch.eye(*scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        shared = scores[..., self._length :]
+        # Not the score of its own key, which may be masked as well. As likely as all others: some functions have
+        # subtracted the largest score of all keys.
+        likely = torch.zeros_like(scores[..., :1]) if shared.shape[-1] == 0 else shared.amax(-1, keepdim=True)
+        likely = likely.masked_fill(likely < UNLIKELY, 0.0)
+        return torch.cat([torch.where(own, likely, -torch.inf)[..., : self._length], shared], -1)
+
+
+def _mapped(x: Tensor, size: int) -> Tensor:
+    """``[..., size]``: a linear map of the last dimension of ``x`` that reads all of it, by one product each."""
+    rows = -(-x.shape[-1] // size)
+    padded = F.pad(x, (0, rows * size - x.shape[-1])) if rows > 1 else x.repeat_interleave(-(-size // x.shape[-1]), -1)
+    folded: Tensor = padded[..., : rows * size].unflatten(-1, (rows, size)).sum(-2)
+    return folded * _values((size,), x.device).to(x.dtype)
+
+
+def _embedded(ids: Tensor, size: int) -> Tensor:
+    return torch.sin((ids[..., None] + 1.0) * (1.0 + torch.arange(size, device=ids.device)))
+
+
+def _values(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Different numbers between 0.3 and 1.1."""
+    numbers = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32)
+    return (0.3 + 0.8 * (numbers * 0.618034 % 1.0)).reshape(tuple(shape))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """True for what :func:`_parameter` makes of a large parameter, and for parts of it."""
+    return tensor.dim() > 0 and not any(tensor.stride())
+
+
+@contextmanager
+def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Within: the modules of ``model`` have made-up parameters and no hooks, and ``layers`` are one of each kind."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    configs = {id(config): config for _, state in before if _is_config(config := state.get("config"))}
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(_eager(config))
+        try:
+            for module, state in before:
+                vars(module).update(_made_up(state, device))
+                if getattr(state.get("forward"), "__module__", "").startswith(FRAMEWORKS):
+                    del module.forward
+                _keep_one_of_each_kind(module, layers)
+            yield
+        finally:
+            for module, state in before:
+                vars(module).clear()
+                vars(module).update(state)
+
+
+def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Attributes of a module for a run without weights."""
+    made_up: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
+    for kind, make in (("_parameters", _parameter), ("_buffers", _buffer)):
+        made_up[kind] = {name: None if own is None else make(own, device) for name, own in state[kind].items()}
+    made_up |= {name: min(state[name], CHUNK) for name in CHUNKS if isinstance(state.get(name), int)}
+    # Some forwards exchange modules.
+    return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
+
+
+def _parameter(own: Tensor, device: torch.device) -> Tensor:
+    shape = tuple(getattr(own, "ds_shape", own.shape))
+    is_small = torch.Size(shape).numel() <= SMALL
+    return _values(shape, device) if is_small else torch.full((), 0.01, device=device).expand(shape)
+
+
+def _buffer(own: Tensor, device: torch.device) -> Tensor:
+    if not own.is_meta:
+        return own.detach().clone().to(device)
+    if own.is_floating_point():
+        return _parameter(own, device)
+    return torch.ones(own.shape, device=device, dtype=own.dtype)
+
+
+def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Shortens a list of decoder layers after the last one that is the first of its kind."""
+    children = list(module._modules.items())
+    if not isinstance(module, nn.ModuleList) or not layers or not children or children[0][1] is not layers[0]:
+        return
+    kinds = [tuple((name, type(inner)) for name, inner in layer.named_modules()) for layer in layers]
+    vars(module)["_modules"] = dict(children[: max(map(kinds.index, kinds)) + 1])
+
+
+@contextmanager
+def _eager(config: Any) -> Iterator[None]:
+    """Within: attention and experts of a config are computed by the model's own file. "sdpa" may be another package's
+    function by now, with collectives: DeepSpeed's sequence parallelism."""
+    own = {name: getattr(config, name, None) for name in IMPLEMENTATIONS}
+    changed = {name: value for name, value in own.items() if value not in (None, EAGER)}
+    try:
+        for name in changed:
+            setattr(config, name, {"": EAGER})
+        yield
+    finally:
+        for name, value in changed.items():
+            setattr(config, name, {"": value})
+
+
+def _is_config(value: Any) -> bool:
+    from transformers.configuration_utils import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
