@@ -184,6 +184,10 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         ("_loss_function",),
         "seam.py cannot install its loss function on an instance",
     ),
+    "torch._tensor": (
+        ("_backward_hooks", "_post_accumulate_grad_hooks"),
+        "lost_gradients.py does not warn of hooks that sharding drops",
+    ),
     "transformers.modeling_layers": (
         ("_gradient_checkpointing_func",),
         "reentrant_layers.py does not refuse FSDP1 with reentrant checkpointing: ranks call different collectives",
