@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from models import HIDDEN_SIZE, full, make_batch, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from truth import relative_error
@@ -145,3 +147,85 @@ def parameters_of(root: nn.Module) -> dict[str, Tensor]:
         return {}
     with FullyShardedDataParallel.summon_full_params(root):
         return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in root.named_parameters()}
+
+
+def encoder_decoder(family: str) -> Any:
+    from transformers import (
+        BartConfig,
+        BartForConditionalGeneration,
+        MarianConfig,
+        MarianMTModel,
+        WhisperConfig,
+        WhisperForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    if family == "t5":
+        return make_model("t5", dtype=torch.float32).cpu()
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCAB_SIZE, "dropout": 0.0}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    if family == "whisper":
+        audio = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 32}
+        return WhisperForConditionalGeneration(WhisperConfig(**sizes, **tokens, **audio))
+    sizes["max_position_embeddings"] = 64
+    if family == "bart":
+        return BartForConditionalGeneration(BartConfig(**sizes, **tokens))
+    return MarianMTModel(MarianConfig(**sizes, **tokens))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian", "whisper"])
+def test_training_an_encoder_decoder_with_num_items_in_batch_warns_once(family: str) -> None:
+    model = liger_dist.wrap(encoder_decoder(family), "none")
+    batch: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in make_batch(0).items()}
+    if family == "whisper":
+        batch = {"input_features": torch.randn(3, 4, 16), "labels": batch["labels"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
+        with torch.no_grad():
+            model(**batch, num_items_in_batch=7)
+    with pytest.warns(UserWarning, match=r"num_items_in_batch was given .*accepts_loss_kwargs = False"):
+        model(**batch, num_items_in_batch=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch, num_items_in_batch=7)
+        causal = liger_dist.wrap(make_model("llama", dtype=torch.float32).cpu(), "none")
+        causal(**{name: tensor.cpu() for name, tensor in make_batch(0).items()}, num_items_in_batch=7)
+
+
+@pytest.mark.parametrize(("accepts", "factor"), [(None, 2.0), (False, 1.0)])
+def test_the_way_out_gives_a_trainer_the_mean_over_micro_batches(
+    accepts: bool | None, factor: float, tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{name: tensor[0].cpu() for name, tensor in make_batch(number).items()} for number in range(2)]
+    reference, model = (make_model("t5").cpu() for _ in range(2))
+    for row in rows:
+        (reference(**{name: tensor[None] for name, tensor in row.items()}).loss / 2).backward()
+    if accepts is not None:
+        model.accepts_loss_kwargs = accepts  # type: ignore[assignment]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        learning_rate=1.0,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        use_cpu=True,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = liger_dist.wrap(model, "none")
+    trainer = Trainer(model=wrapped, args=arguments, train_dataset=rows, optimizers=(optimizer, None))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="num_items_in_batch was given") if accepts is None else nullcontext():
+        trainer.train()
+    moved = {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        assert relative_error(moved[name], factor * parameter.grad) < 1e-3, name
