@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +181,42 @@ def test_encoders_that_run_several_times_before_a_backward(case: Case, workers_2
         if not refusal:
             worst = max(errors, key=lambda name: errors[name])
             assert errors[worst] < 1e-6, f"rank {rank}: {worst} is off by {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize("reduces_each", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ranks=((BOTH, IMAGE), (NONE, NONE))),
+        Case(ranks=((IMAGE, NONE), (NONE, BOTH))),
+        Case(ranks=((IMAGE, NONE), (NONE, IMAGE)), strategy="fsdp1"),
+    ],
+    ids=str,
+)
+def test_accumulation_with_a_backward_for_each_micro_batch(case: Case, reduces_each: bool, workers_2: Workers) -> None:
+    results = workers_2.run(accumulate, case, reduces_each, time_limit=TIME_LIMIT)
+    for errors, collectives in results:
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < 1e-6, f"{worst} is off by {errors[worst]:.2e}"
+        assert collectives == results[0][1]
+
+
+def accumulate(case: Case, reduces_each: bool) -> tuple[dict[str, float], list[tuple[str, int]]]:
+    """The relative error of each gradient after micro-batches with a backward each, and the collectives."""
+    rank = dist.get_rank()
+    model, reference, root = built(case)
+    before = parameters_of(root)
+    with recorded_collectives() as collectives:
+        for index, inputs in enumerate(case.ranks[rank]):
+            reduces = reduces_each or index == len(case.ranks[rank]) - 1
+            waiting: Any = nullcontext()
+            if isinstance(root, FSDPModule):
+                root.set_requires_gradient_sync(reduces)
+            elif isinstance(root, FullyShardedDataParallel) and not reduces:
+                waiting = root.no_sync()
+            with waiting:
+                root(**make_batch(rank, index, inputs)).loss.backward()
+    return errors_of(case, model, reference, root, before), collectives
 
 
 def test_fsdp1_refuses_a_second_reentrant_call_only_while_the_first_waits(workers_2: Workers) -> None:
