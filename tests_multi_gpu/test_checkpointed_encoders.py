@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import liger_dist
 from liger_dist.peft_layers import without_fsdp1
@@ -181,6 +183,23 @@ def test_encoders_that_run_several_times_before_a_backward(case: Case, workers_2
         if not refusal:
             worst = max(errors, key=lambda name: errors[name])
             assert errors[worst] < 1e-6, f"rank {rank}: {worst} is off by {errors[worst]:.2e}"
+
+
+def test_layers_that_checkpoint_their_call_with_its_hooks_are_refused(workers_2: Workers) -> None:
+    """As earlier releases of transformers do."""
+    for refusal in workers_2.run(refusal_of_checkpointed_calls, time_limit=TIME_LIMIT):
+        assert "around the hooks of FSDP's units" in refusal
+
+
+def refusal_of_checkpointed_calls() -> str:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionBlock
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(nn.Module.__call__, self, **kwargs), *args, use_reentrant=True)
+
+    with mock.patch.object(Qwen2_5_VLVisionBlock, "__call__", call):
+        refusal, _, _ = train(Case(ranks=((IMAGE,), (NONE,))))
+    return refusal
 
 
 @pytest.mark.parametrize("reduces_each", [True, False])
