@@ -68,7 +68,10 @@ def make_model(family: str) -> Any:
         vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         config = Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
     config._attn_implementation = "eager"
-    return AutoModelForImageTextToText.from_config(config).to(compute_device(), torch.float64)
+    model = AutoModelForImageTextToText.from_config(config)
+    # A parameter without a gradient in a layer that has gradients.
+    model.model.visual.blocks[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return model.to(compute_device(), torch.float64)
 
 
 def make_batch(rank: int, forward: int, inputs: Inputs) -> dict[str, Tensor]:

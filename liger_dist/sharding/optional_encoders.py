@@ -19,8 +19,9 @@ images repeats that:
   leader's decoder inputs depend on it, and None otherwise. This includes the root's parameters around the encoder
   (patch embedding, projector). A unit that runs more than once before a backward is reduced once, when autograd adds up
   its gradients. Under reentrant activation checkpointing each of its passes has a backward inside the backward, whose
-  gradients FSDP2 reduces alone: a rank without images writes the zeros of those parameters in the same nested way.
-  FSDP1 fails there without images too (its first reduction frees what the second pass needs), which is refused.
+  gradients FSDP2 reduces alone: a rank without images writes the zeros of those parameters in the same nested way, and
+  a rank with images those of parameters that the layer does not use, which the graph does not tell. FSDP1 fails there
+  without images too (its first reduction frees what the second pass needs), which is refused.
 
 No value of a parameter is read, so NaN or Inf do not spread.
 """
@@ -179,6 +180,9 @@ class OptionalEncoders:
         for number, unit in enumerate(self._units):
             # Before FSDP2 reshards, so that the parameters are those of the graph.
             hooks.append(unit.register_forward_hook(partial(self._after_unit, number), prepend=True))
+            if isinstance(unit, FSDPModule):
+                # After FSDP2's own, so that in the backward it comes before the reduction.
+                hooks.append(unit.register_forward_pre_hook(partial(self._in_unit, number)))
         return hooks + self._reentrant.install(decoder)
 
     def remove(self) -> None:
@@ -242,6 +246,19 @@ class OptionalEncoders:
             self._follow(call, until=stop)
 
     @untraced
+    def _in_unit(self, number: int, unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        call = self._call
+        if call is None or call.is_repeating or not call.has_inputs or not torch.is_grad_enabled():
+            return None
+        place = next((i for i, value in enumerate(args) if isinstance(value, Tensor) and value.requires_grad), None)
+        if place is None:
+            return None
+        filled = _FillGradients.apply(  # type: ignore[no-untyped-call]
+            args[place], call.depends_on, self._first_parameter[number], self._parameters_of(unit)
+        )
+        return *args[:place], filled, *args[place + 1 :]
+
+    @untraced
     def _after_unit(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         call = self._call
         if call is None or call.is_repeating or not call.has_inputs:
@@ -260,7 +277,9 @@ class OptionalEncoders:
         self._call = None
         stop = len(self._units) + 1
         if call.has_inputs:
-            self._announce(call, stop, 0, self._dependencies(call, (args, kwargs)))
+            dependencies = self._dependencies(call, (args, kwargs))
+            call.depends_on[:] = dependencies[len(self._units) :]
+            self._announce(call, stop, 0, dependencies)
             return None
         message = self._follow(call, until=stop)
         num_units = len(self._units)
@@ -407,3 +426,20 @@ class _ZeroGradients(torch.autograd.Function):
             # As the backward of a reentrant checkpoint does, so that FSDP2 finds these gradients after this pass.
             torch.autograd.backward([*nested], [*nested.values()])
         return None, None, torch.zeros_like(gradients[0]), *in_graph
+
+
+class _FillGradients(torch.autograd.Function):
+    """Identity for a unit's input. After the unit's backward, parameters inside a reentrant checkpoint without a
+    gradient get zeros: ranks without images cannot know which parameters of a layer the checkpoint does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, depends_on: list[int], first: int, parameters: list[Tensor]) -> Tensor:
+        ctx.depends_on, ctx.first, ctx.parameters = depends_on, first, parameters
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        for parameter, how in zip(ctx.parameters, ctx.depends_on[ctx.first :], strict=False):
+            if how == _IN_CHECKPOINT and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return gradient, None, None, None
