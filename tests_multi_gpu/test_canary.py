@@ -44,6 +44,10 @@ NAMES: dict[tuple[str, str], str] = {
         "ShardingStrategy._HYBRID_SHARD_ZERO2",
     ): "fsdp1.py cannot use HSDP",
     (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointImpl.REENTRANT",
+    ): "reentrant_layers.py does not refuse reentrant checkpoints around FSDP units: images on some ranks hang",
+    (
         "torch.nn.parallel",
         "DistributedDataParallel._get_active_ddp_module",
     ): "ddp.py takes every loss for averaged: no warning of a loss outside of DDP",
@@ -180,6 +184,14 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "transformers.modeling_utils": (
         ("_loss_function",),
         "seam.py cannot install its loss function on an instance",
+    ),
+    "torch._tensor": (
+        ("_backward_hooks", "_post_accumulate_grad_hooks"),
+        "lost_gradients.py does not warn of hooks that sharding drops",
+    ),
+    "transformers.modeling_layers": (
+        ("_gradient_checkpointing_func",),
+        "reentrant_layers.py does not refuse FSDP1 with reentrant checkpointing: ranks call different collectives",
     ),
     "transformers.configuration_utils": (
         ("_attn_implementation",),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +75,49 @@ def test_logits_of_which_only_what_is_read_was_computed() -> None:
     for read_other in others:
         with pytest.raises(liger_dist.LigerDistError):
             read_other()
+
+
+OPERATORS = """
+    add sub matmul truediv floordiv mod pow lshift rshift and_ xor or_ lt le gt ge eq ne
+    iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior
+"""
+NOT_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert", "index", "truth")},
+    **{kind.__name__: kind for kind in (int, float, complex, round, math.trunc, math.floor, math.ceil)},
+    "in": lambda logits: 3 in logits,
+    "setitem": lambda logits: operator.setitem(logits, 0, 1.0),
+    "delitem": lambda logits: operator.delitem(logits, 0),
+    "array": np.asarray,
+    "tensor": torch.as_tensor,
+    "one class": lambda logits: logits[0, 0, 0],
+    "some classes": lambda logits: logits[..., :2],
+    "classes of one token": lambda logits: list(logits[0, 0]),
+    "attribute": lambda logits: logits.T,
+}
+
+
+def test_operators_on_scored_logits_say_that_logits_were_not_computed() -> None:
+    """Every operator, with numbers, tensors, arrays and other logits on either side."""
+    truth, ids = torch.randn(2, 3, 7), torch.ones(2, 3, dtype=torch.long)
+    binary: dict[str, Callable[[Any, Any], Any]] = {name: getattr(operator, name) for name in OPERATORS.split()}
+    binary |= {"mul": operator.mul, "divmod": divmod}
+    others: list[Any] = [3, 0.5, None, torch.ones(7), np.ones(7), scored_as(truth, ids)]
+    for name, operation in binary.items():
+        for other in others:
+            assert is_refused(operation, scored_as(truth, ids), other), f"{name} {other!r}"
+            if not name.startswith("i"):
+                assert is_refused(operation, other, scored_as(truth, ids)), f"{other!r} {name}"
+    for name, read in NOT_OF_TENSORS.items():
+        assert is_refused(read, scored_as(truth, ids)), name
+    assert copy.copy(scored_as(truth, ids)).shape == truth.shape
+
+
+def is_refused(read: Callable[..., Any], *operands: Any) -> bool:
+    try:
+        read(*operands)
+    except liger_dist.LigerDistError as refusal:
+        return "never computed" in str(refusal)
+    return False
 
 
 def test_gradients_of_reads() -> None:

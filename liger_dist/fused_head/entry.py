@@ -134,6 +134,8 @@ class Entry:
         self._warn_of_scored_padding(labels, named.get("attention_mask"), ignore_index)
         # Never by the attribute, which a parametrization computes: weights may be sharded here.
         host_sequences.check(self.model, base_head(head)._parameters.get("weight"), named.get("position_ids"))
+        if named.get("num_items_in_batch") is not None and call.distillation is None:
+            self._warn_of_ignored_items()
         loss = call.arguments(self.recipe)
         loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
         return Checked(head, labels, is_aligned, loss)
@@ -362,6 +364,16 @@ class Entry:
         if sentence not in self._warned:
             self._warned.add(sentence)
             warnings.warn(sentence, stacklevel=2)
+
+    def _warn_of_ignored_items(self) -> None:
+        if torch.is_grad_enabled() and not self.recipe.takes_num_items:
+            self.warn_once(
+                f"num_items_in_batch was given to {type(self.model).__name__}, whose forward computes the mean over "
+                "the tokens of the call and ignores it. A Trainer that passes it does not divide the loss itself: loss "
+                "and gradients are too large by the number of micro-batches of a step, and by that of ranks. Set "
+                "model.accepts_loss_kwargs = False before the Trainer is made; in a loop leave it out, and divide the "
+                "loss by the number of micro-batches."
+            )
 
     def _targets(self, named: dict[str, Any], ignore_index: int) -> tuple[Tensor, bool]:
         """The labels that the loss is computed with, and whether each stands at its own token's position."""

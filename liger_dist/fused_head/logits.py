@@ -21,7 +21,8 @@ HOW_TO_GET_LOGITS = (
     "the logits of this call were never computed, only its loss. For logits call the model without labels, or with "
     "outputs=('logits',) beside them; token accuracy, entropy and log-probabilities need none: pass "
     "outputs=('token_accuracy', 'entropy', 'log_prob') along with the labels. For metrics and predict of a Trainer of "
-    "transformers: trainer = liger_dist.integrations.trainer.fuse(trainer), or WrapConfig(outputs=('logits',))."
+    "transformers: trainer = liger_dist.integrations.trainer.fuse(trainer), or WrapConfig(outputs=('logits',)). "
+    "For a model whose own forward reads them, as for a loss that it adds: WrapConfig(fused_loss=False)."
 )
 
 _SHAPES_AND_DTYPES = """
@@ -96,7 +97,7 @@ class FusedLogits(Tensor):
         kwargs = kwargs or {}
         carrier = next((value for value in (*args, *kwargs.values()) if isinstance(value, FusedLogits)), None)
         if carrier is None:
-            raise LogitsNotComputedError(HOW_TO_GET_LOGITS)
+            raise LogitsNotComputedError(f"{func.__name__} was called on fused logits: {HOW_TO_GET_LOGITS}")
         if func is F.cross_entropy:
             if carrier.carried is None:
                 raise LogitsNotComputedError(HOW_TO_GET_LOGITS)

@@ -285,12 +285,19 @@ class PendingLoss:
             LigerDistError: the other arguments are not those that the probe saw.
         """
         recipe, name = self.call.recipe, self.call.model_name
+        if recipe.owner is not None:
+            raise LigerDistError(
+                f"{name} computes a cross entropy from the logits of one call beside its loss_function, which it did "
+                "not do when it was wrapped, and the logits were never computed. Unwrap it and wrap it again with that "
+                "loss on, or use WrapConfig(fused_loss=False)."
+            )
         seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": recipe.label_smoothing, "reduction": "mean"}
         changed = [option for option, value in seen.items() if options.get(option, value) != value]
-        if recipe.owner is not None or changed or options.get("weight") is not None:
+        changed += ["weight"] if options.get("weight") is not None else []
+        if changed:
             raise LigerDistError(
-                f"{name} calls torch.nn.functional.cross_entropy with other options ({', '.join(changed) or 'weight'}) "
-                "than when it was wrapped; the loss was computed already. Unwrap it and wrap it again, or use "
+                f"{name} calls torch.nn.functional.cross_entropy with other options ({', '.join(changed)}) than "
+                "when it was wrapped; the loss was computed already. Unwrap it and wrap it again, or use "
                 "WrapConfig(fused_loss=False)."
             )
         return self.deliver(logits, targets)
@@ -303,6 +310,11 @@ class PendingLoss:
                 not do when it was wrapped.
         """
         name = self.call.model_name
+        if self.delivered:
+            raise LigerDistError(
+                f"{name} computes a second loss from the logits of one call, which were never computed; wrap it with "
+                "WrapConfig(fused_loss=False)."
+            )
         if isinstance(logits, FusedLogits):
             if not self.call.recipe.allows(logits.changes):
                 raise LigerDistError(
@@ -312,11 +324,6 @@ class PendingLoss:
                 )
             logits = logits.as_subclass(Tensor)
         self._check_targets(targets)
-        if self.delivered:
-            raise LigerDistError(
-                f"{name} computes a second loss from the logits of one call, which were never computed; wrap it with "
-                "WrapConfig(fused_loss=False)."
-            )
         self.delivered = True
         loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.others = dict(zip(self.call.differentiable, others, strict=True))

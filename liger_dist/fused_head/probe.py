@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_dist.errors import LogitsNotComputedError
 from liger_dist.peft_layers import heads_at
 from liger_dist.stand_ins import stand_ins, swapped
 from liger_dist.structure import Structure
 
-from .logits import FusedLogits
+from .logits import HOW_TO_GET_LOGITS, FusedLogits
 from .recipe import LogitTransform, LossRecipe, NotFusableError, Targets
 
 PROBE_TOKENS = 6
@@ -243,6 +244,9 @@ class _Probe:
                 model.forward(**self._inputs())
             except NotFusableError:
                 raise
+            except LogitsNotComputedError as error:
+                found = str(error).removesuffix(HOW_TO_GET_LOGITS).removesuffix(": ")
+                raise NotFusableError(f"its forward reads its logits beside its loss ({found})") from error
             except Exception as error:
                 raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
 

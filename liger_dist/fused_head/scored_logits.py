@@ -39,6 +39,7 @@ LOGITS, DOUBLED, LOG_PROBS, PROBABILITIES, ENTROPY_TERMS = (
     "probabilities",
     "probabilities * log-probabilities",
 )
+_OF_COPIES = ("__copy__", "__deepcopy__", "__setstate__")
 SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
 """outputs of a wrapped model that every object has; of ``log_prob_at`` class 0 alone"""
 
@@ -104,12 +105,19 @@ class ScoredLogits:
         return 0
 
     def __len__(self) -> int:
+        if self.ndim == 1:
+            raise LogitsNotComputedError(f"the classes of {self._kind} were read: {NOT_COMPUTED}")
         return len(self._ids)
 
     def __iter__(self) -> Iterator[ScoredLogits]:
         return (self[row] for row in range(len(self)))
 
+    __array_ufunc__ = None
+    """NumPy leaves operators to this class, which refuses them."""
+
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_COPIES:
+            raise AttributeError(name)
         raise LogitsNotComputedError(f"{name} of {self._kind} was read: {NOT_COMPUTED}")
 
     # Of tokens, not of classes.
@@ -221,7 +229,7 @@ class ScoredLogits:
         if isinstance(other, ScoredLogits):
             other._becomes(LOG_PROBS, LOG_PROBS)
             return self._becomes(ENTROPY_TERMS, PROBABILITIES)
-        if isinstance(other, Tensor) or other != 2:
+        if not isinstance(other, int | float) or other != 2:
             raise LogitsNotComputedError(f"{other} * {self._kind} were read: {NOT_COMPUTED}")
         return self._becomes(DOUBLED)
 
@@ -277,6 +285,27 @@ class ScoredLogits:
             args = (args[0], kwargs.pop("dim", None), *args[1:2]) if len(args) < 3 else (args[0], args[2], args[1])
         kwargs.pop("_stacklevel", None)
         return method(*args, **kwargs)
+
+
+_OPERATORS = """
+    add sub matmul truediv floordiv mod divmod pow lshift rshift and xor or
+    radd rsub rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
+    iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior
+    lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil
+    contains setitem delitem array
+"""
+"""what Python looks up on a class and not through ``__getattr__``"""
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: ScoredLogits, *operands: Any, **options: Any) -> Any:
+        raise LogitsNotComputedError(f"{name} of {self._kind} was computed: {NOT_COMPUTED}")
+
+    return refuse
+
+
+for _name in _OPERATORS.split():
+    setattr(ScoredLogits, f"__{_name}__", _refusal(_name))
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {

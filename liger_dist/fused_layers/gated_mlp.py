@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.stand_ins import StandIn, swapped, without_hooks
 from liger_dist.tracing import is_transformed
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
@@ -152,6 +153,7 @@ def with_tiles(module: nn.Module, match: GatedMatch, tile_tokens: int) -> GatedM
     """The match of a module that computes ``tile_tokens`` tokens at a time. ZeRO-3 gathers its weights together: tiles
     read them outside of the projections' own hooks."""
     vars(module)[_ZERO_LEAF] = True
+    module.register_forward_pre_hook(_require_input_gradient)
     return replace(match, tile_tokens=tile_tokens)
 
 
@@ -160,6 +162,20 @@ def without_tiles(module: nn.Module) -> None:
     match = match_of(module)
     if isinstance(match, GatedMatch) and match.tile_tokens is not None:
         vars(module).pop(_ZERO_LEAF, None)
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _require_input_gradient]:
+            del hooks[key]
+
+
+def _require_input_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Makes the input of a leaf module of ZeRO-3 that trains require a gradient. DeepSpeed reduces the gradients of a
+    leaf module when that of its input is there; without one it reduces them before they exist, and frees the weights
+    that the backward still reads (the first MLP with LoRA in a model whose embedding and attention are frozen)."""
+    if not (args and torch.is_grad_enabled() and isinstance(args[0], Tensor) and not args[0].requires_grad):
+        return None
+    if not any(parameter.requires_grad and is_stored_by_zero3(parameter) for parameter in module.parameters()):
+        return None
+    return args[0].detach().requires_grad_(), *args[1:]
 
 
 class Given(nn.Module):

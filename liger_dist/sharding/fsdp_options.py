@@ -15,6 +15,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.layer_compilation import compile_each, compiled_call, restore_call
 from liger_dist.structure import Structure
 
+from .lost_gradients import warn_of_experts, warn_of_hooks
 from .mesh import Mesh, check_mesh, require_process_group
 
 
@@ -80,6 +81,9 @@ class FullySharded:
                     f"{name} has no dimension and {self.name!r} shards the first one of every parameter; make it a "
                     "parameter of shape (1,), or a buffer."
                 )
+        warn_of_hooks(model.named_parameters(), self.name)
+        if self.name == "fsdp2":
+            warn_of_experts(model, structure)
 
 
 def refuse_sharded(model: nn.Module) -> None:

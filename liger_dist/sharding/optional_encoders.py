@@ -17,7 +17,11 @@ images repeats that:
   embedding. A unit whose output the leader does not use (Llava skips the last layer) has no backward on either rank.
 - Reduce-scatter: FSDP2 reduces the gradients that there are. A parameter gets zeros on a rank without images if the
   leader's decoder inputs depend on it, and None otherwise. This includes the root's parameters around the encoder
-  (patch embedding, projector).
+  (patch embedding, projector). A unit that runs more than once before a backward is reduced once, when autograd adds up
+  its gradients. Under reentrant activation checkpointing each of its passes has a backward inside the backward, whose
+  gradients FSDP2 reduces alone: a rank without images writes the zeros of those parameters in the same nested way, and
+  a rank with images those of parameters that the layer does not use, which the graph does not tell. FSDP1 fails there
+  without images too (its first reduction frees what the second pass needs), which is refused.
 
 No value of a parameter is read, so NaN or Inf do not spread.
 """
@@ -29,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -45,10 +50,13 @@ from liger_dist.structure import Structure, input_embedding
 from liger_dist.tracing import untraced
 
 from .process_groups import compute_device, host_group
+from .reentrant_layers import ReentrantLayers, check_hooks, check_repetitions
 
 _INSTALLED = "_liger_dist_optional_encoders"
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values", "audio_values")
 _GRAD_ENABLED, _INPUTS_REQUIRE_GRAD = 1, 2
+_UNUSED, _IN_GRAPH, _IN_CHECKPOINT = 0, 1, 2
+"""how the leader's decoder inputs depend on a parameter: not, in its graph, or inside a reentrant checkpoint"""
 
 
 def install(
@@ -84,6 +92,11 @@ def uninstall(model: nn.Module) -> None:
         installed.remove()
 
 
+def _kind(encoder_input: str) -> str:
+    """The same for inputs of encoders of one kind, such as images and videos."""
+    return next(kind for kind in _ENCODER_INPUTS if kind in encoder_input)
+
+
 def _encoder_inputs(model: nn.Module) -> dict[str, int]:
     """The parameters of the model's forward that an encoder takes, with their positions."""
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
@@ -102,8 +115,8 @@ class _MixedCall:
     """the global rank that announces its units"""
     has_inputs: bool
     """True on ranks that run their encoders themselves"""
-    depends_on: list[bool] = field(default_factory=list)
-    """for each parameter, whether the leader's decoder inputs depend on it; filled before the decoder runs"""
+    depends_on: list[int] = field(default_factory=list)
+    """for each parameter, how the leader's decoder inputs depend on it; filled before the decoder runs"""
     outputs: list[tuple[int, Tensor]] = field(default_factory=list)
     """the units' outputs with the units' numbers, in the order of calls"""
     parameters: list[tuple[int, int, Tensor]] = field(default_factory=list)
@@ -151,6 +164,7 @@ class OptionalEncoders:
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         self._group = host_group(self._ranks)
         self._call: _MixedCall | None = None
+        self._reentrant = ReentrantLayers(structure, root)
         self._hooks = self._install(root, input_embedding(model), decoder)
 
     def _install(self, root: nn.Module, embedding: nn.Module | None, decoder: nn.Module) -> list[RemovableHandle]:
@@ -166,7 +180,10 @@ class OptionalEncoders:
         for number, unit in enumerate(self._units):
             # Before FSDP2 reshards, so that the parameters are those of the graph.
             hooks.append(unit.register_forward_hook(partial(self._after_unit, number), prepend=True))
-        return hooks
+            if isinstance(unit, FSDPModule):
+                # After FSDP2's own, so that in the backward it comes before the reduction.
+                hooks.append(unit.register_forward_pre_hook(partial(self._in_unit, number)))
+        return hooks + self._reentrant.install(decoder)
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -182,15 +199,17 @@ class OptionalEncoders:
         """
         self._call = None
         given = [kwargs.get(n) is not None or (p < len(args) and args[p] is not None) for n, p in self._inputs.items()]
-        gathered = [torch.empty(len(given), dtype=torch.uint8) for _ in self._ranks]
-        dist.all_gather(gathered, torch.tensor(given, dtype=torch.uint8), group=self._group)
-        names = {
-            rank: tuple(name for name, is_given in zip(self._inputs, row.tolist(), strict=True) if is_given)
-            for rank, row in zip(self._ranks, gathered, strict=True)
-        }
+        repetition = self._reentrant.repetition(_kind(name) for name in compress(self._inputs, given))
+        mine = torch.tensor([*given, repetition], dtype=torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in self._ranks]
+        dist.all_gather(gathered, mine, group=self._group)
+        rows: list[list[int]] = [row.tolist() for row in gathered]
+        names = {rank: tuple(compress(self._inputs, row)) for rank, row in zip(self._ranks, rows, strict=True)}
         self._check(names)
+        check_repetitions(self._ranks, [row[-1] for row in rows])
         leader = next((rank for rank in self._ranks if names[rank]), None)
         if leader is not None and not all(names.values()):
+            check_hooks(root, self._units)
             self._call = _MixedCall(leader=leader, has_inputs=any(given))
 
     def _check(self, names: dict[int, tuple[str, ...]]) -> None:
@@ -227,6 +246,19 @@ class OptionalEncoders:
             self._follow(call, until=stop)
 
     @untraced
+    def _in_unit(self, number: int, unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        call = self._call
+        if call is None or call.is_repeating or not call.has_inputs or not torch.is_grad_enabled():
+            return None
+        place = next((i for i, value in enumerate(args) if isinstance(value, Tensor) and value.requires_grad), None)
+        if place is None:
+            return None
+        filled = _FillGradients.apply(  # type: ignore[no-untyped-call]
+            args[place], call.depends_on, self._first_parameter[number], self._parameters_of(unit)
+        )
+        return *args[:place], filled, *args[place + 1 :]
+
+    @untraced
     def _after_unit(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         call = self._call
         if call is None or call.is_repeating or not call.has_inputs:
@@ -245,7 +277,9 @@ class OptionalEncoders:
         self._call = None
         stop = len(self._units) + 1
         if call.has_inputs:
-            self._announce(call, stop, 0, self._dependencies(call, (args, kwargs)))
+            dependencies = self._dependencies(call, (args, kwargs))
+            call.depends_on[:] = dependencies[len(self._units) :]
+            self._announce(call, stop, 0, dependencies)
             return None
         message = self._follow(call, until=stop)
         num_units = len(self._units)
@@ -261,10 +295,10 @@ class OptionalEncoders:
                 f"{self._decoder_name} was called without inputs_embeds, and this rank has no images while others do; "
                 "expected inputs_embeds, to which the encoder's zero is added. Add an image to every batch."
             )
-        zero = _zero([True] * len(used), 0, torch.zeros((), device=embeddings.device), *used)
+        zero = _zero([_IN_GRAPH] * len(used), 0, torch.zeros((), device=embeddings.device), *used)
         return args, kwargs | {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
 
-    def _announce(self, call: _MixedCall, stop: int, flags: int, dependencies: Sequence[bool] = ()) -> None:
+    def _announce(self, call: _MixedCall, stop: int, flags: int, dependencies: Sequence[int] = ()) -> None:
         """Broadcasts what comes next from the leader; other ranks with encoder inputs check that it is theirs."""
         sent = self._broadcast(call, [stop, flags, *dependencies])
         if sent[0] != stop:
@@ -274,12 +308,12 @@ class OptionalEncoders:
                 "each of them the same kinds of input."
             )
 
-    def _follow(self, call: _MixedCall, *, until: int) -> list[bool]:
+    def _follow(self, call: _MixedCall, *, until: int) -> list[int]:
         """Runs the leader's units until it comes to ``until``; returns what was sent with that."""
         while True:
             stop, flags, *dependencies = self._broadcast(call, [])
             if stop == until:
-                return [bool(depends) for depends in dependencies]
+                return dependencies
             if stop >= len(self._units):
                 raise LigerDistError(
                     f"rank {call.leader} has images and calls its embedding and decoder in another order than this "
@@ -330,18 +364,22 @@ class OptionalEncoders:
             return self._parameters_of(self._root)
         return [cast(Tensor, owner._parameters[name]) for owner, name in self._in_root]
 
-    def _dependencies(self, call: _MixedCall, inputs: Any) -> list[bool]:
-        """Which units' outputs and which parameters the decoder's ``inputs`` depend on."""
+    def _dependencies(self, call: _MixedCall, inputs: Any) -> list[int]:
+        """Which units' outputs the decoder's ``inputs`` depend on (0 or 1), and how on which parameters."""
         nodes, leaves = _graph_of(_tensors(inputs))
         used = {number for number, output in call.outputs if output.grad_fn in nodes}
         # Reentrant checkpointing hides a layer's parameters from the graph: all that train are taken to be used.
         is_hidden = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        is_used = [number in used for number in range(len(self._units))]
-        depends = [False] * (self._message_size - 2 - len(self._units))
+        is_used = [int(number in used) for number in range(len(self._units))]
+        depends = [_UNUSED] * (self._message_size - 2 - len(self._units))
         for number, index, parameter in call.parameters:
-            depends[index] = parameter.requires_grad and (id(parameter) in leaves or (is_hidden and number in used))
+            if id(parameter) in leaves:
+                depends[index] = _IN_GRAPH
+            elif is_hidden and number in used and parameter.requires_grad:
+                # FSDP1 waits for the gradient of the graph, and a unit of it runs once.
+                depends[index] = _IN_GRAPH if self._flat_parameters is not None else _IN_CHECKPOINT
         for index, parameter in enumerate(self._root_parameters(), start=self._first_parameter[-1]):
-            depends[index] = id(parameter) in leaves
+            depends[index] = _IN_GRAPH if id(parameter) in leaves else _UNUSED
         return is_used + depends
 
 
@@ -361,7 +399,7 @@ def _graph_of(tensors: Iterator[Tensor]) -> tuple[set[Any], set[int]]:
     return nodes, {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
-def _zero(depends_on: list[bool], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+def _zero(depends_on: list[int], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
     return cast(Tensor, _ZeroGradients.apply(depends_on, first, hidden, *parameters))  # type: ignore[no-untyped-call]
 
 
@@ -369,21 +407,39 @@ class _ZeroGradients(torch.autograd.Function):
     """The scalar 0, with zeros for the gradients of ``hidden`` and of the parameters that ``depends_on`` names."""
 
     @staticmethod
-    def forward(ctx: Any, depends_on: list[bool], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, depends_on: list[int], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.depends_on, ctx.first, ctx.parameters = depends_on, first, parameters
         return torch.zeros_like(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[3:]
-        return (
-            None,
-            None,
-            torch.zeros_like(gradients[0]),
-            *(
-                torch.zeros_like(parameter) if is_needed and ctx.depends_on[index] else None
-                for index, (parameter, is_needed) in enumerate(
-                    zip(ctx.parameters, needed, strict=True), start=ctx.first
-                )
-            ),
-        )
+        hows = ctx.depends_on[ctx.first :][: len(ctx.parameters)]
+        in_graph: list[Tensor | None] = []
+        nested: dict[Tensor, Tensor] = {}
+        for parameter, is_needed, how in zip(ctx.parameters, ctx.needs_input_grad[3:], hows, strict=True):
+            is_used = is_needed and how != _UNUSED
+            zeros = torch.zeros_like(parameter) if is_used else None
+            in_graph.append(zeros if how == _IN_GRAPH else None)
+            if zeros is not None and how == _IN_CHECKPOINT:
+                nested[parameter] = zeros
+        if nested:
+            # As the backward of a reentrant checkpoint does, so that FSDP2 finds these gradients after this pass.
+            torch.autograd.backward([*nested], [*nested.values()])
+        return None, None, torch.zeros_like(gradients[0]), *in_graph
+
+
+class _FillGradients(torch.autograd.Function):
+    """Identity for a unit's input. After the unit's backward, parameters inside a reentrant checkpoint without a
+    gradient get zeros: ranks without images cannot know which parameters of a layer the checkpoint does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, depends_on: list[int], first: int, parameters: list[Tensor]) -> Tensor:
+        ctx.depends_on, ctx.first, ctx.parameters = depends_on, first, parameters
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        for parameter, how in zip(ctx.parameters, ctx.depends_on[ctx.first :], strict=False):
+            if how == _IN_CHECKPOINT and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return gradient, None, None, None

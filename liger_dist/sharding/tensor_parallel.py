@@ -30,6 +30,7 @@ from liger_dist.structure import Structure
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import refuse_sharded
+from .lost_gradients import warn_of_hooks
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
 from .process_groups import compute_device
@@ -54,6 +55,8 @@ class TensorParallel:
 
     def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
         refuse_sharded(model)
+        head = structure.head_name
+        warn_of_hooks(((f"{head}.{name}", p) for name, p in structure.head.named_parameters()), self.name)
 
     def shard(
         self,

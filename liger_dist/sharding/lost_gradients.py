@@ -1,0 +1,67 @@
+"""Warns of models whose gradients a strategy drops or mixes without an error: hooks of parameters that it replaces, and
+experts as modules of which FSDP2 reduces those that ran."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from liger_dist.structure import Structure
+
+from .float8 import numbers_of_experts
+
+_TO_CALLER = 7
+"""frames from the functions here to the caller of wrap"""
+_LATER = {
+    "fsdp1": (
+        "Hooks that are registered later are not called either: change .grad between backward and optimizer.step(), or "
+        "use strategy='fsdp2' or 'ddp'."
+    ),
+    "fsdp2": (
+        "Register them after wrap with register_post_accumulate_grad_hook, which is called with the shard and its "
+        "reduced gradient; hooks of register_hook are not called there."
+    ),
+    "tp": "Register them after wrap.",
+}
+
+
+def warn_of_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -> None:
+    """Warns of hooks on ``parameters`` that the strategy replaces by shards."""
+    hooked = [name for name, p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        warnings.warn(
+            f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks (register_hook, "
+            f"register_post_accumulate_grad_hook), and strategy={strategy!r} trains shards in place of these "
+            f"parameters, so that the hooks are never called. {_LATER[strategy]}",
+            stacklevel=_TO_CALLER,
+        )
+
+
+def warn_of_experts(model: nn.Module, structure: Structure) -> None:
+    """Warns of layers that hold their experts as modules, under FSDP2."""
+    counts = numbers_of_experts(structure.decoder.config) - {1}
+    names = {module: name for name, module in model.named_modules()}
+    found = [names[experts] for experts in _experts(structure.all_layers, counts)]
+    if found:
+        warnings.warn(
+            f"{_listed(found)} {'holds' if len(found) == 1 else 'hold'} experts as modules. FSDP2 reduces the "
+            "gradients that a rank has: if the forward skips experts without tokens, and ranks skip different ones, it "
+            "adds up gradients of different parameters without an error. liger_dist.verify(model, batch) shows it; use "
+            "strategy='fsdp1', or a model that holds its experts in one parameter.",
+            stacklevel=_TO_CALLER,
+        )
+
+
+def _experts(layers: Iterable[nn.Module], counts: frozenset[int]) -> Iterator[nn.Module]:
+    for layer in layers:
+        for module in layer.modules():
+            is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) in counts
+            if is_list and any(parameter.requires_grad for parameter in module.parameters()):
+                yield module
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
