@@ -15,6 +15,7 @@ from harness import Workers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from liger_dist.decorators import redecorated, renamed_keywords
 from liger_dist.sharding.process_groups import compute_device
 
 LIBRARY = Path(__file__).parent.parent / "liger_dist"
@@ -117,6 +118,10 @@ NAMES: dict[tuple[str, str], str] = {
     ): "attention_selection.py selects the attention for no model",
     ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "stand_ins.py cannot probe a model",
     ("transformers.utils", "ModelOutput"): "output.py cannot remove logits from outputs",
+    (
+        "transformers.utils.deprecation",
+        "deprecate_kwarg",
+    ): "decorators.py does not know deprecated names of arguments, which signature.py then refuses",
     ("accelerate.state", "AcceleratorState._shared_state"): "marks.py does not refuse Accelerate around sharded models",
     ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft_layers.py takes a LoRA layer for a quantised lm_head",
     ("peft.utils.other", "ModulesToSaveWrapper"): "peft_layers.py does not find the lm_head that PEFT trains",
@@ -214,6 +219,19 @@ def test_a_product_tells_its_saved_operands() -> None:
     total.grad_fn.metadata["note"] = True
     is_marked = "note" in total.grad_fn.metadata and type(total.grad_fn).__name__ == "AddBackward0"
     assert is_marked, "sums cannot be marked: recompute.py walks the whole residual stream"
+
+
+def test_a_decorator_of_transformers_tells_which_keyword_it_renames() -> None:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    def forward(self: Any, cache: Any = None) -> Any:
+        return cache
+
+    decorated = deprecate_kwarg("past", "99.0.0", new_name="cache")(forward)
+    assert renamed_keywords(decorated) == {"past": "cache"}, NAMES["transformers.utils.deprecation", "deprecate_kwarg"]
+    copy = redecorated(decorated, forward)
+    assert copy is not decorated
+    assert copy(None, past=3) == 3, "rotary.py leaves alone every attention whose forward transformers decorates"
 
 
 @pytest.mark.parametrize("module", ATTRIBUTES)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype
+from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import (
     DIFFERENTIABLE_OUTPUTS,
@@ -247,9 +248,10 @@ def check_outputs(outputs: tuple[str, ...]) -> None:
 
 
 def _keywords_below(model: nn.Module) -> Iterable[str]:
-    """Names of the arguments of all modules, and of the keywords that their annotations pass on."""
+    """Names of the arguments of all modules, with deprecated ones, and of the keywords that annotations pass on."""
     classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__ if "forward" in vars(cls)}
     for cls in classes:
+        yield from renamed_keywords(cls.forward)
         for parameter in signature(cls.forward).parameters.values():
             yield parameter.name
             yield from _typed_keywords(cls, parameter)
