@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from models import gradient_errors, make_batch, make_model, true_loss_sum
 from test_isolation import LargestTensor
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from truth import relative_error
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -36,7 +37,18 @@ SHAPE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-WINDOWED = {
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 101,
+    "pad_token_id": 0,
+}
+"""the last two layers of Gemma 4 with the keys and values of those before"""
+WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "qwen3": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -48,7 +60,10 @@ WINDOWED = {
     },
     "gpt_neox": {},
     "phi3": {"sliding_window": 4, "pad_token_id": 0},
+    "gemma4_text": SHARED_KEYS,
 }
+WINDOWED = {family: options for family, options in WINDOWED.items() if family in CONFIG_MAPPING}
+"""without those that the installed transformers does not have"""
 
 
 def model_of(family: str, attention: str = "sdpa", **options: Any) -> Any:
@@ -81,6 +96,38 @@ def assert_equal_gradients(model: Any, reference: Any, batch: dict[str, Any]) ->
 def test_windows_chunks_and_fewer_key_heads(family: str, rows: str) -> None:
     model, reference = pair(family)
     assert_equal_gradients(model, reference, make_batch(0, rows=rows))
+
+
+@pytest.mark.skipif("gemma4_text" not in WINDOWED, reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("fused_loss", [True, False])
+@pytest.mark.parametrize("rows", ["texts", "packed", "padded"])
+def test_layers_with_shared_keys_get_the_rows_of_the_mask_of_their_tokens(rows: str, fused_loss: bool) -> None:
+    """With ``logits_to_keep`` those layers compute the last tokens alone; without it, all of them."""
+    model, reference = (model_of("gemma4_text", use_cache=False) for _ in range(2))
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(fused_loss=fused_loss))
+    assert liger_dist.explain(model).attention.startswith("liger_dist")
+    batch = make_batch(0, rows=rows)
+    assert_equal_gradients(model, reference, batch)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    valid = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    for kept, use_cache in product((0, 1, 2, 6, torch.tensor([3, 7], device=compute_device())), (False, True)):
+        logits, expected = (
+            one(**inputs, logits_to_keep=kept, use_cache=use_cache).logits for one in (model, reference)
+        )
+        assert logits.shape == expected.shape
+        counts = valid[:, -kept:] if isinstance(kept, int) else valid[:, kept]
+        assert relative_error(logits[counts], expected[counts]) < TOLERANCE, (kept, use_cache)
+
+
+@pytest.mark.skipif("gemma4_text" not in WINDOWED, reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("rows", ["texts", "padded"])
+def test_generation_with_shared_keys(rows: str, cache: str | None) -> None:
+    model, reference = pair("gemma4_text")
+    inputs = {name: value for name, value in make_batch(0, rows=rows).items() if name != "labels"}
+    options = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    generated = [one.generate(**inputs, max_new_tokens=8, do_sample=False, **options) for one in (model, reference)]
+    assert torch.equal(*generated)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

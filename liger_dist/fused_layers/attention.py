@@ -105,6 +105,16 @@ class DocumentMask:
         """Itself: ``generate`` asks every mask that it has made."""
         return self
 
+    def __getitem__(self, index: Any) -> DocumentMask | Tensor:
+        """Itself if ``index`` leaves all of the dense mask, else that part of it. Decoders whose last layers share keys
+        and values give those layers the last tokens alone, ``mask[:, :, slice(-logits_to_keep, None), :]``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_all = len(parts) <= self.ndim and all(
+            isinstance(part, slice) and part.indices(size) == (0, size, 1)
+            for part, size in zip(parts, self.shape, strict=False)
+        )
+        return self if is_all else self.dense()[index]
+
     @untraced
     def dense(self) -> Tensor:
         """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
@@ -142,7 +152,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         arguments: those that transformers gives to mask functions.
 
     Returns:
-        None for causal attention over whole rows.
+        None for causal attention over whole rows, unless its rows may be sliced.
     """
     given = arguments.get("attention_mask")
     if isinstance(given, DocumentMask):
@@ -150,16 +160,27 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    is_simple, is_sliced = arguments.get("allow_is_causal_skip", True), _is_sliced(arguments)
+    of_transformers = arguments | {"allow_is_causal_skip": False} if is_sliced else arguments
     if not _has_documents(arguments):
-        return own(**arguments)
+        return own(**of_transformers)
     length, window = arguments["q_length"], arguments.get("local_size")
-    is_simple = arguments.get("allow_is_causal_skip", True)
     has_window = window is not None and window < length
     if is_simple and not has_window and given is None:
-        return None
+        rows = arguments["batch_size"]
+        return _mask_of((length,) * rows, arguments["device"], rows=rows) if is_sliced else None
     mask = _read(arguments)
     # A model that forbids None needs a tensor, to change it.
-    return own(**arguments) if mask is None or (mask.is_plain and not is_simple) else mask
+    return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+def _is_sliced(arguments: dict[str, Any]) -> bool:
+    """True if the last layers of the decoder share keys and values: they may get the last tokens alone, with their rows
+    of the mask; None would stand for the first tokens."""
+    config: Any = arguments.get("config")
+    configs = (config, getattr(config, "text_config", None))
+    shared = any(getattr(one, "num_kv_shared_layers", None) for one in configs)
+    return shared and arguments.get("q_length") != 1
 
 
 def _has_documents(arguments: dict[str, Any]) -> bool:
