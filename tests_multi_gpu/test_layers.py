@@ -69,6 +69,39 @@ def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
     assert not swapped_in(off)
 
 
+def test_explain_lists_kinds_of_which_a_model_has_no_layer() -> None:
+    """A kind that is no longer recognised, after a change of transformers, must not look like one that is not asked
+    for."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def rows(model: nn.Module, **options: Any) -> dict[str, str]:
+        table = str(liger_dist.explain(liger_dist.wrap(model, config=liger_dist.WrapConfig(**options))))
+        left = [line.split(maxsplit=2)[2] for line in table.splitlines() if line.startswith("left alone")]
+        return dict(line.split(": ", 1) for line in left)
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
+    listed = rows(gpt2)
+    assert listed.keys() == {"gated MLP", "rotary embedding"}
+    assert "'rotary' or 'rope' in its name" in listed["rotary embedding"]
+    model: Any = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = WithoutRotary
+    assert rows(model).keys() == {"rotary embedding"}
+    assert not rows(make_model("llama", dtype=torch.float32))
+    assert not rows(make_model("llama", dtype=torch.float32), layer_kernels=False)
+    peft = pytest.importorskip("peft")
+    settings = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    with_ia3 = peft.get_peft_model(make_model("llama", dtype=torch.float32), settings)
+    assert "lora_A" in rows(with_ia3)["LoRA"]
+
+
+class WithoutRotary(modeling_llama.LlamaAttention):
+    """An attention in which no rotary function is recognised."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 def test_layers_in_fp64_run_their_own_code() -> None:
     """Its forward is another one, but the model's own arithmetic runs."""
     model = make_model("llama")

@@ -394,4 +394,10 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
     return all(bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in zip(*results, strict=True))
 
 
-ROTARY = Kind(name="rotary embedding", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)
+ROTARY = Kind(
+    name="rotary embedding",
+    is_candidate=_is_candidate,
+    match=_match,
+    make_forward=_make_forward,
+    absent="no forward calls a function of its file that has 'rotary' or 'rope' in its name",
+)
