@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import gradient_errors, make_batch, make_model, true_loss_sum
+from models import documents_of, gradient_errors, make_batch, make_model, true_loss_sum
 from test_isolation import LargestTensor
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -95,7 +95,17 @@ def assert_equal_gradients(model: Any, reference: Any, batch: dict[str, Any]) ->
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_chunks_and_fewer_key_heads(family: str, rows: str) -> None:
     model, reference = pair(family)
-    assert_equal_gradients(model, reference, make_batch(0, rows=rows))
+    batch = make_batch(0, rows=rows)
+    if family == "llama4_text" and rows != "padded" and mixes_documents(reference, batch):
+        pytest.skip("this transformers computes packed documents of Llama 4 in another way than each by itself")
+    assert_equal_gradients(model, reference, batch)
+
+
+def mixes_documents(model: Any, batch: dict[str, Any]) -> bool:
+    """True if the unwrapped model gives packed documents other logits than each by itself."""
+    packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    alone = [model(input_ids=document["input_ids"], use_cache=False).logits[0] for document in documents_of(batch)]
+    return relative_error(packed.flatten(0, 1), torch.cat(alone)) > TOLERANCE
 
 
 @pytest.mark.skipif("gemma4_text" not in WINDOWED, reason="this transformers has no Gemma 4")

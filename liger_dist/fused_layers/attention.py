@@ -160,8 +160,11 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    of_transformers = arguments
+    arguments = _by_length(arguments)
     is_simple, is_sliced = arguments.get("allow_is_causal_skip", True), _is_sliced(arguments)
-    of_transformers = arguments | {"allow_is_causal_skip": False} if is_sliced else arguments
+    if is_sliced:
+        of_transformers = of_transformers | {"allow_is_causal_skip": False}
     if not _has_documents(arguments):
         return own(**of_transformers)
     length, window = arguments["q_length"], arguments.get("local_size")
@@ -172,6 +175,15 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     mask = _read(arguments)
     # A model that forbids None needs a tensor, to change it.
     return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` by the names that transformers gives them now; its first 5.x releases give the positions of the
+    queries instead of their number and device. Where all keys are queries, the first position is 0."""
+    positions = arguments.get("cache_position")
+    if positions is None or "q_length" in arguments:
+        return arguments
+    return arguments | {"q_length": positions.shape[0], "device": positions.device}
 
 
 def _is_sliced(arguments: dict[str, Any]) -> bool:
