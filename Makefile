@@ -54,7 +54,7 @@ test-all: $(VENV)/.torchao
 OLDEST ?= .venv-oldest
 OLDEST_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check
 OLDEST_RELEASES := transformers==5.0.0 peft==0.21.0 accelerate==1.15.0 trl==1.16.0
-OLDEST_TESTS := canary layers
+OLDEST_TESTS := canary layers layer_kernels lora_layers families attention wrap calls peft vocab_parallel trl trainer
 
 $(OLDEST)/.installed: setup.cfg Makefile
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
@@ -64,7 +64,7 @@ $(OLDEST)/.installed: setup.cfg Makefile
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -m "not slow" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

@@ -183,7 +183,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 whose text config has all of its fields, some of them with another value."""
 OF_MANY_FAMILIES = ("biases of attention", "biases of MLPs", "a window", "YaRN", "tied", "router losses")
 """options that run with ``make test-all`` and ``make families`` only"""
-BY_MODULE = ("both directions",)
+BY_MODULE = ("both directions", "both directions of images")
 """options that set a flag of attention modules, which transformers reads for "sdpa" and not for "eager" """
 
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import OF_MANY_FAMILIES, OPTIONS, Family, batch_for, build, families, families_with_options
 from torch import Tensor, nn
 
 import liger_dist
 from liger_dist.fused_layers import rotary
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.versions import numbers
 from liger_dist.wrap import record_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -31,8 +33,9 @@ Written by `make families`: every entry of transformers' causal-LM, image-text-t
 computed by kernels too (the last column counts those), to {fp32:g} or three times the error of its own fp32 gradients
 against fp64. "fp32" alone: the family's own code does not let fp64 through. Otherwise the reason.
 
-`make test` fails where a family is no longer fused, or a kind of its layers is no longer computed by kernels, under any
-release of transformers: this page is what it expects. Where the change is right, `make families` writes the page anew.
+`make test` fails where a kind of layers of a family is no longer computed by kernels, and, with this release of
+transformers or a later one, where a family is no longer fused: this page is what it expects. Where the change is right,
+`make families` writes the page anew.
 
 {built} of {total} entries could be built and trained by the generic shrinking of `tests_multi_gpu/families.py`; {fused}
 of them are fused ({share:.0%}), none differs.
@@ -84,18 +87,26 @@ def test_equals_its_own_loss_or_says_why_not(
 
 
 def assert_as_written(family: Family, outcome: Outcome) -> None:
-    """A family that was fused is fused, and a kind of layers that it had swapped is swapped, whatever the release of
-    transformers; with an option too."""
+    """A kind of layers that a family had swapped is swapped, whatever the release of transformers, and a family that
+    was fused is fused, in the release of the page and later ones; with an option too."""
     written = expected().get((family.mapping, family.name))
     if written is None or outcome.kind == "not built":
         return
     is_fused, kinds = written
-    assert outcome.kind == "fused" or not is_fused, f"{family} is no longer fused: {outcome.words}. {REGENERATE}"
+    is_older = numbers(transformers.__version__) < numbers(written_with())
+    may_be_unfused = is_older or not is_fused
+    assert outcome.kind == "fused" or may_be_unfused, f"{family} is no longer fused: {outcome.words}. {REGENERATE}"
     gone = sorted(kinds - {kind for kind, _ in outcome.layers})
     assert not gone, f"no {' and no '.join(gone)} of {family} is computed by kernels any more. {REGENERATE}"
 
 
 REGENERATE = "docs/families.md expects it; where the change is right, `make families` writes that page anew"
+
+
+def written_with() -> str:
+    """The release of transformers that the page was written with."""
+    found: list[str] = re.findall(r"\(transformers ([\d.]+)\)", PAGE.read_text())
+    return found[0]
 
 
 @cache
@@ -186,6 +197,8 @@ def test_an_option_of_released_checkpoints_changes_nothing(
         except Exception as error:
             faults.append(f"{family}: {type(error).__name__}: {error}"[:400])
     assert not faults, "\n".join(faults)
+    if all(outcomes[family].kind == "not built" for family in cases):
+        pytest.skip(f"transformers builds none: {outcomes[cases[0]].words}")
     assert any(outcomes[family].kind == "fused" for family in cases), [outcomes[family].words for family in cases]
 
 
@@ -270,8 +283,6 @@ def trained(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, float, dict[s
 def test_nearly_all_are_fused_and_the_page_says_so(
     outcomes: dict[Family, Outcome], request: pytest.FixtureRequest
 ) -> None:
-    import transformers
-
     by_default = {family: outcome for family, outcome in outcomes.items() if not family.option}
     if len(by_default) < len(families()):
         pytest.skip("only a part of the families was run")
@@ -295,7 +306,7 @@ def test_nearly_all_are_fused_and_the_page_says_so(
         assert options.keys() == OPTIONS.keys(), "the page needs a run of all options"
         PAGE.write_text(page + HEAD_OF_OPTIONS + "".join(options.values()))
     written = PAGE.read_text()
-    if f"(transformers {transformers.__version__})" not in written:
+    if written_with() != transformers.__version__:
         pytest.skip("the page was written with another release of transformers")
     if torch.cuda.is_available():
         pytest.skip("the page is of a run without a GPU, where optional packages of some families are missing")

@@ -313,8 +313,9 @@ def attention(
     documents, mask = None, None
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
-    else:
-        mask = attention_mask
+    elif attention_mask is not None:
+        # As the eager functions of transformers 5.0: some decoders make a mask that is wider than the keys.
+        mask = attention_mask[..., : key.shape[2]]
     if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
     elif documents is not None and documents.checks_positions and not torch.compiler.is_compiling():
