@@ -453,3 +453,13 @@ def test_a_model_can_be_built_with_it() -> None:
         assert max(gradient_errors(model, reference).values()) < 1e-5  # its own loss goes through fp32
         model.zero_grad()
         reference.zero_grad()
+
+
+def test_a_mask_that_is_wider_than_the_keys_is_cut() -> None:
+    """As eager functions do: some decoders of transformers 5.0 make a mask with room for the next token."""
+    liger_dist.register_attention()
+    query, key, value = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    mask = torch.zeros(2, 1, 5, 6, dtype=torch.float64).masked_fill(torch.ones(5, 6).triu(1).bool(), -torch.inf)
+    output, _ = ALL_ATTENTION_FUNCTIONS["liger_dist"](torch.nn.Module(), query, key, value, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[..., :5])
+    assert relative_error(output, expected.transpose(1, 2)) < TOLERANCE
