@@ -128,6 +128,7 @@ def test_a_family_that_loses_a_kind_or_its_loss_is_noticed(way: str, monkeypatch
         with pytest.raises(AssertionError, match="no rotary of causal llama is computed by kernels any more"):
             assert_as_written(family, outcome_of(family))
     else:
+        monkeypatch.setitem(globals(), "written_with", lambda: transformers.__version__)
         with pytest.raises(AssertionError, match="no longer fused: it passes no logits"):
             assert_as_written(family, Outcome("unfused", "it passes no logits"))
 

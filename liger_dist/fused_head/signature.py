@@ -269,7 +269,8 @@ def _attention_keywords() -> frozenset[str]:
     """Names of the arguments of the registered attention functions, including the user's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    names: set[str] = set()
+    # Data collators give seq_idx with packed rows; the annotations of transformers 5.0 do not have it.
+    names = {"seq_idx"}
     for module, typed in (
         ("transformers.modeling_flash_attention_utils", "FlashAttentionKwargs"),
         ("transformers.utils", "TransformersKwargs"),
