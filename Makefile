@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo demo-distillation test test-all check docs matrix families benchmarks format clean
+.PHONY: venv demo demo-distillation test test-all test-oldest check docs matrix families benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -49,6 +49,23 @@ test: $(VENV)/.torchao
 test-all: $(VENV)/.torchao
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA
+# there; PIP_CONSTRAINT of the caller does not count.
+OLDEST ?= .venv-oldest
+OLDEST_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check
+OLDEST_RELEASES := transformers==5.0.0 peft==0.21.0 accelerate==1.15.0 trl==1.16.0
+OLDEST_TESTS := canary layers layer_kernels lora_layers families attention wrap calls peft vocab_parallel trl trainer
+
+$(OLDEST)/.installed: setup.cfg Makefile
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST_PIP) torch==2.11.0 setuptools wheel ninja
+	$(OLDEST_PIP) --no-build-isolation deepspeed==0.18.0
+	$(OLDEST_PIP) $(OLDEST_RELEASES) --editable ".[train]" pytest pytest-timeout pytest-xdist
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
+
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
@@ -78,4 +95,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-oldest runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

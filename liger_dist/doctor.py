@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .functional import linear_cross_entropy
 from .sharding.process_groups import compute_device
+from .versions import newest_checked, numbers
 
 Verdict = Literal["ok", "note", "wrong"]
 NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5", "deepspeed": "0.18"}
@@ -110,10 +111,15 @@ def versions() -> Iterator[Finding]:
             remedy = f"pip install '{name}>={least}'" + (", after torch" if name == "deepspeed" else "")
             yield Finding(name, "not installed", "wrong" if is_needed else "note", remedy)
             continue
-        if _numbers(found) < _numbers(least):
+        newest = newest_checked(name, found)
+        if numbers(found) < numbers(least):
             yield Finding(name, found, "wrong", f"pip install '{name}>={least}'")
-        elif name == "transformers" and _numbers(found) >= (6,):
+        elif name == "transformers" and numbers(found) >= (6,):
             yield Finding(name, found, "wrong", "pip install 'transformers<6': its models' calls may have changed")
+        elif newest is not None:
+            what = f"{found} is newer than {newest}, the newest that the private names read of it were checked with"
+            remedy = f"pip install '{name}<={newest}', or compare a step of your model by liger_dist.verify"
+            yield Finding(name, what, "note", remedy)
         else:
             yield Finding(name, found)
 
@@ -184,7 +190,7 @@ def cudnn() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield Finding("cuDNN", found)
         return
-    if loaded is not None and _numbers(found) < _numbers(brought):
+    if loaded is not None and numbers(found) < numbers(brought):
         remedy = "LD_LIBRARY_PATH points to the older one: remove that folder from it; attention is slower with it"
         yield Finding("cuDNN", f"{found} is loaded, {brought} is installed", "note", remedy)
     else:
@@ -327,10 +333,6 @@ def premul_sum() -> Iterator[Finding]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def _is_number(text: str) -> bool:

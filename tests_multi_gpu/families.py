@@ -1,10 +1,14 @@
 """A tiny random model of every family in transformers' language-model mappings, from its own default config shrunk by
-the names of its numbers."""
+the names of its numbers, and again with each option of released checkpoints that its default config leaves out."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -109,6 +113,80 @@ FAMILIES: dict[str, Hints] = {
 }
 
 
+WINDOWS_FIRST = ["sliding_attention", "full_attention"] * 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shared keys": {"num_kv_shared_layers": 2, "attention_k_eq_v": False, "layer_types": WINDOWS_FIRST},
+    "shared keys, wide MLPs": {
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "layer_types": WINDOWS_FIRST,
+    },
+    "keys as values": {"attention_k_eq_v": True},
+    "experts beside MLPs": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+    },
+    "soft-capped scores": {"attn_logit_softcapping": 50.0},
+    "soft-capped logits": {"final_logit_softcapping": 30.0},
+    "windows in some layers": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+    },
+    "a window": {"sliding_window": 8},
+    "both directions": {"use_bidirectional_attention": True},
+    "both directions of images": {"use_bidirectional_attention": "vision"},
+    "next tokens": {"num_nextn_predict_layers": 1},
+    "MTP layers": {"num_mtp_layers": 1},
+    "query norms": {"use_qk_norm": True},
+    "query layer norms": {"qk_layernorm": True},
+    "clipped projections": {"clip_qkv": 0.5},
+    "multipliers": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "multipliers of heads": {"lm_head_multiplier": 0.04, "key_multiplier": 0.4, "embedding_multiplier": 5.6},
+    "muP": {"mup_enabled": True},
+    "head bias": {"lm_head_bias": True},
+    "biases": {"use_bias": True},
+    "biases of queries": {"use_qkv_bias": True},
+    "biases of MLPs": {"mlp_bias": True},
+    "biases of attention": {"attention_bias": True},
+    "ALiBi": {"alibi": True},
+    "new decoder": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "serial residuals": {"use_parallel_residual": False},
+    "parallel residuals": {"use_parallel_residual": True},
+    "norms after blocks": {"do_layer_norm_before": False},
+    "narrow embeddings": {"word_embed_proj_dim": 16},
+    "residuals after norms": {"apply_residual_connection_post_layernorm": True},
+    "gated MLPs": {"is_gated_act": True, "dense_act_fn": "gelu_new"},
+    "scores by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    "norms of Mamba": {"mamba_rms_norm": True},
+    "router losses": {"output_router_logits": True},
+    "normalised experts": {"norm_topk_prob": True},
+    "YaRN": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        }
+    },
+    "tied": {"tie_word_embeddings": True},
+}
+"""What released checkpoints set and default configs do not, by its words in the page: an option applies to families
+whose text config has all of its fields, some of them with another value."""
+OF_MANY_FAMILIES = ("biases of attention", "biases of MLPs", "a window", "YaRN", "tied", "router losses")
+"""options that run with ``make test-all`` and ``make families`` only"""
+BY_MODULE = ("both directions", "both directions of images")
+"""options that set a flag of attention modules, which transformers reads for "sdpa" and not for "eager" """
+
+
 @dataclass(frozen=True)
 class Family:
     """One entry of a mapping."""
@@ -116,9 +194,11 @@ class Family:
     mapping: str
     name: str
     model_class: str
+    option: str = ""
+    """key of :data:`OPTIONS`; empty for the default config"""
 
     def __str__(self) -> str:
-        return f"{self.mapping} {self.name}"
+        return f"{self.mapping} {self.name}" + (f", {self.option}" if self.option else "")
 
 
 def families() -> list[Family]:
@@ -137,6 +217,51 @@ def families() -> list[Family]:
     ]
 
 
+@cache
+def families_with_options() -> list[Family]:
+    """Every class of models with every option that applies to it."""
+    cases: dict[tuple[str, str], Family] = {}
+    for family in families():
+        for option in _options_of(family.name):
+            cases.setdefault((family.model_class, option), replace(family, option=option))
+    return sorted(cases.values(), key=lambda family: list(OPTIONS).index(family.option))
+
+
+def _options_of(name: str) -> Iterator[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[name]()
+    except Exception:
+        return  # Not built without options either.
+    for option, values in OPTIONS.items():
+        if _config_with(config, values) is None:
+            continue
+        given = copy.deepcopy(config)
+        with suppress(Exception):  # Some configs refuse the value of another family's field by the same name.
+            _give(_config_with(given, values), values)
+            yield option
+
+
+def _give(config: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def _config_with(config: Any, values: dict[str, Any]) -> Any:
+    """``config``, or its text config, that has all fields of ``values`` and not all of the values; None if neither
+    does."""
+    for one in (config, getattr(config, "text_config", None)):
+        has = {} if one is None else vars(one)
+        if values.keys() <= has.keys() and any(has[name] != value for name, value in values.items()):
+            rope = has.get("rope_parameters")
+            is_plain = isinstance(rope, dict) and rope.get("rope_type") == "default"
+            is_window = values.keys() == {"sliding_window"}
+            if (is_plain or "rope_parameters" not in values) and not (is_window and has["sliding_window"] is not None):
+                return one
+    return None
+
+
 def build(family: Family) -> nn.Module:
     """A tiny random model. Whatever transformers raises, passes."""
     import transformers
@@ -145,11 +270,16 @@ def build(family: Family) -> nn.Module:
     torch.manual_seed(0)
     model_class: Any = getattr(transformers, family.model_class)
     config = CONFIG_MAPPING[family.name]()
+    optional = _config_with(config, OPTIONS[family.option]) if family.option else None
     if any(type(part) is model_class.config_class for part in vars(config).values()):
         # As AutoModelForCausalLM does with the config of a larger model.
         config = config.get_text_config()
     shrink(config, FAMILIES.get(family.name, Hints()).config)
-    config._attn_implementation = "eager"
+    if optional is not None:
+        _give(optional, OPTIONS[family.option])
+    if family.option == "tied":
+        config.tie_word_embeddings = True
+    config._attn_implementation = "sdpa" if family.option in BY_MODULE and model_class._supports_sdpa else "eager"
     model = model_class(config)
     assert isinstance(model, nn.Module)
     return model.to(compute_device())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.decorators import renamed_keywords
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -249,3 +251,22 @@ def test_a_loss_without_a_plain_mean_stays_the_models_own() -> None:
     with pytest.warns(UserWarning, match="passes another reduction to its loss"):
         liger_dist.wrap(model)
     assert torch.equal(model(**make_batch(0)).loss, expected)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_deprecated_keyword_of_the_forward_is_an_argument(name: str) -> None:
+    """transformers 5.24 renames ``past_key_values`` to ``cache``, and takes the old name with a warning."""
+    from transformers import DynamicCache
+
+    model: Any = make_model("llama")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    known = {*inspect.signature(type(reference).forward).parameters, *renamed_keywords(type(reference).forward)}
+    if name not in known:
+        pytest.skip(f"this transformers has no {name}")
+    for cache in (DynamicCache(config=model.config), None):
+        expected = reference(**make_batch(0), **{name: copy.deepcopy(cache)})
+        output = model(**make_batch(0), **{name: cache})
+        assert relative_error(output.loss, expected.loss) < 1e-6
+    with pytest.raises(liger_dist.LigerDistError, match="neither its modules nor its attention"):
+        model(**make_batch(0), **{f"{name}_": None})

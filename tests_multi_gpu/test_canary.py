@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ from harness import Workers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from liger_dist import doctor
+from liger_dist.decorators import redecorated, renamed_keywords
 from liger_dist.fused_layers.token_dependency import _HOOKS, IMPLEMENTATIONS
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.versions import CHECKED, newest_checked, numbers
 
-LIBRARY = Path(__file__).parent.parent / "liger_dist"
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "liger_dist"
 
 NAMES: dict[tuple[str, str], str] = {
     # module, attribute path: what breaks without it
@@ -122,6 +128,10 @@ NAMES: dict[tuple[str, str], str] = {
     ): "attention_selection.py selects the attention for no model",
     ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "stand_ins.py cannot probe a model",
     ("transformers.utils", "ModelOutput"): "output.py cannot remove logits from outputs",
+    (
+        "transformers.utils.deprecation",
+        "deprecate_kwarg",
+    ): "decorators.py does not know deprecated names of arguments, which signature.py then refuses",
     ("accelerate.state", "AcceleratorState._shared_state"): "marks.py does not refuse Accelerate around sharded models",
     ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft_layers.py takes a LoRA layer for a quantised lm_head",
     ("peft.utils.other", "ModulesToSaveWrapper"): "peft_layers.py does not find the lm_head that PEFT trains",
@@ -205,6 +215,9 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Names on instances."""
 
+SINCE = {"_epilogue_ran_this_backward": ("deepspeed", "0.18.5")}
+"""the release that brought a name; what reads it does without in older ones"""
+
 
 @pytest.mark.parametrize(("module", "path"), NAMES, ids=lambda value: str(value))
 def test_a_private_name_still_exists(module: str, path: str) -> None:
@@ -229,6 +242,19 @@ def test_a_product_tells_its_saved_operands() -> None:
     assert is_marked, "sums cannot be marked: recompute.py walks the whole residual stream"
 
 
+def test_a_decorator_of_transformers_tells_which_keyword_it_renames() -> None:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    def forward(self: Any, cache: Any = None) -> Any:
+        return cache
+
+    decorated = deprecate_kwarg("past", "99.0.0", new_name="cache")(forward)
+    assert renamed_keywords(decorated) == {"past": "cache"}, NAMES["transformers.utils.deprecation", "deprecate_kwarg"]
+    copy = redecorated(decorated, forward)
+    assert copy is not decorated
+    assert copy(None, past=3) == 3, "rotary.py leaves alone every attention whose forward transformers decorates"
+
+
 @pytest.mark.parametrize("module", ATTRIBUTES)
 def test_instances_still_have_a_private_name(module: str) -> None:
     package = module.split(".")[0]
@@ -238,6 +264,9 @@ def test_instances_still_have_a_private_name(module: str) -> None:
     names, what_breaks = ATTRIBUTES[module]
     source = "".join(file.read_text() for file in folder.glob("*.py"))
     for name in names:
+        distribution, release = SINCE.get(name, (package, "0"))
+        if numbers(metadata.version(distribution)) < numbers(release):
+            continue
         assert re.search(rf"\b{name}\b", source), f"{name} is gone from {module}: {what_breaks}"
 
 
@@ -282,3 +311,60 @@ def test_every_underscored_torch_call_is_listed_here() -> None:
         name for name in used - {"_C", "_dynamo", "_pytree"} if f'{name}"' not in here and f".{name}" not in here
     )
     assert not missing, f"add {missing} to NAMES, with what breaks without each"
+
+
+def installed_releases() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in CHECKED:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def test_no_installed_release_is_newer_than_those_checked() -> None:
+    """The upper bound of the private names: a new release is added to the list after this file has passed with it."""
+    for package, release in installed_releases().items():
+        print(f"{package} {release}; checked: {', '.join(CHECKED[package])}")
+    newer = {package: release for package, release in installed_releases().items() if newest_checked(package, release)}
+    assert not newer, (
+        f"{newer} are newer than CHECKED of liger_dist/versions.py: if all else in this file passes, add them there "
+        "and to docs/versions.md"
+    )
+
+
+def test_the_pinned_releases_are_checked() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    pins = re.findall(r"^(\S+)==([\d.]+)(?:$|; python_version >=)", constraints, re.MULTILINE)
+    pinned = {name: release for name, release in pins if name in CHECKED}
+    assert pinned.keys() == CHECKED.keys()
+    missing = {name: release for name, release in pinned.items() if release not in CHECKED[name]}
+    assert not missing, f"constraints.txt pins {missing}, which CHECKED of liger_dist/versions.py does not have"
+
+
+def test_the_oldest_releases_are_one_list() -> None:
+    """Of the package's requirements, of the doctor, of ``make test-oldest`` and of the page."""
+    setup, makefile = (ROOT / "setup.cfg").read_text(), (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for package, releases in CHECKED.items():
+        assert list(releases) == sorted(releases, key=numbers)
+        oldest, least = releases[0], (doctor.NEEDED | doctor.OPTIONAL)[package]
+        assert re.search(rf"^    {package}[>=]=({least}|{oldest})\b", setup, re.MULTILINE), package
+        assert numbers(oldest)[:2] == numbers(least)[:2]
+        assert f"{package}=={oldest}" in makefile.split(), f"make test-oldest does not install {package}=={oldest}"
+        assert f"| {package} | {least} | {', '.join(releases)} |" in page
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_the_doctor_tells_of_a_release_that_is_newer_than_those_checked(
+    is_newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = ".".join(map(str, numbers(torch.__version__)))
+    major, minor, micro = numbers(release)
+    newest = f"{major}.{minor - 1}.{micro}" if is_newer else release
+    monkeypatch.setitem(CHECKED, "torch", (newest,))
+    (finding,) = (finding for finding in doctor.versions() if finding.what == "torch")
+    assert finding.verdict == ("note" if is_newer else "ok")
+    if is_newer:
+        assert f"{metadata.version('torch')} is newer than {newest}, the newest that the private names" in finding.found
+        assert "liger_dist.verify" in finding.remedy
+    assert doctor.Diagnosis((finding,)).ok

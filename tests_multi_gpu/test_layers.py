@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import make_batch, make_model
+from models import gradient_errors, make_batch, make_model
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 from truth import relative_error
@@ -20,6 +21,7 @@ from truth import relative_error
 import liger_dist
 from liger_dist.fused_layers import LayerReport, restore_layers, swap_layers
 from liger_dist.fused_layers import norm as norms
+from liger_dist.fused_layers import rotary as rotaries
 from liger_dist.fused_layers.swap import Swapped
 from liger_dist.sharding.process_groups import compute_device
 
@@ -65,6 +67,39 @@ def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
     assert "Clamped (gated MLP): it does not compute down(activation(gate) * up)" in table
     off = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(layer_kernels=False))
     assert not swapped_in(off)
+
+
+def test_explain_lists_kinds_of_which_a_model_has_no_layer() -> None:
+    """A kind that is no longer recognised, after a change of transformers, must not look like one that is not asked
+    for."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def rows(model: nn.Module, **options: Any) -> dict[str, str]:
+        table = str(liger_dist.explain(liger_dist.wrap(model, config=liger_dist.WrapConfig(**options))))
+        left = [line.split(maxsplit=2)[2] for line in table.splitlines() if line.startswith("left alone")]
+        return dict(line.split(": ", 1) for line in left)
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1))
+    listed = rows(gpt2)
+    assert listed.keys() == {"gated MLP", "rotary embedding"}
+    assert "'rotary' or 'rope' in its name" in listed["rotary embedding"]
+    model: Any = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = WithoutRotary
+    assert rows(model).keys() == {"rotary embedding"}
+    assert not rows(make_model("llama", dtype=torch.float32))
+    assert not rows(make_model("llama", dtype=torch.float32), layer_kernels=False)
+    peft = pytest.importorskip("peft")
+    settings = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    with_ia3 = peft.get_peft_model(make_model("llama", dtype=torch.float32), settings)
+    assert "lora_A" in rows(with_ia3)["LoRA"]
+
+
+class WithoutRotary(modeling_llama.LlamaAttention):
+    """An attention in which no rotary function is recognised."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 def test_layers_in_fp64_run_their_own_code() -> None:
@@ -154,7 +189,7 @@ def test_an_attention_of_its_own_module_rotates_as_before() -> None:
 
     namespace = dict(vars(modeling_llama))
     namespace["apply_rotary_pos_emb"] = stretched
-    own = modeling_llama.LlamaAttention.forward
+    own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     forward = type(own)(own.__code__, namespace, own.__name__, own.__defaults__, own.__closure__)
     attention = type("LlamaAttention", (modeling_llama.LlamaAttention,), {"forward": forward})
     model: Any = make_model("llama", dtype=torch.float32)
@@ -279,12 +314,12 @@ from transformers.models.llama import modeling_llama
 COUNT = 5
 
 class Counts(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         global COUNT
         COUNT += 1
         apply_rotary_pos_emb
         return modeling_llama.LlamaAttention.forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            self, hidden_states, position_embeddings, attention_mask, **kwargs
         )
 """
 
@@ -318,6 +353,98 @@ def test_a_patch_of_the_forwards_own_module_is_seen(monkeypatch: pytest.MonkeyPa
     assert float(model(**make_batch(0)).loss) == before
     vars(module)["apply_rotary_pos_emb"] = modeling_llama.apply_rotary_pos_emb
     assert float(model(**make_batch(0)).loss) != before
+
+
+def renaming(function: Any) -> Any:
+    """As transformers' ``deprecate_kwarg``."""
+
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if "mask" in kwargs:
+            kwargs["attention_mask"] = kwargs.pop("mask")
+        return function(*args, **kwargs)
+
+    return renamed
+
+
+def doubling(function: Any) -> Any:
+    @functools.wraps(function)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        output, weights = function(*args, **kwargs)
+        return 2 * output, weights
+
+    return doubled
+
+
+def forgetting(function: Any) -> Any:
+    """A decorator that holds its function twice: which one of them it calls is not known."""
+    again = function
+
+    @functools.wraps(function)
+    def forgotten(*args: Any, **kwargs: Any) -> Any:
+        return (again if kwargs else function)(*args, **kwargs)
+
+    return forgotten
+
+
+class Descriptor:
+    """A decorator that is no function."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("decorators", "reason"),
+    [
+        ((renaming,), None),
+        ((torch.enable_grad(), renaming, doubling), None),
+        ((renaming, forgetting), "forgotten"),
+        ((Descriptor,), "Descriptor"),
+    ],
+    ids=["renaming", "three", "held twice", "an object"],
+)
+def test_rotary_of_a_decorated_attention_is_swapped_with_its_decorators(
+    decorators: tuple[Any, ...], reason: str | None
+) -> None:
+    """transformers decorates the forwards of its attentions, some of which also change what the forward gets."""
+    models: list[Any] = [make_model("llama", dtype=torch.float32) for _ in range(2)]
+    forward: Any = modeling_llama.LlamaAttention.forward
+    for decorator in decorators:
+        forward = decorator(forward)
+    decorated = type("LlamaAttention", (modeling_llama.LlamaAttention,), {"forward": forward})
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = decorated
+    model, reference = models
+    liger_dist.wrap(model, config=liger_dist.WrapConfig(varlen_attention=False))
+    layers = liger_dist.explain(model).layers
+    assert ("rotary" in str(layers.swapped)) == (reason is None), layers
+    if reason is not None:
+        assert any("decorators of its forward" in why and reason in why for _, why in layers.left), layers
+    with mock.patch.object(rotaries, "rotary", wraps=rotaries.rotary) as kernel:
+        loss = model(**make_batch(0)).loss
+    assert kernel.call_count == (2 if reason is None else 0)
+    loss.backward()
+    expected = reference(**make_batch(0)).loss
+    expected.backward()
+    assert relative_error(loss, expected) < 1e-6
+    assert max(gradient_errors(model, reference).values()) < 1e-5
+    hidden = torch.randn(1, 4, model.config.hidden_size)
+    tables = model.model.rotary_emb(hidden, torch.arange(4)[None])
+    mask = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9)
+    if renaming in decorators:
+        renamed, _ = model.model.layers[0].self_attn(hidden, tables, mask=mask)
+        own, _ = reference.model.layers[0].self_attn(hidden, tables, attention_mask=mask)
+        assert relative_error(renamed, own) < 1e-6
+    liger_dist.unwrap(model)
+    assert all(type(layer.self_attn) is decorated for layer in model.model.layers)
 
 
 def test_copies_keep_the_classes_of_swapped_layers() -> None:

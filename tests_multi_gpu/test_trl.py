@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import inspect
 import tempfile
+import types
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from truth import relative_error
 
 import liger_dist
+from liger_dist.decorators import renamed_keywords
+from liger_dist.fused_head.scored_logits import ScoredLogits
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped
 
@@ -486,3 +490,29 @@ def test_a_classifier(tmp_path: Path) -> None:
     trainer = RewardTrainer(model, arguments, train_dataset=data, processing_class=make_tokenizer())
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
+
+
+def concatenated_forward(model: Any, **call: Any) -> Any:
+    return model(**call)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_call_with_a_cache_has_full_logits(name: str) -> None:
+    """Inside a trainer's function, whose calls of a whole sequence have logits that stand for what it reads."""
+    from transformers import DynamicCache
+    from trl.experimental.cpo import cpo_trainer
+
+    of_trainer = types.FunctionType(concatenated_forward.__code__, {"__name__": cpo_trainer.__name__})
+    model: Any = make_model("llama")
+    if name not in {*inspect.signature(type(model).forward).parameters, *renamed_keywords(type(model).forward)}:
+        pytest.skip(f"this transformers has no {name}")
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    ids = torch.arange(1, 9)[None]
+    assert isinstance(of_trainer(model, input_ids=ids).logits, ScoredLogits)
+    given: list[Any] = [DynamicCache(config=model.config) for _ in range(2)]
+    for one, cache in zip((model, reference), given, strict=True):
+        one(input_ids=ids[:, :5], use_cache=True, **{name: cache})
+    logits = of_trainer(model, input_ids=ids[:, 5:], **{name: given[0]}).logits
+    assert type(logits) is torch.Tensor
+    assert relative_error(logits, reference(input_ids=ids[:, 5:], **{name: given[1]}).logits) < 1e-6

@@ -21,7 +21,7 @@ from liger_dist.peft_layers import heads_at
 from liger_dist.sharding.base import Wrapper
 from liger_dist.structure import Structure
 from liger_dist.tracing import untraced
-from liger_dist.weak import WeakReference, Weakly
+from liger_dist.weak import Weakly, WeakReference
 
 from .distilled_calls import distillation_of
 from .entry import Entry

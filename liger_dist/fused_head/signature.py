@@ -12,6 +12,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype
+from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import (
     DIFFERENTIABLE_OUTPUTS,
@@ -258,13 +259,14 @@ def check_outputs(outputs: tuple[str, ...]) -> None:
 
 
 def _keywords_below(model: nn.Module) -> Iterable[str]:
-    """Names of the arguments of all modules, and of the keywords that their annotations pass on."""
+    """Names of the arguments of all modules, with deprecated ones, and of the keywords that annotations pass on."""
     classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__ if "forward" in vars(cls)}
     for cls in classes:
         try:
             parameters = signature(cls.forward).parameters
         except (TypeError, ValueError):
             continue  # A property, None or a builtin: it names no keywords.
+        yield from renamed_keywords(cls.forward)
         for parameter in parameters.values():
             yield parameter.name
             yield from _typed_keywords(cls, parameter)
@@ -282,7 +284,8 @@ def _attention_keywords() -> frozenset[str]:
     """Names of the arguments of the registered attention functions, including the user's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    names: set[str] = set()
+    # Data collators give seq_idx with packed rows; the annotations of transformers 5.0 do not have it.
+    names = {"seq_idx"}
     for module, typed in (
         ("transformers.modeling_flash_attention_utils", "FlashAttentionKwargs"),
         ("transformers.utils", "TransformersKwargs"),

@@ -29,6 +29,8 @@ FIELDS = {
     "is_top1": "is_top1",
 }
 """fields of TRL's output, and the outputs of a wrapped model"""
+CACHES = ("past_key_values", "cache_params", "cache")
+"""names of a model's cache, in transformers before 5.24 and since"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def read_scored_call(
     ids: Any = named.get("input_ids")
     is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     # Of a whole sequence without a cache, as a ModelOutput.
-    has_rest = any(named.get(name) is not None for name in ("labels", "past_key_values"))
+    has_rest = any(named.get(name) is not None for name in ("labels", *CACHES))
     keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or named.get("logits_to_keep")
     if ids is None or not is_decoder or has_rest or keeps_some or named.get("return_dict") is False:
         return None, kwargs

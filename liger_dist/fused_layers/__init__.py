@@ -30,11 +30,13 @@ class LayerReport:
     """class and match of the swapped modules, and their number"""
     left: tuple[tuple[str, str], ...] = ()
     """class of modules that keep their own forward, and why"""
+    absent: tuple[tuple[str, str], ...] = ()
+    """kinds of which no module was a candidate, and what a candidate has"""
 
     def lines(self) -> list[tuple[str, str]]:
         """Rows for tables."""
         rows = [("swapped", f"{count} x {what}") for what, count in self.swapped]
-        return rows + [("left alone", f"{what}: {why}") for what, why in self.left]
+        return rows + [("left alone", f"{what}: {why}") for what, why in (*self.left, *self.absent)]
 
 
 def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_tokens: int | None = None) -> LayerReport:
@@ -49,12 +51,15 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_toke
     """
     swapped: Counter[str] = Counter()
     left: dict[str, str] = {}
+    seen: set[str] = set()
     for module in list(model.modules()):
         if isinstance(module, Swapped):
+            seen.add(module._liger_dist_kind.name)
             continue
         kind = next((kind for kind in KINDS if kind.is_candidate(module)), None)
         if kind is None:
             continue
+        seen.add(kind.name)
         name = type(module).__name__
         try:
             with torch_defaults():
@@ -70,7 +75,8 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_toke
             f"mlp_tile_tokens is {mlp_tile_tokens} but {type(model).__name__} has no gated MLP that is computed by "
             "kernels (liger_dist.explain(model) names the reasons); leave it out."
         )
-    return LayerReport(swapped=tuple(swapped.items()), left=tuple(left.items()))
+    absent = [(kind.name, kind.absent) for kind in KINDS if kind.name not in seen and kind.is_expected(model)]
+    return LayerReport(swapped=tuple(swapped.items()), left=tuple(left.items()), absent=tuple(absent))
 
 
 def restore_layers(model: nn.Module, *, owner: str) -> None:

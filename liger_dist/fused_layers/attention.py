@@ -105,6 +105,16 @@ class DocumentMask:
         """Itself: ``generate`` asks every mask that it has made."""
         return self
 
+    def __getitem__(self, index: Any) -> DocumentMask | Tensor:
+        """Itself if ``index`` leaves all of the dense mask, else that part of it. Decoders whose last layers share keys
+        and values give those layers the last tokens alone, ``mask[:, :, slice(-logits_to_keep, None), :]``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_all = len(parts) <= self.ndim and all(
+            isinstance(part, slice) and part.indices(size) == (0, size, 1)
+            for part, size in zip(parts, self.shape, strict=False)
+        )
+        return self if is_all else self.dense()[index]
+
     @untraced
     def dense(self) -> Tensor:
         """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
@@ -142,7 +152,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         arguments: those that transformers gives to mask functions.
 
     Returns:
-        None for causal attention over whole rows.
+        None for causal attention over whole rows, unless its rows may be sliced.
     """
     given = arguments.get("attention_mask")
     if isinstance(given, DocumentMask):
@@ -150,16 +160,39 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    of_transformers = arguments
+    arguments = _by_length(arguments)
+    is_simple, is_sliced = arguments.get("allow_is_causal_skip", True), _is_sliced(arguments)
+    if is_sliced:
+        of_transformers = of_transformers | {"allow_is_causal_skip": False}
     if not _has_documents(arguments):
-        return own(**arguments)
+        return own(**of_transformers)
     length, window = arguments["q_length"], arguments.get("local_size")
-    is_simple = arguments.get("allow_is_causal_skip", True)
     has_window = window is not None and window < length
     if is_simple and not has_window and given is None:
-        return None
+        rows = arguments["batch_size"]
+        return _mask_of((length,) * rows, arguments["device"], rows=rows) if is_sliced else None
     mask = _read(arguments)
     # A model that forbids None needs a tensor, to change it.
-    return own(**arguments) if mask is None or (mask.is_plain and not is_simple) else mask
+    return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` by the names that transformers gives them now; its first 5.x releases give the positions of the
+    queries instead of their number and device. Where all keys are queries, the first position is 0."""
+    positions = arguments.get("cache_position")
+    if positions is None or "q_length" in arguments:
+        return arguments
+    return arguments | {"q_length": positions.shape[0], "device": positions.device}
+
+
+def _is_sliced(arguments: dict[str, Any]) -> bool:
+    """True if the last layers of the decoder share keys and values: they may get the last tokens alone, with their rows
+    of the mask; None would stand for the first tokens."""
+    config: Any = arguments.get("config")
+    configs = (config, getattr(config, "text_config", None))
+    shared = any(getattr(one, "num_kv_shared_layers", None) for one in configs)
+    return shared and arguments.get("q_length") != 1
 
 
 def _has_documents(arguments: dict[str, Any]) -> bool:
@@ -280,8 +313,9 @@ def attention(
     documents, mask = None, None
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
-    else:
-        mask = attention_mask
+    elif attention_mask is not None:
+        # As the eager functions of transformers 5.0: some decoders make a mask that is wider than the keys.
+        mask = attention_mask[..., : key.shape[2]]
     if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
     elif documents is not None and documents.checks_positions and not torch.compiler.is_compiling():

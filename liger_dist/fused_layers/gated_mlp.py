@@ -349,4 +349,10 @@ def _activate(gate: Tensor, activation: Activation) -> Tensor:
     return F.silu(gate) if activation == "silu" else F.relu(gate)
 
 
-GATED_MLP = Kind(name="gated MLP", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)
+GATED_MLP = Kind(
+    name="gated MLP",
+    is_candidate=_is_candidate,
+    match=_match,
+    make_forward=_make_forward,
+    absent="no module that takes hidden states alone has projections with the shapes of gate, up and down",
+)

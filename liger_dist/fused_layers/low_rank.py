@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.peft_layers import only_plain_adapter
+from liger_dist.peft_layers import has_lora, only_plain_adapter
 from liger_dist.stand_ins import swapped
 from liger_dist_kernels import Backend
 
@@ -145,4 +145,11 @@ def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:
     return is_fresh and fits and tuple(weight_Or.shape) == (y.shape[-1], low.shape[-1])
 
 
-LOW_RANK = Kind(name="LoRA", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)
+LOW_RANK = Kind(
+    name="LoRA",
+    is_candidate=_is_candidate,
+    match=_match,
+    make_forward=_make_forward,
+    absent="no layer of PEFT has lora_A, lora_B and a base layer",
+    is_expected=lambda model: any(map(has_lora, model.modules())),
+)

@@ -260,4 +260,10 @@ def _parameters(module: nn.Module, match: NormMatch, own: Forward, hidden_states
     return found.get("weight"), found.get("bias")
 
 
-NORM = Kind(name="norm", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)
+NORM = Kind(
+    name="norm",
+    is_candidate=_is_candidate,
+    match=_match,
+    make_forward=_make_forward,
+    absent="no module without submodules has 'norm' in the name of its class, and a weight and a bias at most",
+)

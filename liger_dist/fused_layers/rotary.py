@@ -3,7 +3,8 @@ forward calls it.
 
 The function, a global of the model's module such as ``apply_rotary_pos_emb``, runs on probe values; the layout of pairs
 and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward in
-whose globals that one function is replaced: no source is read, and every other global is looked up at call time.
+whose globals that one function is replaced, inside copies of the forward's decorators: no source is read, and every
+other global is looked up at call time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from functools import lru_cache
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from itertools import product
 from types import CodeType, FunctionType
 from typing import Any, get_args
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.class_swap import below_wrappers
+from liger_dist.decorators import redecorated
 from liger_dist.errors import refuse_second_order
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
@@ -215,26 +217,35 @@ class _Globals(dict[str, Any]):
 class RotaryMatch:
     """An attention's forward with its rotary functions replaced."""
 
-    def __init__(self, forward: FunctionType, backend: Backend) -> None:
+    def __init__(self, forward: Any, backend: Backend) -> None:
         """
         Raises:
-            LeftAloneError: no function that ``forward`` calls has a known layout.
+            LeftAloneError: no function that ``forward`` calls has a known layout, or its decorators cannot be copied.
         """
         self.forward, self.backend = forward, backend
-        if _needs_its_globals(forward.__code__):
+        innermost: FunctionType = unwrap(forward)
+        if _needs_its_globals(innermost.__code__):
             raise LeftAloneError("its forward writes or lists its globals")
-        conventions = {name: convention_of(forward.__globals__[name]) for name in _names(forward)}
+        own = innermost.__globals__
+        conventions = {name: convention_of(own[name]) for name in _names(innermost)}
         self._conventions = {name: convention for name, convention in conventions.items() if convention is not None}
         if not self._conventions:
             raise LeftAloneError("its rotary function is none of the known layouts")
-        own = forward.__globals__
         calls = {name: _Call(own, name, convention, backend) for name, convention in self._conventions.items()}
         # Names of builtins are not looked up through __missing__.
         replaced = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **calls}
-        self._copy = FunctionType(
-            forward.__code__, _Globals(own, replaced), forward.__name__, forward.__defaults__, forward.__closure__
+        copy = FunctionType(
+            innermost.__code__,
+            _Globals(own, replaced),
+            innermost.__name__,
+            innermost.__defaults__,
+            innermost.__closure__,
         )
-        self._copy.__kwdefaults__ = forward.__kwdefaults__
+        copy.__kwdefaults__ = innermost.__kwdefaults__
+        try:
+            self._copy = redecorated(forward, copy)
+        except ValueError as error:
+            raise LeftAloneError(f"the decorators of its forward cannot be copied ({error})") from error
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._copy(module, *args, **kwargs)
@@ -257,12 +268,12 @@ def _needs_its_globals(code: CodeType) -> bool:
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """True if its forward calls a function with a name of one that rotates."""
-    return bool(_names(below_wrappers(type(module)).forward))
+    """True if its forward, under any decorators, calls a function with a name of one that rotates."""
+    return bool(_names(unwrap(below_wrappers(type(module)).forward)))
 
 
 def _names(forward: Any) -> list[str]:
-    """Names of the globals that ``forward`` calls to rotate."""
+    """Names of the globals that ``forward``, without decorators, calls to rotate."""
     if not isinstance(forward, FunctionType):
         return []
     named = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
@@ -270,10 +281,7 @@ def _names(forward: Any) -> list[str]:
 
 
 def _match(module: nn.Module, backend: Backend) -> RotaryMatch:
-    forward = below_wrappers(type(module)).forward
-    if hasattr(forward, "__wrapped__"):
-        raise LeftAloneError("its forward is decorated")
-    return RotaryMatch(forward, backend)
+    return RotaryMatch(below_wrappers(type(module)).forward, backend)
 
 
 def _make_forward(own: Forward) -> Forward:
@@ -386,4 +394,10 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
     return all(bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in zip(*results, strict=True))
 
 
-ROTARY = Kind(name="rotary embedding", is_candidate=_is_candidate, match=_match, make_forward=_make_forward)
+ROTARY = Kind(
+    name="rotary embedding",
+    is_candidate=_is_candidate,
+    match=_match,
+    make_forward=_make_forward,
+    absent="no forward calls a function of its file that has 'rotary' or 'rope' in its name",
+)

@@ -54,6 +54,10 @@ class Kind:
     Raises :class:`LeftAloneError` if the module computes something else."""
     make_forward: Callable[[Forward], Forward]
     """The swapped forward, from the forward of the module's own class; it reads :func:`match_of` the module."""
+    absent: str
+    """what ``explain`` shows where no module of a model is a candidate, as a clause"""
+    is_expected: Callable[[nn.Module], bool] = lambda model: True
+    """False for models in which ``explain`` need not mention that the kind is absent"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self
