@@ -47,9 +47,38 @@ def restore_calls(outer: nn.Module, model: nn.Module) -> None:
             del module.forward
 
 
+def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
+    """True for a ``PeftModel`` that has parameters outside of ``model``, such as prompts, or calls the forward of
+    ``model`` without its hooks (AdaLoRA, AdaptionPrompt): FSDP2's root is then ``outer``. LoRA layers are inside of
+    ``model``, which may be called as well as ``outer``."""
+    own = set(model.parameters())
+    if any(parameter not in own for parameter in outer.parameters()):
+        return True
+    tuner = getattr(outer, "base_model", None)
+    if not isinstance(tuner, nn.Module) or getattr(tuner, "model", None) is not model:
+        return False
+    code = getattr(type(tuner).forward, "__code__", None)
+    return "forward" in vars(tuner) or (code is not None and "forward" in code.co_names)
+
+
+def adapters_of(outer: nn.Module, model: nn.Module) -> tuple[object, ...]:
+    """The names of PEFT's adapters around or inside ``model``, and of the active ones; changes when one is added."""
+    tuners = [getattr(outer, "base_model", None), model]
+    active = [getattr(tuner, "active_adapter", None) for tuner in tuners if isinstance(tuner, nn.Module)]
+    named = [tuple(vars(module).get("peft_config", ())) for module in (outer, model)]
+    return (*named, *(name if isinstance(name, str | list) else None for name in active))
+
+
 def learns_prompts(outer: nn.Module) -> bool:
     """True for a ``PeftModel`` that puts learned tokens before those of a call."""
     return bool(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def own_loss(outer: nn.Module) -> str | None:
+    """Why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base model."""
+    config = getattr(outer, "active_peft_config", None)
+    is_cpt = getattr(config, "peft_type", None) == "CPT"
+    return "PEFT's CPT weighs the loss of each token itself, from the logits" if is_cpt else None
 
 
 def has_lora(head: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from .fused_layers.attention_selection import AttentionSelection, select_attenti
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
-from .peft_layers import base_model_of, call_with_hooks, restore_calls
+from .peft_layers import base_model_of, call_with_hooks, own_loss, restore_calls
 from .sharding import as_strategy, optional_encoders
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -42,7 +42,9 @@ from .sharding.marks import (
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
+from .sharding.resharding import reshard_after_inference
 from .sharding.sequence_parallel import detach
+from .sharding.unreduced import refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
 from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
@@ -123,7 +125,12 @@ def wrap(
             record.seam.install_hooks()
             if isinstance(wrapped, Wrapper):
                 record.seam.send_through(wrapped)
+        if chosen.has_collectives:
+            refuse_unreduced(wrapped, chosen.name)
         undo.pop_all()
+    if chosen.has_collectives:
+        refuse_unreduced_later(wrapped, outer, model, chosen.name)
+    reshard_after_inference(outer, model, found.structure.decoder)
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
     call_with_hooks(outer, model)
@@ -170,14 +177,15 @@ def _inspect(
             f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
             "leave it out, or do not compile them."
         )
-    on_meta = is_meta(model)
-    chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
+    on_meta = is_meta(outer)
+    asked = None if config.fused_loss else "fused_loss=False"
+    chosen.check_model(outer, model, structure, unfused=asked, on_meta=on_meta)
     if _shards_sequences(chosen):
         check_sequence_parallel(outer, model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
-    recipe, reason = _probe(model, structure, config)
+    recipe, reason = _probe(outer, model, structure, config)
     if reason is not None and config.fused_loss:
-        chosen.check_model(model, structure, unfused=reason, on_meta=on_meta)
+        chosen.check_model(outer, model, structure, unfused=reason, on_meta=on_meta)
         if _shards_sequences(chosen):
             raise LigerDistError(
                 f"the mesh has an axis {SEQUENCE!r} but the loss of {type(model).__name__} is not fused ({reason}), so "
@@ -206,12 +214,15 @@ def _check_unfused(model: nn.Module, config: WrapConfig, outputs: tuple[str, ...
         )
 
 
-def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[LossRecipe | None, str | None]:
+def _probe(
+    outer: nn.Module, model: nn.Module, structure: Structure, config: WrapConfig
+) -> tuple[LossRecipe | None, str | None]:
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
-        if structure.unfusable is not None:
-            raise NotFusableError(structure.unfusable)
+        unfusable = structure.unfusable or own_loss(outer)
+        if unfusable is not None:
+            raise NotFusableError(unfusable)
         with torch_defaults():
             return probe_recipe(model, structure), None
     except NotFusableError as error:

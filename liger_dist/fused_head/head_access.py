@@ -14,7 +14,7 @@ from liger_dist.sharding import choose, collect_facts
 from liger_dist.sharding.base import DataParallel, Facts, ShardingAdapter
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.sharding.fsdp1 import is_stored_by_fsdp1
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, stored_parameter
 
 from .lm_head import fuse_head, is_fused_by
 
@@ -64,7 +64,7 @@ class HeadAccess:
             NoAdapterError: none serves it.
         """
         base = cast(nn.Linear, base_head(head))
-        weight = base.weight
+        weight = stored_parameter(base)
         stored = (
             type(self._model),
             id(head),
