@@ -143,6 +143,11 @@ def active_head(module: nn.Module) -> nn.Module:
     return active_head(module.original_module if is_original else saved[active[0]])  # type: ignore[arg-type]
 
 
+def trains_copy(module: nn.Module) -> bool:
+    """True for PEFT's module around an lm_head of which ``modules_to_save`` trains a copy."""
+    return isinstance(getattr(without_fsdp1(module), "modules_to_save", None), nn.ModuleDict)
+
+
 def base_head(head: nn.Module) -> nn.Module:
     """The base layer of a LoRA layer; any other module itself."""
     return without_fsdp1(head.get_base_layer()) if has_lora(head) else head  # type: ignore[operator]

@@ -80,10 +80,7 @@ def find_structure(model: nn.Module) -> Structure:
             f"the lm_head of {type(model).__name__} has been fused by the wrap of another model that shares it; call "
             "liger_dist.unwrap on that one first."
         )
-    own_forward = vars(head).get("forward")
-    is_changed = own_forward is not None and not is_linear_forward(own_forward)
-    is_linear = isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward
-    if not isinstance(head, nn.Linear) or not is_linear or is_changed:
+    if not isinstance(head, nn.Linear) or not is_linear_map(head):
         raise LigerDistError(
             f"the lm_head of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
             "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
@@ -137,6 +134,13 @@ def head_shape(head: nn.Linear) -> tuple[int, int]:
     weight = weight_of(head)
     shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
     return (shape[0], shape[1]) if len(shape) == 2 else (head.out_features, head.in_features)
+
+
+def is_linear_map(head: nn.Linear) -> bool:
+    """True if the forward of ``head`` is that of ``nn.Linear``, or computes the same map."""
+    own_forward = vars(head).get("forward")
+    is_changed = own_forward is not None and not is_linear_forward(own_forward)
+    return not is_changed and (isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward)
 
 
 def is_linear_forward(forward: object) -> bool:
