@@ -57,6 +57,13 @@ class FSDP1(FullySharded):
                 f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
                 "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
             )
+        all_names = _all_names(outer)
+        for names in map(all_names.__getitem__, structure.all_layers):
+            if len(names) > 1:
+                raise LigerDistError(
+                    f"{' and '.join(names)} are one layer, and FSDP1 wraps only the first of them; use "
+                    "strategy='fsdp2', or a model that has each layer once."
+                )
         own_units = [*structure.all_layers, *_head_unit(model, structure)]
         apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
         units = [list(unit.named_parameters()) for unit in own_units]
@@ -109,9 +116,17 @@ class FSDP1(FullySharded):
 
 
 def _head_unit(model: nn.Module, structure: Structure) -> list[nn.Module]:
-    """lm_head, unless another module holds one of its parameters: the root then has both."""
+    """lm_head, unless it has several names or another module holds one of its parameters: the root then has both."""
     head = active_head(model.get_submodule(structure.head_name))
-    return [] if structure.tied or shares_parameters(model, [head]) else [head]
+    is_shared = structure.tied or shares_parameters(model, [head]) or len(_all_names(model)[head]) > 1
+    return [] if is_shared else [head]
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 class FSDP1Adapter:

@@ -45,7 +45,7 @@ from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
 from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
-from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, split_axes
+from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
 from .process_groups import compute_device
 from .sequence_parallel import SequenceAxis, attach, detach
 from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
@@ -150,7 +150,9 @@ class FSDP2(FullySharded):
         undo: ExitStack,
     ) -> nn.Module:
         device = compute_device()
-        names = ("replicate", "shard")
+        is_flat = len(shape_of(self.mesh, dist.get_world_size())) == 1
+        # PEFT takes a mesh of one axis for tensor-parallel unless that is named "fsdp".
+        names = ("fsdp",) if is_flat else ("replicate", "shard")
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         mesh, tensor_parallel = split_axes(mesh)
         if self.shards_sequences:
@@ -211,7 +213,8 @@ class FSDP2(FullySharded):
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         encoder_layers = chain(*structure.other_stacks)
-        for layer in (*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)])):
+        # A layer that the model runs several times is one group.
+        for layer in dict.fromkeys((*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)]))):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
         if not (structure.tied or ignored or shares_parameters(model, tail)):

@@ -31,9 +31,9 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LigerDistError(
-            f"{names[0]}{others} would train without being averaged over the ranks: it was added or unfrozen after "
-            f"liger_dist.wrap shards by {strategy!r}. Make the adapters first: get_peft_model(model, ...) or "
-            "PeftModel.from_pretrained(model, ...) and add_adapter, then liger_dist.wrap."
+            f"nothing averages the gradients of {names[0]}{others} over the ranks: {strategy!r} averages those of "
+            "parameters that were trained when liger_dist.wrap was called. Make PEFT's adapters first (get_peft_model, "
+            "PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on the result."
         )
 
 
@@ -57,14 +57,16 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 
 
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
-    """Makes forwards of ``model`` with gradients refuse parameters that were added to the sharded ``root``: the first
-    one, and the first after PEFT's adapters have changed. A module's hook costs no walk over the model otherwise."""
-    model.register_forward_pre_hook(partial(_check, root, outer, strategy, []), prepend=True)
+    """Makes forwards with gradients refuse parameters that were added to the sharded ``root``: the first one, and the
+    first after PEFT's adapters have changed. Others cost no walk over the model."""
+    check = partial(_check, root, outer, model, strategy, [])
+    for module in dict.fromkeys((outer, model)):
+        module.register_forward_pre_hook(check, prepend=True)
 
 
 @untraced
 def _check(
-    root: nn.Module, outer: nn.Module, strategy: str, checked: list[Any], model: nn.Module, args: tuple[Any, ...]
+    root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str, checked: list[Any], *_: Any
 ) -> None:
     if not torch.is_grad_enabled():
         return
