@@ -42,9 +42,9 @@ from .sharding.marks import (
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
-from .sharding.resharding import reshard_after_inference
+from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import detach
-from .sharding.unreduced import refuse_unreduced, refuse_unreduced_later
+from .sharding.unreduced import allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
 from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
@@ -345,6 +345,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     detach(record.structure.layers)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
+    allow_unreduced(inner)
+    keep_unsharded(inner)
     restore_calls(model, inner)
     if isinstance(model, FullyShardedDataParallel):
         return model

@@ -11,6 +11,7 @@ outermost call without gradients reshards all groups at its end. ``generate`` is
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -19,12 +20,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_dist.stand_ins import swapped
 from liger_dist.tracing import untraced
 
 from .fsdp2 import finish_forward, is_in_forward, reshard
 
 _GENERATING: ContextVar[bool] = ContextVar("liger_dist_generating", default=False)
 """True while ``generate`` of a sharded model runs in this context"""
+
+
+_INSTALLED = "_liger_dist_resharding"
 
 
 def reshard_after_inference(outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
@@ -37,11 +42,17 @@ def reshard_after_inference(outer: nn.Module, model: nn.Module, decoder: nn.Modu
     root = next((module for module in (outer, model) if isinstance(module, FSDPModule)), None)
     if root is None:
         return
+    undo = vars(model)[_INSTALLED] = ExitStack()
     for module in dict.fromkeys((outer, model, decoder)):
-        module.register_forward_hook(partial(_after_forward, root))
+        undo.callback(module.register_forward_hook(partial(_after_forward, root)).remove)
     for module in dict.fromkeys((outer, model)):
         if callable(getattr(module, "generate", None)):
-            module.generate = _resharding(module.generate, root)
+            undo.enter_context(swapped(vars(module), "generate", _resharding(module.generate, root)))
+
+
+def keep_unsharded(model: nn.Module) -> None:
+    """Undoes :func:`reshard_after_inference`."""
+    vars(model).pop(_INSTALLED, ExitStack()).close()
 
 
 @untraced

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from .ddp import averaged_parameters
 from .fsdp1 import is_flat, is_stored_by_fsdp1
 from .fsdp2 import managed_parameters
 from .vocab_parallel import row_shards_of
+
+_CHECKS = "_liger_dist_unreduced_checks"
 
 
 def refuse_unreduced(root: nn.Module, strategy: str) -> None:
@@ -59,18 +61,36 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
     """Makes forwards with gradients refuse parameters that were added to the sharded ``root``: the first one, and the
     first after PEFT's adapters have changed. Others cost no walk over the model."""
-    check = partial(_check, root, outer, model, strategy, [])
-    for module in dict.fromkeys((outer, model)):
-        module.register_forward_pre_hook(check, prepend=True)
+    check = _Check(ref(root), ref(outer), ref(model), strategy)
+    called = dict.fromkeys((outer, model))
+    vars(model)[_CHECKS] = [module.register_forward_pre_hook(check, prepend=True) for module in called]
 
 
-@untraced
-def _check(
-    root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str, checked: list[Any], *_: Any
-) -> None:
-    if not torch.is_grad_enabled():
-        return
-    adapters = adapters_of(outer, model)
-    if checked != [adapters]:
-        refuse_unreduced(root, strategy)
-        checked[:] = [adapters]
+def allow_unreduced(model: nn.Module) -> None:
+    """Undoes :func:`refuse_unreduced_later`."""
+    for handle in vars(model).pop(_CHECKS, ()):
+        handle.remove()
+
+
+class _Check:
+    """A forward pre-hook; copies of it, with a copy of the model, do nothing."""
+
+    def __init__(self, *modules_and_strategy: Any) -> None:
+        self._modules_and_strategy = modules_and_strategy
+        self._checked: tuple[object, ...] | None = None
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not (self._modules_and_strategy and torch.is_grad_enabled()):
+            return
+        *references, strategy = self._modules_and_strategy
+        root, outer, model = (reference() for reference in references)
+        if root is None or outer is None or model is None:
+            return
+        adapters = adapters_of(outer, model)
+        if adapters != self._checked:
+            refuse_unreduced(root, strategy)
+            self._checked = adapters
+
+    def __reduce__(self) -> Any:
+        return _Check, ()
