@@ -81,6 +81,15 @@ def own_loss(outer: nn.Module) -> str | None:
     return "PEFT's CPT weighs the loss of each token itself, from the logits" if is_cpt else None
 
 
+def reads_sharded_weights(outer: nn.Module) -> str | None:
+    """Why a ``PeftModel`` cannot train with sharded parameters, as a clause; None if it reads each of them inside its
+    own module's call."""
+    config = getattr(outer, "active_peft_config", None)
+    if getattr(config, "peft_type", None) != "ADALORA" or not getattr(config, "orth_reg_weight", 0):
+        return None
+    return "AdaLoRA's regulariser reads all its matrices after the forward"
+
+
 def has_lora(head: nn.Module) -> bool:
     """True if a LoRA layer (or another tuner layer of PEFT) computes the output of ``head``."""
     return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")

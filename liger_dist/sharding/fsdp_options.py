@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
 from liger_dist.layer_compilation import compile_each, compiled_call, restore_call
+from liger_dist.peft_layers import reads_sharded_weights
 from liger_dist.structure import Structure
 
 from .mesh import Mesh, check_mesh, require_process_group
@@ -79,6 +80,9 @@ class FullySharded:
                 f"{type(model).__name__} has no list of decoder layers that could be sharded one by one; shard it "
                 "yourself and wrap with strategy='auto'."
             )
+        reads = reads_sharded_weights(outer)
+        if reads is not None:
+            raise LigerDistError(f"{reads}, where {self.name!r} has sharded them; use strategy='ddp'.")
         for name, parameter in outer.named_parameters():
             if parameter.dim() == 0:
                 raise LigerDistError(
