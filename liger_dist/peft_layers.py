@@ -61,12 +61,13 @@ def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
     return "forward" in vars(tuner) or (code is not None and "forward" in code.co_names)
 
 
-def adapters_of(outer: nn.Module, model: nn.Module) -> tuple[object, ...]:
-    """The names of PEFT's adapters around or inside ``model``, and of the active ones; changes when one is added."""
-    tuners = [getattr(outer, "base_model", None), model]
+def adapters_of(*around: nn.Module) -> tuple[object, ...]:
+    """The names of PEFT's adapters on modules that PEFT may be around, and of the active ones; changes when one is
+    added."""
+    tuners = [getattr(module, "base_model", None) for module in around]
     active = [getattr(tuner, "active_adapter", None) for tuner in tuners if isinstance(tuner, nn.Module)]
-    named = [tuple(vars(module).get("peft_config", ())) for module in (outer, model)]
-    return (*named, *(name if isinstance(name, str | list) else None for name in active))
+    named = [tuple(vars(module).get("peft_config", ())) for module in around]
+    return (*named, *(tuple(name) for name in active if isinstance(name, str | list)))
 
 
 def learns_prompts(outer: nn.Module) -> bool:

@@ -150,7 +150,7 @@ def true_gradients(name: str, ranks: int, *, tied: bool = False) -> dict[str, Te
 
 
 def outcome(name: str, strategy: str, *, tied: bool = False) -> str:
-    """Returns "exact", the sentence of a refusal, or what is wrong; "as unwrapped" where PEFT's own code fails as well."""
+    """Returns "exact", the sentence of a refusal, what is wrong, or "as unwrapped" where PEFT itself fails."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     truth = true_gradients(name, ranks, tied=tied)
     model = adapted(name, tied=tied)
@@ -171,7 +171,7 @@ def outcome(name: str, strategy: str, *, tied: bool = False) -> str:
                 return f"as unwrapped: {type(error).__name__}"
         else:
             root(**batch_of(name, rank)).loss.backward()
-            gradients = _gradients(root)
+            gradients = gradients_of(root)
     if gradients.keys() != truth.keys():
         return f"wrong: gradients of {sorted(gradients.keys() ^ truth.keys())}"
     largest = max(float(gradient.abs().max()) for gradient in truth.values())
@@ -187,7 +187,7 @@ def outcomes(name: str, strategies: list[str]) -> dict[str, str]:
     return {strategy: outcome(name, strategy) for strategy in strategies}
 
 
-def _gradients(root: nn.Module) -> dict[str, Tensor]:
+def gradients_of(root: nn.Module) -> dict[str, Tensor]:
     shown: AbstractContextManager[Any] = nullcontext()
     if isinstance(root, FullyShardedDataParallel):
         shown = FullyShardedDataParallel.summon_full_params(root, with_grads=True)

@@ -19,6 +19,10 @@ from .fsdp1 import is_flat, is_stored_by_fsdp1
 from .fsdp2 import managed_parameters
 from .vocab_parallel import row_shards_of
 
+ORDER = (
+    "Make PEFT's adapters first (get_peft_model, PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on "
+    "the result."
+)
 _CHECKS = "_liger_dist_unreduced_checks"
 
 
@@ -34,8 +38,7 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LigerDistError(
             f"nothing averages the gradients of {names[0]}{others} over the ranks: {strategy!r} averages those of "
-            "parameters that were trained when liger_dist.wrap was called. Make PEFT's adapters first (get_peft_model, "
-            "PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on the result."
+            f"parameters that were trained when liger_dist.wrap was called. {ORDER}"
         )
 
 
@@ -61,7 +64,7 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
     """Makes forwards with gradients refuse parameters that were added to the sharded ``root``: the first one, and the
     first after PEFT's adapters have changed. Others cost no walk over the model."""
-    check = _Check(ref(root), ref(outer), ref(model), strategy)
+    check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
     called = dict.fromkeys((outer, model))
     vars(model)[_CHECKS] = [module.register_forward_pre_hook(check, prepend=True) for module in called]
 
@@ -75,22 +78,26 @@ def allow_unreduced(model: nn.Module) -> None:
 class _Check:
     """A forward pre-hook; copies of it, with a copy of the model, do nothing."""
 
-    def __init__(self, *modules_and_strategy: Any) -> None:
-        self._modules_and_strategy = modules_and_strategy
+    def __init__(self, at_wrap: tuple[object, ...], strategy: str, *modules: ref[nn.Module]) -> None:
+        self._at_wrap, self._strategy, self._modules = at_wrap, strategy, modules
         self._checked: tuple[object, ...] | None = None
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (self._modules_and_strategy and torch.is_grad_enabled()):
+        modules = [referred for reference in self._modules if (referred := reference()) is not None]
+        if not (modules and torch.is_grad_enabled()):
             return
-        *references, strategy = self._modules_and_strategy
-        root, outer, model = (reference() for reference in references)
-        if root is None or outer is None or model is None:
+        adapters = adapters_of(*modules)
+        if adapters == self._checked:
             return
-        adapters = adapters_of(outer, model)
-        if adapters != self._checked:
-            refuse_unreduced(root, strategy)
-            self._checked = adapters
+        root, model = modules[0], modules[-1]
+        refuse_unreduced(root, self._strategy)
+        if model.training and adapters != self._at_wrap and not any(p.requires_grad for p in root.parameters()):
+            # PEFT freezes what it does not find under the names of FSDP1's units.
+            raise LigerDistError(
+                f"no parameter trains since PEFT has changed the model that {self._strategy!r} shards. {ORDER}"
+            )
+        self._checked = adapters
 
     def __reduce__(self) -> Any:
-        return _Check, ()
+        return _Check, ((), "")
