@@ -30,7 +30,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig, check_choice
@@ -307,9 +306,8 @@ def finish_forward(root: nn.Module) -> None:
     for state in context.all_states:
         if state._modules_to_run_forward:
             state._modules_to_run_forward.clear()
-            state._training_state = TrainingState.IDLE
-            for group in _groups_of(state):
-                group._training_state = TrainingState.IDLE
+            for paused in (state, *_groups_of(state)):
+                paused._training_state = type(paused._training_state).IDLE
 
 
 def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
