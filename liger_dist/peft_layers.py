@@ -135,7 +135,7 @@ def has_active_dropout(head: nn.Module) -> bool:
 
 def under_trained_rows(head: nn.Module) -> nn.Module | None:
     """The lm_head inside a module of PEFT that trains some of its rows; None for any other module."""
-    inside = getattr(head, "token_adapter", None)
+    inside = getattr(head, "token_adapter", head)  # PEFT puts the adapter of TrainableTokensConfig there itself.
     if not isinstance(inside, nn.Module) or not hasattr(inside, "get_merged_weights"):
         return None
     base = getattr(inside, "base_layer", None)

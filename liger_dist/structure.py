@@ -65,7 +65,7 @@ def find_structure(model: nn.Module) -> Structure:
         )
     in_use = active_head(outer_head)
     with_trained_rows = under_trained_rows(in_use)
-    objection = lora_objection(in_use)
+    objection = None if with_trained_rows is not None else lora_objection(in_use)
     if objection is not None:
         raise LigerDistError(f"the lm_head of {type(model).__name__} has {objection}")
     head = base_head(in_use) if with_trained_rows is None else with_trained_rows

@@ -178,6 +178,11 @@ def _inspect(
             "leave it out, or do not compile them."
         )
     on_meta = is_meta(outer)
+    if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
+        raise LigerDistError(
+            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values are "
+            "lost; make the adapter of a model on a real device."
+        )
     asked = None if config.fused_loss else "fused_loss=False"
     chosen.check_model(outer, model, structure, unfused=asked, on_meta=on_meta)
     if _shards_sequences(chosen):
