@@ -180,8 +180,8 @@ def _inspect(
     on_meta = is_meta(outer)
     if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
         raise LigerDistError(
-            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values are "
-            "lost; make the adapter of a model on a real device."
+            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "
+            "are lost; make the adapter of a model on a real device."
         )
     asked = None if config.fused_loss else "fused_loss=False"
     chosen.check_model(outer, model, structure, unfused=asked, on_meta=on_meta)

@@ -183,8 +183,14 @@ def outcome(name: str, strategy: str, *, tied: bool = False) -> str:
 
 
 def outcomes(name: str, strategies: list[str]) -> dict[str, str]:
-    """:func:`outcome` of each strategy."""
-    return {strategy: outcome(name, strategy) for strategy in strategies}
+    """:func:`outcome` of each strategy, or the error of another library."""
+    found = {}
+    for strategy in strategies:
+        try:
+            found[strategy] = outcome(name, strategy)
+        except Exception as error:
+            found[strategy] = f"raises {type(error).__name__}: {error}"
+    return found
 
 
 def gradients_of(root: nn.Module) -> dict[str, Tensor]:
