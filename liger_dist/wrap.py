@@ -44,7 +44,7 @@ from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
 from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import detach
-from .sharding.unreduced import allow_unreduced, refuse_unreduced, refuse_unreduced_later
+from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
 from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
@@ -125,10 +125,10 @@ def wrap(
             record.seam.install_hooks()
             if isinstance(wrapped, Wrapper):
                 record.seam.send_through(wrapped)
-        if chosen.has_collectives:
+        if isinstance(chosen, AVERAGING):
             refuse_unreduced(wrapped, chosen.name)
         undo.pop_all()
-    if chosen.has_collectives:
+    if isinstance(chosen, AVERAGING):
         refuse_unreduced_later(wrapped, outer, model, chosen.name)
     reshard_after_inference(outer, model, found.structure.decoder)
     if chosen.shards_parameters:

@@ -7,18 +7,19 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from liger_dist.errors import LigerDistError
 from liger_dist.peft_layers import adapters_of
 from liger_dist.tracing import untraced
 
-from .ddp import averaged_parameters
-from .fsdp1 import is_flat, is_stored_by_fsdp1
-from .fsdp2 import managed_parameters
+from .ddp import DDP, averaged_parameters
+from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
+from .fsdp2 import FSDP2, managed_parameters
 from .vocab_parallel import row_shards_of
 
+AVERAGING = (DDP, FSDP1, FSDP2)
+"""Strategies under which a framework averages gradients of the parameters that it was given. Tensor-parallel ranks see
+the same tokens; hosts, and strategies of a user, average in their own ways."""
 ORDER = (
     "Make PEFT's adapters first (get_peft_model, PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on "
     "the result."
@@ -27,8 +28,7 @@ _CHECKS = "_liger_dist_unreduced_checks"
 
 
 def refuse_unreduced(root: nn.Module, strategy: str) -> None:
-    """Refuses trained parameters of ``root`` whose gradients its framework does not reduce. Does nothing where DDP,
-    FSDP1 and FSDP2 are not: tensor-parallel ranks see the same tokens, and other frameworks reduce later.
+    """Refuses trained parameters of ``root`` whose gradients DDP, FSDP1 or FSDP2 does not reduce.
 
     Raises:
         LigerDistError: with the names.
@@ -44,9 +44,6 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
 
 def unreduced_parameters(root: nn.Module) -> list[str]:
     """Names of the trained parameters of ``root`` whose gradients neither DDP nor FSDP reduces."""
-    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    if not any(isinstance(module, kinds) for module in root.modules()):
-        return []
     averaged = set(averaged_parameters(root))
     managed = managed_parameters(root)
     return [
