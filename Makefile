@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo demo-distillation test test-all test-oldest check docs matrix families benchmarks format clean
+.PHONY: venv demo demo-distillation test test-all test-oldest check docs matrix families peft benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -77,6 +77,9 @@ check: venv
 
 matrix: venv
 	$(BIN)/python -m pytest tests_multi_gpu/test_conformance.py --write-pages
+
+peft: venv
+	$(BIN)/python -m pytest tests_multi_gpu/test_peft_methods.py --write-pages
 
 families: venv
 	$(BIN)/python -m pytest tests_multi_gpu/test_families.py --write-pages

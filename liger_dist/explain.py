@@ -12,6 +12,7 @@ from .sharding import collect_facts, reasons_against
 from .sharding.base import Facts
 from .sharding.fsdp2 import FSDP2
 from .sharding.head_cost import HeadShapes, head_costs
+from .structure import tied_modules
 from .wrap import Wrapped, inner_model, record_of
 
 TOKENS = 8192
@@ -68,7 +69,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
         inner,
         head,
         strategy=record.strategy.name,
-        tied_to=structure.tied_to if head is structure.head else (),
+        tied_to=structure.tied_to if head is structure.head else tied_modules(inner, head),
         has_lora=in_use is not base,
         config=record.config,
     )

@@ -29,9 +29,48 @@ def base_model_of(model: nn.Module) -> nn.Module:
     return base if isinstance(base, nn.Module) else model
 
 
+def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
+    """True for a ``PeftModel`` that has parameters outside of ``model``, such as prompts, or calls the forward of
+    ``model`` without its hooks (AdaLoRA, AdaptionPrompt): FSDP2's root is then ``outer``. LoRA layers are inside of
+    ``model``, which may be called as well as ``outer``."""
+    own = set(model.parameters())
+    if any(parameter not in own for parameter in outer.parameters()):
+        return True
+    tuner = getattr(outer, "base_model", None)
+    if not isinstance(tuner, nn.Module) or getattr(tuner, "model", None) is not model:
+        return False
+    code = getattr(type(tuner).forward, "__code__", None)
+    return "forward" in vars(tuner) or (code is not None and "forward" in code.co_names)
+
+
+def adapters_of(*around: nn.Module) -> tuple[object, ...]:
+    """The names of PEFT's adapters on modules that PEFT may be around, and of the active ones; changes when one is
+    added."""
+    tuners = [getattr(module, "base_model", None) for module in around]
+    active = [getattr(tuner, "active_adapter", None) for tuner in tuners if isinstance(tuner, nn.Module)]
+    named = [tuple(vars(module).get("peft_config", ())) for module in around]
+    return (*named, *(tuple(name) for name in active if isinstance(name, str | list)))
+
+
 def learns_prompts(outer: nn.Module) -> bool:
     """True for a ``PeftModel`` that puts learned tokens before those of a call."""
     return bool(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def own_loss(outer: nn.Module) -> str | None:
+    """Why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base model."""
+    config = getattr(outer, "active_peft_config", None)
+    is_cpt = getattr(config, "peft_type", None) == "CPT"
+    return "PEFT's CPT weighs the loss of each token itself, from the logits" if is_cpt else None
+
+
+def reads_sharded_weights(outer: nn.Module) -> str | None:
+    """Why a ``PeftModel`` cannot train with sharded parameters, as a clause; None if it reads each of them inside its
+    own module's call."""
+    config = getattr(outer, "active_peft_config", None)
+    if getattr(config, "peft_type", None) != "ADALORA" or not getattr(config, "orth_reg_weight", 0):
+        return None
+    return "AdaLoRA's regulariser reads all its matrices after the forward"
 
 
 def has_lora(head: nn.Module) -> bool:
@@ -78,7 +117,7 @@ def has_active_dropout(head: nn.Module) -> bool:
 
 def under_trained_rows(head: nn.Module) -> nn.Module | None:
     """The lm_head inside a module of PEFT that trains some of its rows; None for any other module."""
-    inside = getattr(head, "token_adapter", None)
+    inside = getattr(head, "token_adapter", head)  # PEFT puts the adapter of TrainableTokensConfig there itself.
     if not isinstance(inside, nn.Module) or not hasattr(inside, "get_merged_weights"):
         return None
     base = getattr(inside, "base_layer", None)
@@ -94,6 +133,11 @@ def active_head(module: nn.Module) -> nn.Module:
     active = [name for name in module.active_adapters if name in saved]  # type: ignore[union-attr]
     is_original = module.disable_adapters or not active
     return active_head(module.original_module if is_original else saved[active[0]])  # type: ignore[arg-type]
+
+
+def trains_copy(module: nn.Module) -> bool:
+    """True for PEFT's module around an lm_head of which ``modules_to_save`` trains a copy."""
+    return isinstance(getattr(without_fsdp1(module), "modules_to_save", None), nn.ModuleDict)
 
 
 def base_head(head: nn.Module) -> nn.Module:

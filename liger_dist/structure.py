@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from .class_swap import SameLinearMap
 from .errors import LigerDistError
@@ -65,7 +65,7 @@ def find_structure(model: nn.Module) -> Structure:
         )
     in_use = active_head(outer_head)
     with_trained_rows = under_trained_rows(in_use)
-    objection = lora_objection(in_use)
+    objection = None if with_trained_rows is not None else lora_objection(in_use)
     if objection is not None:
         raise LigerDistError(f"the lm_head of {type(model).__name__} has {objection}")
     head = base_head(in_use) if with_trained_rows is None else with_trained_rows
@@ -80,15 +80,15 @@ def find_structure(model: nn.Module) -> Structure:
             f"the lm_head of {type(model).__name__} has been fused by the wrap of another model that shares it; call "
             "liger_dist.unwrap on that one first."
         )
-    own_forward = vars(head).get("forward")
-    is_changed = own_forward is not None and not is_linear_forward(own_forward)
-    is_linear = isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward
-    if not isinstance(head, nn.Linear) or not is_linear or is_changed:
+    if not isinstance(head, nn.Linear) or not is_linear_map(head):
         raise LigerDistError(
             f"the lm_head of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
             "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
             "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
         )
+    reason = None if with_trained_rows is None else TRAINED_ROWS
+    if weight_of(head) is None:
+        reason = "its lm_head computes its weight by a parametrization of torch.nn.utils"
     head_name = next(name for name, module in model.named_modules() if module is outer_head)
     decoder = _decoder_of(model)
     layers, parent = _find_layers(model, decoder)
@@ -99,20 +99,48 @@ def find_structure(model: nn.Module) -> Structure:
         head=head,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        tied_to=tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is head.weight),
+        tied_to=tied_modules(model, head),
         layers=layers,
-        unfusable=None if with_trained_rows is None else TRAINED_ROWS,
+        unfusable=reason,
         decoder=decoder,
         other_stacks=_find_other_stacks(model, decoder),
         final_norm=_find_final_norm(parent, layers),
     )
 
 
+def weight_of(head: nn.Module) -> Tensor | None:
+    """The weight that ``head`` stores, whichever framework shards it; None for one that its parametrizations compute:
+    outside of the call of ``head`` they would read what a framework has freed."""
+    return head._parameters.get("weight", vars(head).get("weight"))
+
+
+def stored_parameter(head: nn.Module) -> Tensor:
+    """The weight that ``head`` stores, or the first of the parameters from which it is computed."""
+    weight = weight_of(head)
+    return next(head.parameters()) if weight is None else weight
+
+
+def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
+    """The other modules of ``model`` whose weight is the parameter of ``head``."""
+    weight = weight_of(head)
+    if weight is None:
+        return ()
+    return tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is weight)
+
+
 def head_shape(head: nn.Linear) -> tuple[int, int]:
     """``(V, D)`` of the full weight of ``head``: read from the weight, also where FSDP2, TP or ZeRO-3 shard it. PEFT
     makes tied heads whose ``in_features`` and ``out_features`` are swapped."""
-    shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))
+    weight = weight_of(head)
+    shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
     return (shape[0], shape[1]) if len(shape) == 2 else (head.out_features, head.in_features)
+
+
+def is_linear_map(head: nn.Linear) -> bool:
+    """True if the forward of ``head`` is that of ``nn.Linear``, or computes the same map."""
+    own_forward = vars(head).get("forward")
+    is_changed = own_forward is not None and not is_linear_forward(own_forward)
+    return not is_changed and (isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward)
 
 
 def is_linear_forward(forward: object) -> bool:

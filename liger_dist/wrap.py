@@ -30,7 +30,7 @@ from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .fused_layers.swap import suspended_forwards
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
-from .peft_layers import base_model_of
+from .peft_layers import base_model_of, own_loss
 from .sharding import as_strategy, optional_encoders
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -44,7 +44,9 @@ from .sharding.marks import (
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
+from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import detach
+from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
 from .stand_ins import torch_defaults
 from .structure import Structure, find_structure, initializer_of
@@ -129,7 +131,12 @@ def wrap(
                 record.seam.send_through(wrapped)
         elif record.packed is not None:
             record.packed.install(model)
+        if isinstance(chosen, AVERAGING):
+            refuse_unreduced(wrapped, chosen.name)
         undo.pop_all()
+    if isinstance(chosen, AVERAGING):
+        refuse_unreduced_later(wrapped, outer, model, chosen.name)
+    reshard_after_inference(outer, model, found.structure.decoder)
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
     return wrapped
@@ -177,14 +184,20 @@ def _inspect(
             f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
             "leave it out, or do not compile them."
         )
-    on_meta = is_meta(model)
-    chosen.check_model(model, structure, unfused=None if config.fused_loss else "fused_loss=False", on_meta=on_meta)
+    on_meta = is_meta(outer)
+    if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
+        raise LigerDistError(
+            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "
+            "are lost; make the adapter of a model on a real device."
+        )
+    asked = None if config.fused_loss else "fused_loss=False"
+    chosen.check_model(outer, model, structure, unfused=asked, on_meta=on_meta)
     if _shards_sequences(chosen):
         check_sequence_parallel(outer, model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
-    recipe, reason = _probe(model, structure, config)
+    recipe, reason = _probe(outer, model, structure, config)
     if reason is not None and config.fused_loss:
-        chosen.check_model(model, structure, unfused=reason, on_meta=on_meta)
+        chosen.check_model(outer, model, structure, unfused=reason, on_meta=on_meta)
         if _shards_sequences(chosen):
             raise LigerDistError(
                 f"the mesh has an axis {SEQUENCE!r} but the loss of {type(model).__name__} is not fused ({reason}), so "
@@ -227,12 +240,15 @@ def _check_unfused(model: nn.Module, config: WrapConfig, outputs: tuple[str, ...
         )
 
 
-def _probe(model: nn.Module, structure: Structure, config: WrapConfig) -> tuple[LossRecipe | None, str | None]:
+def _probe(
+    outer: nn.Module, model: nn.Module, structure: Structure, config: WrapConfig
+) -> tuple[LossRecipe | None, str | None]:
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
-        if structure.unfusable is not None:
-            raise NotFusableError(structure.unfusable)
+        unfusable = structure.unfusable or own_loss(outer)
+        if unfusable is not None:
+            raise NotFusableError(unfusable)
         with torch_defaults():
             return probe_recipe(model, structure), None
     except NotFusableError as error:
@@ -361,6 +377,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     detach(record.structure.layers)
     release_communicators(inner)
     optional_encoders.uninstall(inner)
+    allow_unreduced(inner)
+    keep_unsharded(inner)
     if isinstance(model, FullyShardedDataParallel):
         return model
     outer = model.module if isinstance(model, Wrapper) else model

@@ -148,7 +148,15 @@ NAMES: dict[tuple[str, str], str] = {
 ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     # module whose source sets them on instances: the attributes, and what breaks without them
     "torch.distributed.fsdp._fully_shard._fsdp_state": (
-        ("_fsdp_param_group", "_mp_policy", "_state_ctx", "all_states"),
+        (
+            "_fsdp_param_group",
+            "_mp_policy",
+            "_state_ctx",
+            "all_states",
+            "iter_forward_root",
+            "_modules_to_run_forward",
+            "_training_state",
+        ),
         "fsdp2.py finds no parameter groups: no adapter serves FSDP2; under Accelerate losses are rounded to 16 bits",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
@@ -171,7 +179,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         "fsdp1.py cannot compute a global token mean",
     ),
     "torch.distributed.fsdp._flat_param": (
-        ("_fsdp_flattened", "flat_param"),
+        ("_fsdp_flattened", "_is_flat_param", "flat_param"),
         "fsdp1.py does not recognise FSDP1's storage",
     ),
     "torch.distributed.fsdp._common_utils": (("_handle",), "encoders under FSDP1 with images on some ranks fail"),
@@ -206,6 +214,15 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "transformers.configuration_utils": (
         ("_attn_implementation",),
         "attention_selection.py cannot select an attention for one model instance",
+    ),
+    "peft.peft_model": (
+        ("active_peft_config", "is_prompt_learning", "base_model"),
+        "peft_layers.py does not know CPT and AdaLoRA: raw errors in their first forward under FSDP",
+    ),
+    "peft.tuners.adalora": (("orth_reg_weight",), "AdaLoRA fails in its first forward under FSDP"),
+    "peft.tuners": (
+        ("peft_config", "active_adapter"),
+        "unreduced.py does not see adapters that are added to a sharded model: nothing averages them",
     ),
     "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft_layers.py cannot tell LoRA from other tuners"),
     "peft.utils.other": (

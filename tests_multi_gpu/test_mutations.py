@@ -102,8 +102,8 @@ def _targets_next(self: Any, arrival: Any) -> Any:
 def one_embedding_split_of_several() -> Any:
     own = tensor_parallel.parallelize_heads
 
-    def parallelize(model: Any, structure: Any, **options: Any) -> None:
-        own(model, replace(structure, tied_to=structure.tied_to[:1]), **options)
+    def parallelize(outer: Any, model: Any, structure: Any, **options: Any) -> None:
+        own(outer, model, replace(structure, tied_to=structure.tied_to[:1]), **options)
 
     return mock.patch.object(tensor_parallel, "parallelize_heads", parallelize)
 

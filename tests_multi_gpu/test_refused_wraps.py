@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from models import make_batch, make_model
+from models import full, make_batch, make_model, true_loss_sum
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -47,11 +49,51 @@ def two_dtypes(model: Any) -> None:
     model.model.layers[0].mlp.to(torch.float32)
 
 
+def shared_module(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def shared_parameter(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def shared_with_the_final_norm(model: Any) -> None:
+    model.model.norm.weight = model.model.layers[0].input_layernorm.weight
+
+
+def repeated_layer(model: Any) -> None:
+    first, second = model.model.layers
+    model.model.layers = nn.ModuleList([first, second, first])
+    model.config.num_hidden_layers, model.config.use_cache = 3, False
+
+
+def one_memory(model: Any) -> None:
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = nn.Parameter(first.mlp.up_proj.weight.detach())
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+
+
 BAD = {
     ("fsdp2", "scalar"): (scalar, "scale has no dimension"),
     ("fsdp1", "scalar"): (scalar, "scale has no dimension"),
     ("fsdp2", "strides"): (strided, "up_proj.weight has the strides"),
     ("fsdp1", "dtypes"): (two_dtypes, "of one dtype"),
+    ("fsdp1", "repeated"): (repeated_layer, "model.layers.0 and model.layers.2 are one layer"),
+    **{
+        (strategy, what.__name__): (what, sentence)
+        for strategy in ("fsdp1", "fsdp2")
+        for what, sentence in (
+            (shared_module, "layers.0.mlp.gate_proj.weight is a parameter of model.layers.0 and of model.layers.1"),
+            (shared_parameter, "layers.0.mlp.up_proj.weight is a parameter of model.layers.0 and of model.layers.1"),
+            (shared_with_the_final_norm, "is a parameter of model.layers.0 and of model.norm"),
+            (one_memory, "are two parameters in the same memory"),
+            (hooked, "lm_head.weight has a hook on its gradient"),
+        )
+    },
+    ("deepspeed", "one_memory"): (one_memory, "are two parameters in the same memory"),
 }
 
 
@@ -71,6 +113,85 @@ def refused(strategy: Any, what: str) -> tuple[str, bool]:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(model, strategy)
     return str(caught.value), state_of(model) == before
+
+
+EXACT = {
+    # DDP leaves parameters and their hooks as they are.
+    "ddp": (shared_module, shared_parameter, shared_with_the_final_norm, repeated_layer, hooked),
+    "fsdp2": (repeated_layer,),
+    "vocab_parallel": (repeated_layer,),
+}
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+def test_what_is_not_refused_is_exact(strategy: str, workers_2: Workers) -> None:
+    for errors in workers_2.run(errors_of_odd_models, strategy):
+        assert max(errors.values()) < 1e-6, errors
+
+
+def errors_of_odd_models(strategy: str) -> dict[str, float]:
+    errors = {}
+    for change in EXACT[strategy]:
+        model, reference = make_model("llama"), make_model("llama")
+        for one in (model, reference):
+            change(one)
+        asked: Any = strategy
+        if strategy != "ddp":
+            asked = liger_dist.FSDP2(reduce_dtype=torch.float64)
+            if strategy == "vocab_parallel":
+                asked = replace(asked, lm_head="vocab_parallel")
+        root: Any = liger_dist.wrap(model, asked)
+        root(**make_batch(dist.get_rank())).loss.backward()
+        for rank in range(2):
+            total, count = true_loss_sum(reference, make_batch(rank))
+            (total / count / 2).backward()
+        truth = {name: p.grad for name, p in reference.named_parameters()}
+        errors[change.__name__] = max(
+            float((full(p.grad) - truth[name]).abs().max() / truth[name].abs().max())
+            for name, p in model.named_parameters()
+        )
+    return errors
+
+
+PARAMETRIZED = ("none", "ddp", "fsdp1", "fsdp2", "tp")
+
+
+def test_a_parametrized_head_is_left_unfused(workers_2: Workers) -> None:
+    """Its weight is a computation, which only its own call may make."""
+    (alone,) = errors_of_parametrized(["none"]).items()
+    sentences = workers_2.run(errors_of_parametrized, [name for name in PARAMETRIZED if name != "none"])
+    for strategy, (error, reason) in (alone, *sentences[0].items(), *sentences[1].items()):
+        assert error < 1e-6, strategy
+        assert "parametrization" in reason
+
+
+def errors_of_parametrized(strategies: list[str]) -> dict[str, tuple[float, str]]:
+    """The largest error of a parameter after a step, and what ``explain`` says."""
+    found = {}
+    for strategy in strategies:
+        model, reference = make_model("llama"), make_model("llama")
+        for one in (model, reference):
+            torch.nn.utils.parametrizations.weight_norm(one.lm_head)
+        ranks = range(2) if strategy not in ("none", "tp") else range(1)
+        options: dict[str, Any] = {"fsdp1": liger_dist.FSDP1, "fsdp2": liger_dist.FSDP2}
+        own: Any = options[strategy](reduce_dtype=torch.float64) if strategy in options else strategy
+        with pytest.warns(UserWarning, match="unfused: its lm_head computes its weight"):
+            root: Any = liger_dist.wrap(model, own)
+        reason = liger_dist.explain(root).fused
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) for one in (root, reference)]
+        rank = dist.get_rank() if len(ranks) > 1 else 0
+        root(**make_batch(rank)).loss.backward()
+        for rank in ranks:
+            (reference(**make_batch(rank)).loss / len(ranks)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        shown = FullyShardedDataParallel.summon_full_params(root) if strategy == "fsdp1" else nullcontext()
+        with shown:
+            names = (name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters())
+            trained = dict(zip(names, map(full, model.parameters()), strict=True))
+            error = max(float((trained[name] - p).abs().max()) for name, p in reference.named_parameters())
+        found[strategy] = error, reason
+    return found
 
 
 def test_a_head_in_another_dtype_than_the_body_is_a_unit_of_fsdp1(workers_2: Workers) -> None:
@@ -286,7 +407,7 @@ class Slotted:
 
     def check(self, config: Any, *, world_size: int | None) -> None: ...
 
-    def check_model(self, model: nn.Module, structure: Any, *, unfused: str | None, on_meta: bool) -> None: ...
+    def check_model(self, *_: Any, **__: Any) -> None: ...
 
     def shard(self, outer: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return outer

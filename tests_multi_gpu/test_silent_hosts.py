@@ -26,27 +26,29 @@ LEARNING_RATE = 0.1
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 VOCAB_PARALLEL = liger_dist.FSDP2(lm_head="vocab_parallel")
 ALL = 21
-LOST = {"fsdp1": "and 18 more have hooks", "fsdp2": "and 18 more have hooks", "tp": "lm_head.weight has hooks"}
-"""words of the warning; the model has :data:`ALL` parameters"""
+LOST = {"fsdp1": "and 18 more have hooks", "fsdp2": "and 18 more have hooks", "tp": "lm_head.weight has"}
+"""words of the refusal or warning; the model has :data:`ALL` parameters"""
 
 
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize(
     "strategy", ["ddp", "fsdp1", "fsdp2", VOCAB_PARALLEL, "tp"], ids=["ddp", "fsdp1", "fsdp2", "vocab-parallel", "tp"]
 )
-def test_wrap_warns_of_parameter_hooks_that_sharding_drops(
+def test_hooks_of_parameters_that_sharding_drops_are_refused_or_warned_of(
     strategy: str | liger_dist.FSDP2, register: str, workers_2: Workers
 ) -> None:
     name = strategy if isinstance(strategy, str) else strategy.name
     for sentences, called, called_later in workers_2.run(calls_of_hooks, strategy, register, time_limit=TIME_LIMIT):
-        warned = [sentence for sentence in sentences if "hooks" in sentence]
+        warned = [sentence for sentence in sentences if "hook" in sentence]
+        is_refused = register == HOOKS[0] and name in LOST
         if name not in LOST:
             assert not warned
             assert called == called_later == ALL
             continue
         (sentence,) = set(warned)
         assert LOST[name] in sentence
-        assert called == (ALL - 1 if name == "tp" else 0)
+        assert ("register_hook), and strategy=" in sentence) == is_refused
+        assert called == (ALL - 1 if name == "tp" and not is_refused else 0)
         # What the sentence says of hooks that are registered later.
         if name == "fsdp2" and register == HOOKS[0]:
             assert called_later < ALL
@@ -64,7 +66,12 @@ def calls_of_hooks(strategy: Any, register: str) -> tuple[list[str], int, int]:
             hook_all(model, register, names)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            root = liger_dist.wrap(model, strategy)
+            try:
+                root = liger_dist.wrap(model, strategy)
+            except liger_dist.LigerDistError as refusal:
+                sentences.append(str(refusal))
+                called.append(0)
+                continue
         sentences += [str(warning.message) for warning in caught]
         if is_later:
             hook_all(root, register, names)

@@ -9,12 +9,12 @@ from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import active_head, base_head, lora_objection, under_trained_rows
+from liger_dist.peft_layers import active_head, base_head, lora_objection, trains_copy, under_trained_rows
 from liger_dist.sharding import choose, collect_facts
 from liger_dist.sharding.base import DataParallel, Facts, ShardingAdapter
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.sharding.fsdp1 import is_stored_by_fsdp1
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, head_shape, is_linear_map, stored_parameter, tied_modules
 from liger_dist.weak import Weakly
 
 from .lm_head import fuse_head, is_fused_by
@@ -42,14 +42,15 @@ class HeadAccess:
 
     def in_use(self) -> nn.Module:
         """The module that a forward will call, lm_head or a LoRA layer around it. A PEFT layer that was added after
-        wrapping is fused now.
+        wrapping is fused now, and so is the new lm_head that ``modules_to_save`` makes of a tied one.
 
         Raises:
             LigerDistError: it is not the lm_head that was wrapped, or its PEFT layer is not linear.
         """
         head = active_head(self.outer_head)
         objection = lora_objection(head)
-        if not is_fused_by(base_head(head), self._seam) or objection is not None:
+        base = base_head(head)
+        if objection is not None or not (is_fused_by(base, self._seam) or self._is_trained_copy(base)):
             raise LigerDistError(
                 f"lm_head of {type(self._model).__name__} is a {type(self.outer_head).__name__} now"
                 + (f", with {objection}" if objection else ", not the one that was wrapped. ")
@@ -57,6 +58,12 @@ class HeadAccess:
             )
         fuse_head(head, self._seam)
         return head
+
+    def _is_trained_copy(self, head: nn.Module) -> bool:
+        """True for an lm_head of PEFT's ``modules_to_save`` that computes the same map as the one that was wrapped."""
+        if not (trains_copy(self.outer_head) and isinstance(head, nn.Linear) and is_linear_map(head)):
+            return False
+        return head_shape(head) == (self._structure.vocab_size, self._structure.hidden_size)
 
     def has_trained_rows(self) -> bool:
         """True if PEFT has put a module on lm_head that trains some of its rows."""
@@ -69,7 +76,7 @@ class HeadAccess:
             NoAdapterError: none serves it.
         """
         base = cast(nn.Linear, base_head(head))
-        weight = base.weight
+        weight = stored_parameter(base)
         stored = (
             type(self._model),
             id(head),
@@ -96,7 +103,7 @@ class HeadAccess:
             self._model,
             base,
             strategy=self._strategy,
-            tied_to=self._structure.tied_to if base is self._structure.head else (),
+            tied_to=self._structure.tied_to if base is self._structure.head else tied_modules(self._model, base),
             has_lora=base is not head,
             config=self._config,
         )

@@ -44,10 +44,13 @@ class Strategy(Protocol):
         """
         ...
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
         """Refuses a model that this strategy cannot shard. No collectives.
 
         Args:
+            outer: what :meth:`shard` shards: ``model``, or the ``PeftModel`` around it with parameters of its own.
             unfused: why the loss of the model is not fused; None if it is.
 
         Raises:
@@ -64,7 +67,7 @@ class Strategy(Protocol):
         initialize: Initializer | None,
         undo: ExitStack,
     ) -> nn.Module:
-        """Shards ``model``, whose lm_head is fused already, and returns what the caller trains.
+        """Shards ``outer``, the lm_head in whose ``model`` is fused already, and returns what the caller trains.
 
         Args:
             outer: ``model``, or the ``PeftModel`` around it.

@@ -16,9 +16,12 @@ from liger_dist.errors import LigerDistError
 from liger_dist.structure import Structure
 
 from .base import Initializer
+from .fsdp_options import refuse_overlaps
 from .mesh import require_process_group
 from .process_groups import compute_device
 from .single import Unsharded
+
+_AVERAGED = "_liger_dist_averaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +34,16 @@ class DDP(Unsharded):
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         require_process_group(self.name, world_size)
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        if not any(parameter.requires_grad for parameter in outer.parameters()):
             raise LigerDistError(
-                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing for DDP to "
+                f"no parameter of this {type(outer).__name__} requires a gradient, so there is nothing for DDP to "
                 "average; use strategy='auto' for evaluation."
             )
+        if any(parameter.device != compute_device() for parameter in outer.parameters()):
+            refuse_overlaps(outer, self.name, f"move the model to {compute_device()} before PEFT adds the adapter")
 
     def shard(
         self,
@@ -48,7 +55,17 @@ class DDP(Unsharded):
         undo: ExitStack,
     ) -> nn.Module:
         super().shard(outer, model, structure, initialize=initialize, undo=undo)
-        return DistributedDataParallel(outer.to(compute_device()))
+        wrapper = DistributedDataParallel(outer.to(compute_device()))
+        wrapper.training = outer.training
+        vars(wrapper)[_AVERAGED] = tuple(parameter for parameter in outer.parameters() if parameter.requires_grad)
+        return wrapper
+
+
+def averaged_parameters(root: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The parameters whose gradients DDP averages, if :func:`liger_dist.wrap` made ``root``: those that were trained
+    then."""
+    averaged: tuple[nn.Parameter, ...] = vars(root).get(_AVERAGED, ())
+    return averaged
 
 
 def may_be_running() -> bool:

@@ -17,8 +17,10 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.structure import Structure, stored_parameter
 
 from .base import DataParallel, Facts, FullHead, Head, Storage
+from .fsdp_options import refuse_overlaps
 from .single import Unsharded
 
 
@@ -27,6 +29,11 @@ class DeepSpeed(Unsharded):
     """Fuses only; ``deepspeed.initialize`` shards the model afterwards, at any ZeRO stage."""
 
     name: ClassVar[str] = "deepspeed"
+
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        refuse_overlaps(outer, self.name)
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         if config.token_mean == "global":
@@ -42,14 +49,15 @@ class Zero3:
     name: ClassVar[str] = "zero3"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        if not is_stored_by_zero3(head.weight):
+        weight = stored_parameter(head)
+        if not is_stored_by_zero3(weight):
             return None
         return Storage(
             engine="zero3",
             clause="ZeRO-3 partitions the weight",
-            weight=head.weight,
+            weight=weight,
             apart_from_embedding=not tied_to,
-            zero_quantized=_is_quantized(head.weight),
+            zero_quantized=_is_quantized(weight),
         )
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:

@@ -25,11 +25,11 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.peft_layers import active_head
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, stored_parameter, weight_of
 
 from . import optional_encoders
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
-from .fsdp_options import FullySharded
+from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
 from .mesh import make_mesh
 from .process_groups import compute_device
@@ -48,17 +48,26 @@ class FSDP1(FullySharded):
                 "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
             )
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        super().check_model(model, structure, unfused=unfused, on_meta=on_meta)
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        super().check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
+        if any(isinstance(parameter, DTensor) for parameter in outer.parameters()):
             raise LigerDistError(
                 f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
                 "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
             )
-        own_units = [*structure.all_layers, *([] if structure.tied else [structure.head])]
+        all_names = _all_names(outer)
+        for names in map(all_names.__getitem__, structure.all_layers):
+            if len(names) > 1:
+                raise LigerDistError(
+                    f"{' and '.join(names)} are one layer, and FSDP1 wraps only the first of them; use "
+                    "strategy='fsdp2', or a model that has each layer once."
+                )
+        own_units = [*structure.all_layers, *_head_unit(model, structure)]
         apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
         units = [list(unit.named_parameters()) for unit in own_units]
-        units.append([(name, p) for name, p in model.named_parameters() if id(p) not in apart])
+        units.append([(name, p) for name, p in outer.named_parameters() if id(p) not in apart])
         for unit in units:
             by_dtype = {parameter.dtype: name for name, parameter in unit}
             if len(by_dtype) > 1:
@@ -87,9 +96,9 @@ class FSDP1(FullySharded):
         if mesh.ndim == 2:
             freed, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
         units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(structure.all_layers, True)
-        if not structure.tied:
+        for head in _head_unit(model, structure):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
-            units[active_head(model.get_submodule(structure.head_name))] = {"sharding_strategy": kept}
+            units[head] = {"sharding_strategy": kept}
         root = FullyShardedDataParallel(
             outer,
             auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
@@ -100,8 +109,24 @@ class FSDP1(FullySharded):
             use_orig_params=True,
             device_id=device,
         )
+        for unit in _units(root):
+            unit.training = unit.module.training
         optional_encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)
         return root
+
+
+def _head_unit(model: nn.Module, structure: Structure) -> list[nn.Module]:
+    """lm_head, unless it has several names or another module holds one of its parameters: the root then has both."""
+    head = active_head(model.get_submodule(structure.head_name))
+    is_shared = structure.tied or shares_parameters(model, [head]) or len(_all_names(model)[head]) > 1
+    return [] if is_shared else [head]
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 class FSDP1Adapter:
@@ -110,15 +135,14 @@ class FSDP1Adapter:
     name: ClassVar[str] = "fsdp1"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        if not is_stored_by_fsdp1(head.weight):
+        weight = stored_parameter(head)
+        if not is_stored_by_fsdp1(weight):
             return None
         unit = _innermost(head, model)
         is_apart = unit is not None
         if tied_to:
             is_apart = any(_innermost(module, model) is not unit for module in tied_to)
-        return Storage(
-            engine="fsdp1", clause="FSDP1 shards the weight", weight=head.weight, apart_from_embedding=is_apart
-        )
+        return Storage(engine="fsdp1", clause="FSDP1 shards the weight", weight=weight, apart_from_embedding=is_apart)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         if facts.engine != "fsdp1":
@@ -161,17 +185,17 @@ class FSDP1Adapter:
 def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:
     """True if the root unit around ``model`` holds the weight of ``embedding`` and has not unsharded it: the model was
     called without its wrapper."""
-    weight = getattr(embedding, "weight", None)
-    if embedding is None or not isinstance(weight, Tensor) or not is_stored_by_fsdp1(weight):
+    weight = None if embedding is None else weight_of(embedding)
+    if embedding is None or weight is None or not is_stored_by_fsdp1(weight):
         return False
     if any(embedding in unit.modules() for unit in _units(model)):
         return False  # Its own unit unshards it later.
     return weight.dim() != 2 or weight.untyped_storage().size() == 0
 
 
-def is_stored_by_fsdp1(weight: object) -> bool:
-    """True for a module's ``weight`` that is a flattened parameter of FSDP1, or a plain view of one in a forward."""
-    return bool(getattr(weight, "_fsdp_flattened", False)) or not isinstance(weight, nn.Parameter)
+def is_stored_by_fsdp1(weight: Tensor) -> bool:
+    """True for a module's ``weight`` that is a flattened parameter of FSDP1, or a view of its flat parameter."""
+    return bool(getattr(weight, "_fsdp_flattened", False) or getattr(weight._base, "_is_flat_param", False))
 
 
 def is_inside_fsdp1(model: nn.Module) -> bool:

@@ -16,31 +16,41 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal, get_args
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.peft_layers import needs_own_root
 from liger_dist.structure import Structure, input_embedding
 
 from . import optional_encoders
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
-from .fsdp_options import FullySharded
+from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
-from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, split_axes
+from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
 from .process_groups import compute_device
 from .sequence_parallel import SequenceAxis, attach, detach
 from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
 from .vocab_parallel import check_row_shards, shard_rows
 
+_ROOT = "_liger_dist_fsdp2_root"
 LMHead = Literal["gather", "vocab_parallel"]
 
 TIED_APART = (
@@ -115,9 +125,11 @@ class FSDP2(FullySharded):
                 "used; leave one of them out."
             )
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        super().check_model(model, structure, unfused=unfused, on_meta=on_meta)
-        for name, parameter in model.named_parameters():
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        super().check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
+        for name, parameter in outer.named_parameters():
             if not parameter.is_contiguous():
                 raise LigerDistError(
                     f"{name} has the strides {parameter.stride()} for the shape {tuple(parameter.shape)}, and FSDP2 "
@@ -137,7 +149,9 @@ class FSDP2(FullySharded):
         undo: ExitStack,
     ) -> nn.Module:
         device = compute_device()
-        names = ("replicate", "shard")
+        is_flat = len(shape_of(self.mesh, dist.get_world_size())) == 1
+        # PEFT takes a mesh of one axis for tensor-parallel unless that is named "fsdp".
+        names = ("fsdp",) if is_flat else ("replicate", "shard")
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         mesh, tensor_parallel = split_axes(mesh)
         if self.shards_sequences:
@@ -145,7 +159,7 @@ class FSDP2(FullySharded):
             undo.callback(detach, structure.layers)
         mesh = fold_sequence_axis(mesh)
         if tensor_parallel is not None:
-            parallelize_heads(model, structure, mesh=tensor_parallel, has_storage=initialize is None)
+            parallelize_heads(outer, model, structure, mesh=tensor_parallel, has_storage=initialize is None)
         row_shards: frozenset[nn.Parameter] = frozenset()
         if self.lm_head == "vocab_parallel":
             row_shards = shard_rows(
@@ -168,17 +182,26 @@ class FSDP2(FullySharded):
                 undo=undo,
             )
         self.compile(structure, undo)
-        self._fully_shard(model, structure, mesh, row_shards)
+        root = outer if needs_own_root(outer, model) else model
+        if root is not model:
+            vars(model)[_ROOT] = ref(root)
+            undo.callback(vars(model).pop, _ROOT, None)
+        self._fully_shard(root, model, structure, mesh, row_shards)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device
             materialize(model, initialize, layers=structure.all_layers, device=at)
-        optional_encoders.install(model, structure, mesh=mesh, root=model, undo=undo)
+        optional_encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
     def _fully_shard(
-        self, model: nn.Module, structure: Structure, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        mesh: DeviceMesh,
+        ignored: frozenset[nn.Parameter],
     ) -> None:
         """Masters keep their dtype. ``output_dtype`` stays None, because FSDP2 would round the loss to it."""
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.cpu_offload else OffloadPolicy()
@@ -187,26 +210,22 @@ class FSDP2(FullySharded):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             "offload_policy": offload,
         }
-        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         encoder_layers = chain(*structure.other_stacks)
-        for layer in (*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)])):
+        # A layer that the model runs several times is one group.
+        for layer in dict.fromkeys((*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)]))):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
-        if not (structure.tied or ignored or _shares_parameters(model, tail)):
+        if not (structure.tied or ignored or shares_parameters(model, tail)):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             fully_shard(tail, reshard_after_forward=False, **options)
-        fully_shard(model, ignored_params=set(ignored) or None, **options)
-        for name, parameter in model.named_parameters():
+        fully_shard(root, ignored_params=set(ignored) or None, **options)
+        if root is not model:
+            # PEFT calls the base model's own ``generate``, not the root's forward.
+            register_fsdp_forward_method(root, "generate")
+        for name, parameter in root.named_parameters():
             # A frozen tensor subclass (of float8) that FSDP2 moves to the GPU comes back trainable.
             parameter.requires_grad_(trained[name])
-
-
-def _shares_parameters(model: nn.Module, tail: list[nn.Module]) -> bool:
-    """True if a module outside of ``tail`` holds one of its parameters, such as an embedding tied to the original
-    lm_head that PEFT keeps."""
-    inside = {module for top in tail for module in top.modules()}
-    own = {parameter for top in tail for parameter in top.parameters()}
-    return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
 
 
 class FSDP2Gathered:
@@ -266,6 +285,29 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def is_in_forward(root: nn.Module) -> bool:
+    """True while the forward of the FSDP2 module ``root`` runs, or that of an FSDP2 module around it."""
+    assert isinstance(root, FSDPModule)
+    state: Any = root._get_fsdp_state()
+    runs = state._state_ctx.iter_forward_root
+    return runs is not None and len(runs._modules) == 1
+
+
+def finish_forward(root: nn.Module) -> None:
+    """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
+    without lm_head: FSDP2 would take the next forward of ``root`` for a part of it, and not wait for the optimizer."""
+    assert isinstance(root, FSDPModule)
+    context = root._get_fsdp_state()._state_ctx
+    if context.iter_forward_root is None:
+        return
+    context.iter_forward_root = None
+    for state in context.all_states:
+        if state._modules_to_run_forward:
+            state._modules_to_run_forward.clear()
+            for paused in (state, *_groups_of(state)):
+                paused._training_state = type(paused._training_state).IDLE
 
 
 def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
@@ -341,11 +383,19 @@ def _find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
     """FSDP2's parameter group of ``head.weight`` and its record there; None when FSDP2 does not store it."""
     for group in _param_groups(model):
         for fsdp_param in group.fsdp_params:
-            info = fsdp_param._module_info
-            owners = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
-            if any(module is head and name == "weight" for module, name in owners):
+            if (head, "weight") in _owners(fsdp_param):
                 return group, fsdp_param
     return None
+
+
+def _owners(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    info = fsdp_param._module_info
+    return list(zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True))
+
+
+def managed_parameters(root: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Module and name of each parameter that FSDP2 shards, and whose gradient it reduces."""
+    return {owner for group in _param_groups(root) for record in group.fsdp_params for owner in _owners(record)}
 
 
 def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
@@ -376,8 +426,14 @@ def return_losses_unrounded(model: nn.Module) -> None:
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
     """Each group once, also where ``fully_shard`` was given a list of modules, which share its state."""
-    states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    around = vars(model).get(_ROOT, lambda: None)()
+    modules = (model if around is None else around).modules()
+    states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
     for state in states:
-        # torch 2.13 keeps a list, earlier releases one group.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    # torch 2.13 keeps a list, earlier releases one group.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups if groups is not None else filter(None, [state._fsdp_param_group]))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
 from liger_dist.layer_compilation import compile_each, compiled_call, restore_call
+from liger_dist.peft_layers import reads_sharded_weights
 from liger_dist.structure import Structure
 
-from .lost_gradients import warn_of_experts, warn_of_hooks
+from .lost_gradients import warn_of_experts
 from .mesh import Mesh, check_mesh, require_process_group
 
 
@@ -68,20 +70,27 @@ class FullySharded:
                 "once; leave one of them out."
             )
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        refuse_sharded(model)
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        refuse_sharded(outer)
+        refuse_overlaps(outer, self.name)
+        refuse_shared_by_layers(outer, structure, self.name)
         if not structure.layers:
             raise LigerDistError(
                 f"{type(model).__name__} has no list of decoder layers that could be sharded one by one; shard it "
                 "yourself and wrap with strategy='auto'."
             )
-        for name, parameter in model.named_parameters():
+        reads = reads_sharded_weights(outer)
+        if reads is not None:
+            raise LigerDistError(f"{reads}, where {self.name!r} has sharded them; use strategy='ddp'.")
+        for name, parameter in outer.named_parameters():
             if parameter.dim() == 0:
                 raise LigerDistError(
                     f"{name} has no dimension and {self.name!r} shards the first one of every parameter; make it a "
                     "parameter of shape (1,), or a buffer."
                 )
-        warn_of_hooks(model.named_parameters(), self.name)
+        check_hooks(model.named_parameters(), self.name)
         if self.name == "fsdp2":
             warn_of_experts(model, structure)
 
@@ -93,3 +102,59 @@ def refuse_sharded(model: nn.Module) -> None:
             f"this {type(model).__name__} is sharded by FSDP already; wrap it with strategy='auto', or wrap a model "
             "that is not sharded yet."
         )
+
+
+def shares_parameters(model: nn.Module, parts: list[nn.Module]) -> bool:
+    """True if a module outside of ``parts`` holds one of their parameters, such as an embedding tied to the original
+    lm_head that PEFT keeps."""
+    inside = {module for part in parts for module in part.modules()}
+    own = {parameter for part in parts for parameter in part.parameters()}
+    return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+
+
+def refuse_shared_by_layers(outer: nn.Module, structure: Structure, strategy: str) -> None:
+    """Refuses a parameter of a layer that another layer, or a module outside of the layers, holds as well: each layer
+    is sharded by itself.
+
+    Raises:
+        LigerDistError: with the names of both.
+    """
+    names = {module: name for name, module in outer.named_modules()}
+    in_layers = [(module, layer) for layer in structure.all_layers for module in layer.modules()]
+    elsewhere = names.keys() - {module for module, _ in in_layers}
+    first: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
+    for module, layer in (*in_layers, *((module, None) for module in names if module in elsewhere)):
+        for name, parameter in module.named_parameters(recurse=False):
+            there, its_layer = first.setdefault(parameter, (f"{names[module]}.{name}", layer))
+            if its_layer is not layer:
+                holders = [names[holder] for holder in (its_layer, layer or module) if holder is not None]
+                raise LigerDistError(
+                    f"{there} is a parameter of {' and of '.join(holders)}, and {strategy!r} shards each layer by "
+                    "itself; use strategy='ddp', or a model whose layers share no parameters."
+                )
+
+
+def refuse_overlaps(outer: nn.Module, strategy: str, way_out: str = "use strategy='ddp', which does not") -> None:
+    """Refuses two parameters in the same memory, as PEFT's ``ensure_weight_tying`` makes them for LoRA on a tied
+    embedding. A strategy that moves parameters gives each its own memory, so that they train apart.
+
+    Raises:
+        LigerDistError: with the names of both.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in outer.named_parameters():
+        if type(parameter.data) is not Tensor or parameter.is_meta or parameter.numel() == 0:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        start = parameter.data_ptr()
+        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append(
+            (start, start + (last + 1) * parameter.element_size(), name)
+        )
+    for in_storage in spans.values():
+        in_storage.sort()
+        for (_, end, name), (start, _, other) in pairwise(in_storage):
+            if start < end:
+                raise LigerDistError(
+                    f"{name} and {other} are two parameters in the same memory, and {strategy!r} gives each its own, "
+                    f"with which they train apart; {way_out}, or leave out the tying (ensure_weight_tying of PEFT)."
+                )

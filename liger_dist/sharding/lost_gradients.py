@@ -1,4 +1,4 @@
-"""Warns of models whose gradients a strategy drops or mixes without an error: hooks of parameters that it replaces, and
+"""Models whose gradients a strategy drops or mixes without an error: hooks of parameters that it replaces, and
 experts as modules of which FSDP2 reduces those that ran."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from liger_dist.errors import LigerDistError
 from liger_dist.structure import Structure
 
 from .float8 import numbers_of_experts
@@ -27,14 +28,26 @@ _LATER = {
 }
 
 
-def warn_of_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -> None:
-    """Warns of hooks on ``parameters`` that the strategy replaces by shards."""
-    hooked = [name for name, p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -> None:
+    """Refuses gradient hooks of ``parameters`` that the strategy replaces by shards, and warns of hooks that only read.
+
+    Raises:
+        LigerDistError: a trained parameter has a hook of ``register_hook``, which may change its gradient.
+    """
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
+    changed = [name for name, p in trained if p._backward_hooks]
+    if changed:
+        raise LigerDistError(
+            f"{_listed(changed)} {'has a hook' if len(changed) == 1 else 'have hooks'} on the gradient "
+            f"(Tensor.register_hook), and strategy={strategy!r} trains shards in place of these parameters, so that it "
+            f"would never run. Use strategy='ddp'. {_LATER[strategy]}"
+        )
+    hooked = [name for name, p in trained if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
         warnings.warn(
-            f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks (register_hook, "
-            f"register_post_accumulate_grad_hook), and strategy={strategy!r} trains shards in place of these "
-            f"parameters, so that the hooks are never called. {_LATER[strategy]}",
+            f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks of register_post_accumulate_grad_hook, "
+            f"and strategy={strategy!r} trains shards in place of these parameters, so that they are never called. "
+            f"{_LATER[strategy]}",
             stacklevel=_TO_CALLER,
         )
 

@@ -14,7 +14,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, stored_parameter
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .materialize import materialize
@@ -31,7 +31,9 @@ class Unsharded:
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         """Nothing to refuse."""
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
         """Nothing to refuse."""
 
     def shard(
@@ -54,7 +56,9 @@ class Auto(Unsharded):
 
     name: ClassVar[str] = "auto"
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
         if on_meta:
             raise LigerDistError(
                 f"the model is on the meta device and strategy={self.name!r} does not give it storage; name a strategy "
@@ -85,7 +89,7 @@ class Replicated:
         return Storage(
             engine="plain",
             clause="every rank has the full weight",
-            weight=head.weight,
+            weight=stored_parameter(head),
             apart_from_embedding=not tied_to,
         )
 

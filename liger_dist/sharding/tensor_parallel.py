@@ -26,11 +26,11 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.peft_layers import heads_at
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, stored_parameter, weight_of
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
-from .fsdp_options import refuse_sharded
-from .lost_gradients import warn_of_hooks
+from .fsdp_options import refuse_overlaps, refuse_sharded
+from .lost_gradients import check_hooks
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
 from .process_groups import compute_device
@@ -53,10 +53,13 @@ class TensorParallel:
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
 
-    def check_model(self, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool) -> None:
-        refuse_sharded(model)
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        refuse_sharded(outer)
+        refuse_overlaps(outer, self.name)
         head = structure.head_name
-        warn_of_hooks(((f"{head}.{name}", p) for name, p in structure.head.named_parameters()), self.name)
+        check_hooks(((f"{head}.{name}", p) for name, p in structure.head.named_parameters()), self.name)
 
     def shard(
         self,
@@ -69,7 +72,7 @@ class TensorParallel:
     ) -> nn.Module:
         device = compute_device()
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=(TENSOR_PARALLEL,))
-        parallelize_heads(model, structure, mesh=mesh, has_storage=initialize is None)
+        parallelize_heads(outer, model, structure, mesh=mesh, has_storage=initialize is None)
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=device)
         return outer
@@ -81,12 +84,13 @@ class TensorParallelAdapter:
     name: ClassVar[str] = "tensor-parallel"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        if not isinstance(head.weight, DTensor):
+        weight = stored_parameter(head)
+        if not isinstance(weight, DTensor):
             return None
         return Storage(
             engine="dtensor",
             clause="the weight is a DTensor that no framework unshards",
-            weight=head.weight,
+            weight=weight,
             apart_from_embedding=not tied_to,
         )
 
@@ -177,19 +181,21 @@ def first_row(weight: DTensor) -> int:
     return min(mesh.get_local_rank(mesh.ndim - 1) * rows, weight.shape[0])
 
 
-def parallelize_heads(model: nn.Module, structure: Structure, *, mesh: DeviceMesh, has_storage: bool) -> None:
-    """Shards the rows of lm_head, and of embeddings tied to it, over the 1-D ``mesh``; all other parameters stay full.
-    Broadcasts the values of the mesh's first rank. Leaves an lm_head alone that is sharded already.
+def parallelize_heads(
+    outer: nn.Module, model: nn.Module, structure: Structure, *, mesh: DeviceMesh, has_storage: bool
+) -> None:
+    """Shards the rows of lm_head, and of embeddings tied to it, over the 1-D ``mesh``; all other parameters of
+    ``outer`` stay full. Broadcasts the values of the mesh's first rank. Leaves alone an lm_head that is sharded.
     """
-    if isinstance(structure.head.weight, DTensor):
+    if isinstance(weight_of(structure.head), DTensor):
         return
     if has_storage:
-        model.to(compute_device())
+        outer.to(compute_device())
     group = mesh.get_group()
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*outer.parameters(), *outer.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-    heads = linear_heads(model, structure)
+    heads = [head for head in linear_heads(model, structure) if weight_of(head) is not None]
     holds = {head.weight: head for head in heads}
     tied = [(embedding, holds[embedding.weight]) for embedding in structure.tied_to]  # type: ignore[index]
     for head in heads:

@@ -1,0 +1,100 @@
+"""Parameters that are trained and whose gradients nothing averages."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.peft_layers import adapters_of
+from liger_dist.tracing import untraced
+
+from .ddp import DDP, averaged_parameters
+from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
+from .fsdp2 import FSDP2, managed_parameters
+from .vocab_parallel import row_shards_of
+
+AVERAGING = (DDP, FSDP1, FSDP2)
+"""Strategies under which a framework averages gradients of the parameters that it was given. Tensor-parallel ranks see
+the same tokens; hosts, and strategies of a user, average in their own ways."""
+ORDER = (
+    "Make PEFT's adapters first (get_peft_model, PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on "
+    "the result."
+)
+_CHECKS = "_liger_dist_unreduced_checks"
+
+
+def refuse_unreduced(root: nn.Module, strategy: str) -> None:
+    """Refuses trained parameters of ``root`` whose gradients DDP, FSDP1 or FSDP2 does not reduce.
+
+    Raises:
+        LigerDistError: with the names.
+    """
+    names = unreduced_parameters(root)
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LigerDistError(
+            f"nothing averages the gradients of {names[0]}{others} over the ranks: {strategy!r} averages those of "
+            f"parameters that were trained when liger_dist.wrap was called. {ORDER}"
+        )
+
+
+def unreduced_parameters(root: nn.Module) -> list[str]:
+    """Names of the trained parameters of ``root`` whose gradients neither DDP nor FSDP reduces."""
+    averaged = set(averaged_parameters(root))
+    managed = managed_parameters(root)
+    return [
+        f"{module_name}.{name}".lstrip(".")
+        for module_name, module in root.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+        and parameter not in averaged
+        and (module, name) not in managed
+        and row_shards_of(module) is None
+        and not (is_flat(name) or is_stored_by_fsdp1(parameter))
+    ]
+
+
+def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
+    """Makes forwards with gradients refuse parameters that were added to the sharded ``root``: the first one, and the
+    first after PEFT's adapters have changed. Others cost no walk over the model."""
+    check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
+    called = dict.fromkeys((outer, model))
+    vars(model)[_CHECKS] = [module.register_forward_pre_hook(check, prepend=True) for module in called]
+
+
+def allow_unreduced(model: nn.Module) -> None:
+    """Undoes :func:`refuse_unreduced_later`."""
+    for handle in vars(model).pop(_CHECKS, ()):
+        handle.remove()
+
+
+class _Check:
+    """A forward pre-hook; copies of it, with a copy of the model, do nothing."""
+
+    def __init__(self, at_wrap: tuple[object, ...], strategy: str, *modules: ref[nn.Module]) -> None:
+        self._at_wrap, self._strategy, self._modules = at_wrap, strategy, modules
+        self._checked: tuple[object, ...] | None = None
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        modules = [referred for reference in self._modules if (referred := reference()) is not None]
+        if not (modules and torch.is_grad_enabled()):
+            return
+        adapters = adapters_of(*modules)
+        if adapters == self._checked:
+            return
+        root, model = modules[0], modules[-1]
+        refuse_unreduced(root, self._strategy)
+        if model.training and adapters != self._at_wrap and not any(p.requires_grad for p in root.parameters()):
+            # PEFT freezes what it does not find under the names of FSDP1's units.
+            raise LigerDistError(
+                f"no parameter trains since PEFT has changed the model that {self._strategy!r} shards. {ORDER}"
+            )
+        self._checked = adapters
+
+    def __reduce__(self) -> Any:
+        return _Check, ((), "")
