@@ -17,7 +17,7 @@ from liger_dist.layer_compilation import compile_each, compiled_call, restore_ca
 from liger_dist.peft_layers import reads_sharded_weights
 from liger_dist.structure import Structure
 
-from .lost_gradients import warn_of_experts
+from .lost_gradients import check_hooks, warn_of_experts
 from .mesh import Mesh, check_mesh, require_process_group
 
 

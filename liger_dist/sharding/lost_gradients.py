@@ -38,7 +38,7 @@ def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -
     changed = [name for name, p in trained if p._backward_hooks]
     if changed:
         raise LigerDistError(
-            f"{_listed(changed)} {'has a hook' if len(changed) == 1 else 'have hooks'} on the gradient "
+            f"{_listed(changed)} {'has a hook on its gradient' if len(changed) == 1 else 'have hooks on their gradients'} "
             f"(Tensor.register_hook), and strategy={strategy!r} trains shards in place of these parameters, so that it "
             f"would never run. Use strategy='ddp'. {_LATER[strategy]}"
         )
