@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -50,53 +51,45 @@ class Structure:
         return bool(self.tied_to)
 
 
-def find_structure(model: nn.Module) -> Structure:
+def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
     """Reads the structure of a Hugging Face model.
+
+    Args:
+        fused_loss: False takes an lm_head of any class, and of a model without one, such as a classifier, its last
+            ``nn.Linear`` in the place of lm_head.
 
     Raises:
         LigerDistError: no lm_head, or one that is not an ``nn.Linear``.
     """
     outer_head = _output_embedding(model)
+    if outer_head is None and not fused_loss:
+        outer_head = next((child for child in reversed(list(model.children())) if isinstance(child, nn.Linear)), None)
     if outer_head is None:
         raise LigerDistError(
             f"{type(model).__name__} has no lm_head (get_output_embeddings() returns None); expected a language "
             "model with one, such as AutoModelForCausalLM builds. A base model or a classifier has no token loss to "
-            "fuse."
+            "fuse: a classifier is sharded by WrapConfig(fused_loss=False)."
         )
     in_use = active_head(outer_head)
     with_trained_rows = under_trained_rows(in_use)
-    objection = None if with_trained_rows is not None else lora_objection(in_use)
-    if objection is not None:
-        raise LigerDistError(f"the lm_head of {type(model).__name__} has {objection}")
     head = base_head(in_use) if with_trained_rows is None else with_trained_rows
-    if hasattr(head, "_hf_hook"):
+    _check_head(type(model).__name__, in_use, head, fused_loss=fused_loss)
+    head_name = next((name for name, module in model.named_modules() if module is outer_head), None)
+    if head_name is None:
         raise LigerDistError(
-            f"the lm_head of {type(model).__name__} has a hook of accelerate, which a device_map puts on each "
-            "module; load the model with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy "
-            "place it."
-        )
-    if any(cls.__module__.startswith("liger_dist.fused_head.") for cls in type(head).__mro__):
-        raise LigerDistError(
-            f"the lm_head of {type(model).__name__} has been fused by the wrap of another model that shares it; call "
-            "liger_dist.unwrap on that one first."
-        )
-    if not isinstance(head, nn.Linear) or not is_linear_map(head):
-        raise LigerDistError(
-            f"the lm_head of {type(model).__name__} is a {type(head).__module__}.{type(head).__qualname__}; "
-            "expected an unmodified torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: "
-            "exclude it from quantisation (llm_int8_skip_modules, modules_to_not_convert)."
+            f"the lm_head of {type(model).__name__} (get_output_embeddings()) is none of its modules; register it as "
+            "an attribute of the model."
         )
     reason = None if with_trained_rows is None else TRAINED_ROWS
     if weight_of(head) is None:
         reason = "its lm_head computes its weight by a parametrization of torch.nn.utils"
-    head_name = next(name for name, module in model.named_modules() if module is outer_head)
     decoder = _decoder_of(model)
     layers, parent = _find_layers(model, decoder)
     decoder = decoder or parent
     vocab_size, hidden_size = head_shape(head)
     return Structure(
         head_name=head_name,
-        head=head,
+        head=cast(nn.Linear, head),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         tied_to=tied_modules(model, head),
@@ -106,6 +99,36 @@ def find_structure(model: nn.Module) -> Structure:
         other_stacks=_find_other_stacks(model, decoder),
         final_norm=_find_final_norm(parent, layers),
     )
+
+
+def _check_head(name: str, in_use: nn.Module, head: nn.Module, *, fused_loss: bool) -> None:
+    """Refuses an lm_head of the model ``name`` that cannot be wrapped, or that no loss can be fused into.
+
+    Raises:
+        LigerDistError: with the way out.
+    """
+    if hasattr(head, "_hf_hook"):
+        raise LigerDistError(
+            f"the lm_head of {name} has a hook of accelerate, which a device_map puts on each module; load the model "
+            "with device_map=None (model_init_kwargs of TRL's trainers) and let the strategy place it."
+        )
+    if any(cls.__module__.startswith("liger_dist.fused_head.") for cls in type(head).__mro__):
+        raise LigerDistError(
+            f"the lm_head of {name} has been fused by the wrap of another model that shares it; call "
+            "liger_dist.unwrap on that one first."
+        )
+    if not fused_loss:
+        return
+    objection = None if under_trained_rows(in_use) is not None else lora_objection(in_use)
+    if objection is not None:
+        raise LigerDistError(f"the lm_head of {name} has {objection}")
+    if not isinstance(head, nn.Linear) or not is_linear_map(head):
+        raise LigerDistError(
+            f"the lm_head of {name} is a {type(head).__module__}.{type(head).__qualname__}; expected an unmodified "
+            "torch.nn.Linear, alone or under PEFT's LoRA. A quantised head cannot be fused: exclude it from "
+            "quantisation (llm_int8_skip_modules, modules_to_not_convert), or leave the loss as it is with "
+            "WrapConfig(fused_loss=False)."
+        )
 
 
 def weight_of(head: nn.Module) -> Tensor | None:
@@ -128,12 +151,14 @@ def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is weight)
 
 
-def head_shape(head: nn.Linear) -> tuple[int, int]:
+def head_shape(head: nn.Module) -> tuple[int, int]:
     """``(V, D)`` of the full weight of ``head``: read from the weight, also where FSDP2, TP or ZeRO-3 shard it. PEFT
     makes tied heads whose ``in_features`` and ``out_features`` are swapped."""
     weight = weight_of(head)
     shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
-    return (shape[0], shape[1]) if len(shape) == 2 else (head.out_features, head.in_features)
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    return getattr(head, "out_features", 0), getattr(head, "in_features", 0)
 
 
 def is_linear_map(head: nn.Linear) -> bool:

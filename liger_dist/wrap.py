@@ -178,7 +178,7 @@ def _inspect(
     check_not_failed(model)
     outputs = as_output_names(config.outputs)
     check_outputs(outputs)
-    structure = find_structure(model)
+    structure = find_structure(model, fused_loss=config.fused_loss)
     if config.mlp_tile_tokens is not None and any(compiled_call(layer) is not None for layer in structure.layers):
         raise LigerDistError(
             f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "

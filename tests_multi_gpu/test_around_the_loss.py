@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
-from models import HIDDEN_SIZE, VOCAB_SIZE, make_batch, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_config, make_model
 from torch import Tensor, nn
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 HOUSE = "repaired by the swapped forward of the model's class (issue 'One forward')"
 
@@ -348,3 +349,93 @@ def test_a_model_is_freed_with_its_last_reference(state: str) -> None:
     finally:
         if collects:
             gc.enable()
+
+
+# Without a fused loss any model is sharded.
+
+
+class HalfHead(nn.Linear):
+    """A head that a loss cannot be fused into."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 0.5
+
+
+def own_head() -> Any:
+    model: Any = make_model("llama")
+    torch.manual_seed(2)
+    model.lm_head = HalfHead(HIDDEN_SIZE, VOCAB_SIZE, bias=False).double().to(compute_device())
+    return model
+
+
+def classifier() -> Any:
+    from transformers import LlamaForSequenceClassification
+
+    config: Any = make_config("llama")
+    torch.manual_seed(2)
+    return LlamaForSequenceClassification(config).double().to(compute_device())
+
+
+MODELS: dict[str, Callable[[], Any]] = {"own head": own_head, "classifier": classifier}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_head_without_a_fused_loss(name: str, workers_2: Workers) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=r"WrapConfig\(fused_loss=False\)"):
+        liger_dist.wrap(MODELS[name](), "none")
+    for error in (error for errors in workers_2.run(shard_any_head, name) for error in errors.values()):
+        assert error < 1e-6
+
+
+def shard_any_head(name: str) -> dict[str, float]:
+    """The largest relative error of a gradient under each strategy, against the mean over both ranks' batches."""
+    batches = [make_batch(rank) for rank in range(2)]
+    if name == "classifier":
+        batches = [batch | {"labels": batch["input_ids"][:, 0] % 2} for batch in batches]
+    own = MODELS[name]()
+    for batch in batches:
+        (own(**batch).loss / 2).backward()
+    wanted = gradients(own)
+    found = {}
+    for strategy in ("ddp", "fsdp2"):
+        wrapped = liger_dist.wrap(MODELS[name](), strategy, config=liger_dist.WrapConfig(fused_loss=False))
+        wrapped(**batches[dist.get_rank()]).loss.backward()
+        mine = {
+            key.removeprefix("module."): full(p.grad) for key, p in wrapped.named_parameters() if p.grad is not None
+        }
+        assert mine.keys() == wanted.keys()
+        found[strategy] = max(
+            float((mine[key] - wanted[key]).norm() / wanted[key].norm().clamp_min(1e-9)) for key in wanted
+        )
+    return found
+
+
+def test_ddp_with_parameters_that_a_forward_leaves_unused(workers_2: Workers) -> None:
+    for losses, mine, wanted in workers_2.run(train_on_embeddings):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        assert mine == pytest.approx(wanted, rel=1e-6)
+
+
+def train_on_embeddings() -> tuple[list[float], list[float], list[float]]:
+    """Two steps from ``inputs_embeds``, which leave the embedding without a gradient."""
+    batches = [make_batch(rank) for rank in range(2)]
+    own: Any = make_model("llama")
+    inputs = [own.get_input_embeddings()(batch["input_ids"]).detach() for batch in batches]
+    total = [own(inputs_embeds=x, labels=b["labels"]).loss for x, b in zip(inputs, batches, strict=True)]
+    (sum(total) / 2).backward()
+    wrapped = liger_dist.wrap(make_model("llama"), liger_dist.DDP(find_unused_parameters=True))
+    rank, losses = dist.get_rank(), []
+    for _ in range(2):
+        wrapped.zero_grad()
+        loss = wrapped(inputs_embeds=inputs[rank], labels=batches[rank]["labels"]).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    norms = [
+        [
+            float(p.grad.norm())
+            for name, p in model.named_parameters()
+            if p.grad is not None and "embed_tokens" not in name
+        ]
+        for model in (wrapped, own)
+    ]
+    return losses, norms[0], norms[1]

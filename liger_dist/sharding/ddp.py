@@ -26,8 +26,15 @@ _AVERAGED = "_liger_dist_averaged"
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Unsharded):
-    """Replicates the model on every rank and averages its gradients."""
+    """Replicates the model on every rank and averages its gradients. The options are those of
+    :class:`torch.nn.parallel.DistributedDataParallel`."""
 
+    find_unused_parameters: bool = False
+    """True for forwards that leave trained parameters unused, such as the embedding with ``inputs_embeds``"""
+    static_graph: bool = False
+    """True if the parameters that are used never change"""
+    broadcast_buffers: bool = True
+    """True to copy rank 0's buffers to all ranks before each forward"""
     name: ClassVar[str] = "ddp"
     has_collectives: ClassVar[bool] = True
 
@@ -55,7 +62,12 @@ class DDP(Unsharded):
         undo: ExitStack,
     ) -> nn.Module:
         super().shard(outer, model, structure, initialize=initialize, undo=undo)
-        wrapper = DistributedDataParallel(outer.to(compute_device()))
+        wrapper = DistributedDataParallel(
+            outer.to(compute_device()),
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            broadcast_buffers=self.broadcast_buffers,
+        )
         wrapper.training = outer.training
         vars(wrapper)[_AVERAGED] = tuple(parameter for parameter in outer.parameters() if parameter.requires_grad)
         return wrapper

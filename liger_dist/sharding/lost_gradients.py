@@ -37,10 +37,10 @@ def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -
     trained = [(name, p) for name, p in parameters if p.requires_grad]
     changed = [name for name, p in trained if p._backward_hooks]
     if changed:
+        have = "has a hook on its gradient" if len(changed) == 1 else "have hooks on their gradients"
         raise LigerDistError(
-            f"{_listed(changed)} {'has a hook on its gradient' if len(changed) == 1 else 'have hooks on their gradients'} "
-            f"(Tensor.register_hook), and strategy={strategy!r} trains shards in place of these parameters, so that it "
-            f"would never run. Use strategy='ddp'. {_LATER[strategy]}"
+            f"{_listed(changed)} {have} (Tensor.register_hook), and strategy={strategy!r} trains shards in place of "
+            f"these parameters, so that it would never run. Use strategy='ddp'. {_LATER[strategy]}"
         )
     hooked = [name for name, p in trained if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
