@@ -54,17 +54,19 @@ test-all: $(VENV)/.torchao
 OLDEST ?= .venv-oldest
 OLDEST_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check
 OLDEST_RELEASES := transformers==5.0.0 peft==0.21.0 accelerate==1.15.0 trl==1.16.0
+# torch's state dict of FSDP1 ends in a segmentation fault under Trainer.save_model there, on CPUs.
+OLDEST_CRASHES := trains_and_evaluates_as_before and fsdp1
 OLDEST_TESTS := canary layers layer_kernels lora_layers families attention wrap calls peft vocab_parallel trl trainer
 
 $(OLDEST)/.installed: setup.cfg Makefile
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST_PIP) torch==2.11.0 setuptools wheel ninja
 	$(OLDEST_PIP) --no-build-isolation deepspeed==0.18.0
-	$(OLDEST_PIP) $(OLDEST_RELEASES) --editable ".[train]" pytest pytest-timeout pytest-xdist
+	$(OLDEST_PIP) $(OLDEST_RELEASES) --editable ".[train]" liger-kernel==0.8.5 pytest pytest-timeout pytest-xdist
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
