@@ -19,7 +19,7 @@ CELLS = {
     "as unwrapped: ": "fails unwrapped too",
     "refused: AdaLoRA's regulariser": "refused: regulariser",
     " shards each layer by itself": "refused: shared",
-    " has a hook on its gradient": "refused: hook",
+    "(Tensor.register_hook)": "refused: hook",
 }
 """cells of the table by a part of an outcome; any other outcome is a failure"""
 OF_THEIR_KIND = (

@@ -262,6 +262,9 @@ def unshared_gradients() -> dict[str, str]:
     found = {}
     batch = make_batch(dist.get_rank())
     wrapped: Any = liger_dist.wrap(make_model("llama"), "ddp")
+    # The first forward with gradients refuses parameters that came after wrap; later ones do not look.
+    wrapped(**batch).loss.backward()
+    wrapped.zero_grad()
     final = wrapped.module.model.norm
     final.extra = nn.Parameter(torch.ones(HIDDEN_SIZE, dtype=torch.float64, device=batch["labels"].device))
     final.register_forward_hook(lambda module, args, output: output * module.extra)

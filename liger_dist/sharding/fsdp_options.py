@@ -90,7 +90,7 @@ class FullySharded:
                     f"{name} has no dimension and {self.name!r} shards the first one of every parameter; make it a "
                     "parameter of shape (1,), or a buffer."
                 )
-        check_hooks(model.named_parameters(), self.name)
+        check_hooks(outer.named_parameters(), self.name)
         if self.name == "fsdp2":
             warn_of_experts(model, structure)
 
