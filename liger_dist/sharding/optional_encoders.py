@@ -44,6 +44,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.peft_layers import without_fsdp1
 from liger_dist.structure import Structure, input_embedding
@@ -98,8 +99,10 @@ def _kind(encoder_input: str) -> str:
 
 
 def _encoder_inputs(model: nn.Module) -> dict[str, int]:
-    """The parameters of the model's forward that an encoder takes, with their positions."""
+    """The parameters of the model's forward that an encoder takes, with their positions; deprecated names of theirs,
+    which transformers' decorators still take, are keywords alone."""
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    names += renamed_keywords(type(model).forward)
     return {
         name: position
         for position, name in enumerate(names)
