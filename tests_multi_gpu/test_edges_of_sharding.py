@@ -54,11 +54,13 @@ ON_DEVICE = pytest.mark.skipif(compute_device().type == "cuda", reason="assertio
 
 
 @ON_DEVICE
-@pytest.mark.parametrize("what", ["an id of the embedding", "a label", "a keyword"])
+@pytest.mark.parametrize("what", ["an id of the embedding", "a label", "an option"])
 def test_what_one_rank_of_a_vocab_parallel_head_refuses_is_refused_by_all(what: str, workers_2: Workers) -> None:
     """Before a collective that the other one would wait in; afterwards both go on."""
     for sentence, loss in workers_2.run(refused_by_one, what, time_limit=60):
-        assert ("ids go from" if "id" in what else "a label is" if "label" in what else "nonsense") in sentence
+        assert (
+            "ids go from" if "id of" in what else "a label is" if "label" in what else "label_smoothing is 2"
+        ) in sentence
         assert loss > 0
 
 
@@ -76,8 +78,8 @@ def refused_by_one(what: str, mesh: tuple[int, ...] | None = None) -> tuple[str,
         wrong["input_ids"][0, 0] = VOCAB_SIZE
     if dist.get_rank() == 1 and what == "a label":
         wrong["labels"][0, -1] = VOCAB_SIZE
-    if dist.get_rank() == 1 and what == "a keyword":
-        wrong["nonsense"] = 1
+    if dist.get_rank() == 1 and what == "an option":
+        wrong["label_smoothing"] = 2.0
     with pytest.raises(liger_dist.LigerDistError) as caught:
         model(**wrong)
     return str(caught.value), float(model(**batch).loss)
