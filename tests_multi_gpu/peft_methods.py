@@ -36,7 +36,7 @@ class Method:
 
 
 def _tasks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"task_ids": torch.arange(len(batch["input_ids"])) % 2}
+    return {"task_ids": torch.arange(len(batch["input_ids"]), device=batch["input_ids"].device) % 2}
 
 
 def _tuned(config: str, **settings: Any) -> Method:

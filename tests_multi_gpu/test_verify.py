@@ -248,7 +248,7 @@ def test_it_finds_faults_beside_the_loss() -> None:
 
 def wrong_norm(x_TD: Tensor, *args: Any, **kwargs: Any) -> Any:
     right = norm_fwd(x_TD, *args, **kwargs)
-    return right._replace(y_TD=right.y_TD * torch.linspace(0.5, 1.5, x_TD.shape[1], dtype=x_TD.dtype))
+    return right._replace(y_TD=right.y_TD * torch.linspace(0.5, 1.5, x_TD.shape[1]).to(x_TD))
 
 
 def test_it_finds_gradients_that_ranks_do_not_share(workers_2: Workers) -> None:
