@@ -148,9 +148,16 @@ def test_a_selection_that_the_probe_did_not_see_is_refused() -> None:
     batch = make_batch(0, num_ignored=0)
     mask = torch.zeros_like(batch["labels"])
     mask[:, 5:] = 1
-    for further, operation in (({"loss_mask": mask}, "getitem tensor"), ({"offset": 2}, "getitem 0: 0:-2")):
+    for further, operation in (
+        ({"loss_mask": mask}, "leaves labels out of its loss"),
+        ({"offset": 2}, "getitem 0: 0:-2"),
+    ):
         with pytest.raises(liger_dist.LigerDistError, match=re.escape(operation)):
             wrapped(**batch, **further)
+    # A mask that leaves out tokens without a label changes nothing.
+    assert_same(
+        wrapped, selecting_model(), batch | {"labels": batch["labels"].where(mask > 0, -100), "loss_mask": mask}
+    )
     assert_same(wrapped, selecting_model(), batch)
     assert_same(wrapped, selecting_model(), {name: value[:, :7] for name, value in batch.items()})
 

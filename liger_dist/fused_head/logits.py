@@ -17,6 +17,8 @@ from torch import Tensor
 from liger_dist.errors import LogitsNotComputedError
 from liger_dist.tracing import untraced
 
+from .recipe import SELECTIONS
+
 HOW_TO_GET_LOGITS = (
     "the logits of this call were never computed, only its loss. For logits call the model without labels, or with "
     "outputs=('logits',) beside them; token accuracy, entropy and log-probabilities need none: pass "
@@ -29,7 +31,6 @@ _SHAPES_AND_DTYPES = """
     view reshape flatten unflatten contiguous clone squeeze unsqueeze transpose permute swapaxes movedim
     float double half bfloat16 to type type_as cpu cuda
 """
-_SELECTION = "__getitem__ narrow masked_select index_select"
 _ARITHMETIC = """
     mul __mul__ __rmul__ mul_ __imul__ div true_divide __truediv__ div_ __itruediv__ __rtruediv__
     add __add__ __radd__ add_ __iadd__ sub __sub__ tanh tanh_ clamp
@@ -43,7 +44,6 @@ _ABOUT_THE_TENSOR = """
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _PASSING = frozenset(_SHAPES_AND_DTYPES.split())
 _CHANGING = frozenset(_ARITHMETIC.split())
-_SELECTING = frozenset(_SELECTION.split())
 _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
 
 
@@ -108,7 +108,7 @@ class FusedLogits(Tensor):
         name = func.__name__
         if name in _PASSING:
             return carrier
-        if name in _SELECTING:
+        if name.strip("_") in SELECTIONS:
             selection = tuple(value for value in (*args, *kwargs.values()) if value is not carrier)
             vars(carrier)["_changes"].append((name.strip("_"), *_at_any_length(name, selection, carrier.shape)))
             return carrier

@@ -29,7 +29,7 @@ from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
 from .logits import FusedLogits
-from .recipe import LossRecipe
+from .recipe import LossRecipe, selects_by_tensor
 from .signature import IGNORE_INDEX, TOKEN_ACCURACY
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
@@ -322,6 +322,8 @@ class PendingLoss:
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
                     "a change, or use WrapConfig(fused_loss=False)."
                 )
+            if selects_by_tensor(logits.changes):
+                self._check_selection(targets)
             logits = logits.as_subclass(Tensor)
         self._check_targets(targets)
         self.delivered = True
@@ -333,6 +335,15 @@ class PendingLoss:
         """The finished loss and the further outputs that carry gradients."""
         assert self.output is not None
         return [self.output.loss, *(getattr(self.output, name) for name in self.call.differentiable)]
+
+    def _check_selection(self, targets: Any) -> None:
+        """Checks that the tokens which the forward has selected have all labels that count: the loss was computed of
+        these. On a GPU by an assertion on the device."""
+        ignored = self.call.loss.options.ignore_index
+        if isinstance(targets, Tensor):
+            counted = (self.call.aligned_labels() != ignored).sum()
+            same = (targets != ignored).sum() == counted.to(targets.device)
+            _refuse_unless(same, self.call.model_name, _OTHER_TOKENS)
 
     def _check_targets(self, targets: Any) -> None:
         """Checks that the loss function got the labels that the loss was computed with. Views share their storage;
@@ -382,8 +393,14 @@ _CHANGED_LABELS = (
 )
 
 
-def _refuse_unless(same: Tensor, name: str) -> None:
-    sentence = _CHANGED_LABELS.format(name)
+_OTHER_TOKENS = (
+    "{} leaves labels out of its loss by a mask or by indices; the loss was computed with all labels of the call. Give "
+    "the tokens that shall not count the ignored label before the call, or use WrapConfig(fused_loss=False)."
+)
+
+
+def _refuse_unless(same: Tensor, name: str, sentence: str = _CHANGED_LABELS) -> None:
+    sentence = sentence.format(name)
     if same.is_cuda:
         device_assert(same, sentence)
     elif not bool(same):

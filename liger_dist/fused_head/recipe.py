@@ -13,6 +13,10 @@ Targets = Literal["next", "next_attended", "same"]
 its own label (decoders whose input is shifted, masked language models)."""
 
 
+SELECTIONS = ("getitem", "narrow", "masked_select", "index_select")
+"""operations that select logits, by their names without underscores"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
     """``softcap * tanh(scale * logit / softcap)``, or ``scale * logit`` without a soft-cap; or ``logit + bias``."""
@@ -48,19 +52,22 @@ class LossRecipe:
     refused"""
 
     def allows(self, changes: tuple[tuple[Any, ...], ...]) -> bool:
-        """True if a call whose code did ``changes`` to the logits has the loss of this recipe."""
-        if self.targets != "next_attended":
-            return changes == self.changes
-        # Such models select the attended tokens by a mask, where a call has one; the labels have been masked alike.
-        return self._unmasked(changes) == self._unmasked(self.changes)
-
-    @staticmethod
-    def _unmasked(changes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
-        return [change for change in changes if change != ("getitem", "tensor")]
+        """True if a call whose code did ``changes`` to the logits has the loss of this recipe, if those that it selects
+        by tensors, such as masks, have all labels that count (:func:`selects_by_tensor`)."""
+        return _at_places(changes) == _at_places(self.changes)
 
     def __str__(self) -> str:
         where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")
         return f"fused linear cross entropy for {where}, targets {self.targets}, {self.transform}"
+
+
+def selects_by_tensor(changes: tuple[tuple[Any, ...], ...]) -> bool:
+    """True if logits were selected by a mask or by indices that are tensors."""
+    return len(_at_places(changes)) < len(changes)
+
+
+def _at_places(changes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
+    return [change for change in changes if not (change[0] in SELECTIONS and "tensor" in change)]
 
 
 class NotFusableError(Exception):
