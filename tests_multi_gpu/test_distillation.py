@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hard_weight": ({"hard_weight": 1.5}, r"hard_weight is 1.5; expected a number in \[0, 1\]"),
     "label_smoothing": ({"label_smoothing": 0.1}, "label_smoothing was given to a distillation loss"),
     "outputs": ({"outputs": ("log_prob",)}, "outputs was given to a distillation loss"),
-    "unknown": ({"labls": 1}, "was called with 'labls'"),
+    "unknown": ({"labls": 1}, "distillation_loss was called with 'labls'"),
     "label": ({"labels": torch.full((3, 12), 101)}, "a label is 101 but lm_head has 101 rows"),
     "shape": ({"labels": torch.zeros(3, 11, dtype=torch.int64)}, r"labels have shape \(3, 11\)"),
     "teacher_inputs": (

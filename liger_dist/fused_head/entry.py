@@ -101,6 +101,8 @@ class Entry:
             is_scored = bool(self.requested(call)) or not wants_logits(call)
             if has_labels and is_scored and not self.access.has_trained_rows():
                 checked = self.check(call)
+                if call.named.get("num_items_in_batch") is not None and distillation is None:
+                    self._warn_of_ignored_items()
         except Exception as error:
             if shards is not None:
                 shards.agree_on_call(f"nothing, and refuse it: {error}")
@@ -134,8 +136,6 @@ class Entry:
         self._warn_of_scored_padding(labels, named.get("attention_mask"), ignore_index)
         # Never by the attribute, which a parametrization computes: weights may be sharded here.
         host_sequences.check(self.model, base_head(head)._parameters.get("weight"), named.get("position_ids"))
-        if named.get("num_items_in_batch") is not None and call.distillation is None:
-            self._warn_of_ignored_items()
         loss = call.arguments(self.recipe)
         loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
         return Checked(head, labels, is_aligned, loss)
@@ -318,6 +318,12 @@ class Entry:
         """
         shards = row_shards_of(self.structure.head)
         try:
+            unknown = self.signature.unknown(kwargs)
+            if unknown:
+                raise LigerDistError(
+                    f"distillation_loss was called with {unknown[0]!r}, which {type(self.model).__name__} does not "
+                    "take; expected arguments of the student's forward."
+                )
             call = self.signature.read((), kwargs)
             self._check_packed(call)
             call.check_distilled()

@@ -211,15 +211,18 @@ class Signature:
         """The outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
         return () if LOGITS in self._outputs and self._model.training else self._outputs
 
-    def _warn_of_unknown(self, kwargs: dict[str, Any]) -> None:
+    def unknown(self, kwargs: dict[str, Any]) -> list[str]:
+        """Names of keywords that neither the model nor its loss takes."""
         if not self.takes_more:
-            return  # Python itself refuses unknown keywords.
+            return []  # Python itself refuses unknown keywords.
         known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
         further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
         # A forward that is not transformers' may read any of them.
         is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
-        unknown = [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
-        for name in unknown:
+        return [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
+
+    def _warn_of_unknown(self, kwargs: dict[str, Any]) -> None:
+        for name in self.unknown(kwargs):
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(
