@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .class_swap import SameLinearMap
 from .errors import LigerDistError
@@ -63,7 +65,7 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
     """
     outer_head = _output_embedding(model)
     if outer_head is None and not fused_loss:
-        outer_head = next((child for child in reversed(list(model.children())) if isinstance(child, nn.Linear)), None)
+        outer_head = _last_linear(model)
     if outer_head is None:
         raise LigerDistError(
             f"{type(model).__name__} has no lm_head (get_output_embeddings() returns None); expected a language "
@@ -81,7 +83,7 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
             "an attribute of the model."
         )
     reason = None if with_trained_rows is None else TRAINED_ROWS
-    if weight_of(head) is None:
+    if is_parametrized(head, "weight"):
         reason = "its lm_head computes its weight by a parametrization of torch.nn.utils"
     decoder = _decoder_of(model)
     layers, parent = _find_layers(model, decoder)
@@ -99,6 +101,14 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
         other_stacks=_find_other_stacks(model, decoder),
         final_norm=_find_final_norm(parent, layers),
     )
+
+
+def _last_linear(model: nn.Module) -> nn.Module | None:
+    """The last ``nn.Linear`` outside the layers, such as that of a classifier."""
+    layers, _ = _find_layers(model, _decoder_of(model))
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in inside]
+    return outside[-1] if outside else None
 
 
 def _check_head(name: str, in_use: nn.Module, head: nn.Module, *, fused_loss: bool) -> None:
@@ -140,7 +150,7 @@ def weight_of(head: nn.Module) -> Tensor | None:
 def stored_parameter(head: nn.Module) -> Tensor:
     """The weight that ``head`` stores, or the first of the parameters from which it is computed."""
     weight = weight_of(head)
-    return next(head.parameters()) if weight is None else weight
+    return next(head.parameters(), torch.empty(0)) if weight is None else weight
 
 
 def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
@@ -148,7 +158,10 @@ def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
     weight = weight_of(head)
     if weight is None:
         return ()
-    return tuple(m for m in model.modules() if m is not head and m._parameters.get("weight") is weight)
+    # Not by ``_parameters``, which TorchScript's modules do not have as a dict.
+    return tuple(
+        m for m in model.modules() if m is not head and dict(m.named_parameters(recurse=False)).get("weight") is weight
+    )
 
 
 def head_shape(head: nn.Module) -> tuple[int, int]:

@@ -452,13 +452,13 @@ def _disagreements_of_gradients(model: nn.Module) -> list[str]:
     if partial:
         return [
             f"{len(partial)} parameters get a gradient on some ranks and none on others, such as {partial[0]}: experts "
-            "without tokens, or branches that depend on the data. FSDP2 then sums gradients of different parameters. "
+            "without tokens, or branches that depend on the data. FSDP2 sums gradients of different parameters then. "
             "Compute every branch on every rank, with weight 0 where it has no tokens"
         ]
     record = record_of(inner_model(model))
     facts = explain(model).facts
     is_averaged = isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for _, p in trained)
-    if not is_averaged and record.strategy.name == "auto":
+    if not is_averaged and record.strategy.name in ("auto", "deepspeed"):
         return []  # Nothing that is known averages them.
     names = _divergent(_copies(model, facts.tensor_parallel_size, lambda parameter: parameter.grad), tolerance=1e-3)
     if not names:

@@ -326,7 +326,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         attention = select_attention(model, found.structure.decoder)
     undo.callback(attention.restore)
     if seam is not None:
-        seam.entry.skips_padding = attention.reason is None
+        seam.entry.replaced_attention = attention.own
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,

@@ -179,7 +179,8 @@ def test_no_tensor_grows_with_the_square_of_a_row() -> None:
     padding = (torch.arange(length) < length // 2)[None].long()
     ids = torch.arange(length)[None] % 101
     # The reference on CPUs has a mask for each document that is longer than its window.
-    for family, given in (("mistral", {"position_ids": positions}), ("llama", {"attention_mask": padding})):
+    padded = {"attention_mask": padding, "labels": ids.masked_fill(padding == 0, -100)}
+    for family, given in (("mistral", {"position_ids": positions}), ("llama", padded)):
         model, _ = pair(family, max_position_embeddings=length)
         # In fp32 on GPUs scaled_dot_product_attention keeps the scores of fewer key heads.
         model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32)

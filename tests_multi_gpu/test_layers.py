@@ -332,8 +332,9 @@ def test_an_attention_that_writes_a_global_is_left_alone() -> None:
         layer.self_attn.__class__ = module.Counts
     liger_dist.wrap(model, "none")
     assert "its forward writes or lists its globals" in str(liger_dist.explain(model))
+    before = module.COUNT  # Probes have run it too.
     model(**make_batch(0))
-    assert 5 + len(model.model.layers) == module.COUNT
+    assert before + len(model.model.layers) == module.COUNT
 
 
 def test_a_patch_of_the_forwards_own_module_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,9 @@ class Entry:
         """True if other code may wrap the model"""
         self.packed: PackedDocuments | None = None
         """refuses packed documents that the model's layers would mix"""
-        self.skips_padding = False
-        """True if the attention leaves out padding, whose hidden states then differ from the model's own"""
+        self.replaced_attention: str | None = None
+        """implementation of the model's own attention where another one is selected, whose hidden states of padding
+        differ; None where it was kept"""
         self._has_looked_at_padding = False
         self._warned: set[str] = set()
         self._has_scored = False
@@ -133,7 +134,7 @@ class Entry:
         if labels.device.type == "cpu":
             scored = labels if is_aligned else labels[..., 1:]
             check_range(scored, vocab_size=vocab_size, ignore_index=ignore_index)
-        self._warn_of_scored_padding(labels, named.get("attention_mask"), ignore_index)
+        self._warn_of_scored_padding(labels, is_aligned, named.get("attention_mask"), ignore_index)
         # Never by the attribute, which a parametrization computes: weights may be sharded here.
         host_sequences.check(self.model, base_head(head)._parameters.get("weight"), named.get("position_ids"))
         loss = call.arguments(self.recipe)
@@ -147,21 +148,28 @@ class Entry:
         is_full = type(weight) is nn.Parameter and weight.shape[1:] == (self.structure.hidden_size,)
         return max(self.structure.vocab_size, len(weight)) if is_full else self.structure.vocab_size  # type: ignore[arg-type]
 
-    def _warn_of_scored_padding(self, labels: Tensor, mask: Any, ignore_index: int) -> None:
-        """Warns of a loss over padding, once. On a GPU only the first batch with a mask is looked at: that waits."""
-        is_known = self._has_looked_at_padding or not self.skips_padding
+    def _warn_of_scored_padding(self, labels: Tensor, is_aligned: bool, mask: Any, ignore_index: int) -> None:
+        """Warns, once, of labels that are scored by the logits of padding. On a GPU only the first batch with a mask is
+        looked at: that waits."""
+        is_known = self._has_looked_at_padding or self.replaced_attention is None
         if is_known or not isinstance(mask, Tensor) or mask.shape != labels.shape:
             return
         if labels.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return
             self._has_looked_at_padding = True
-        if bool(((mask == 0) & (labels.to(mask.device) != ignore_index)).any()):
+        if not is_aligned:
+            mask, labels = mask[..., :-1], labels[..., 1:]
+        differs = (mask == 0) & (labels.to(mask.device) != ignore_index)
+        if self.replaced_attention != "eager":
+            # Padding on the left sees nothing, which is 0 here as in scaled_dot_product_attention.
+            differs &= mask.cumsum(-1) > 0
+        if bool(differs.any()):
             self._has_looked_at_padding = True
             self.warn_once(
-                f"labels of {type(self.model).__name__} score tokens that its attention_mask leaves out. liger_dist's "
-                "attention does not compute these, so that their loss differs from the model's own. Give padding the "
-                f"label {ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
+                f"labels of {type(self.model).__name__} score logits of padding, whose attention_mask is 0. They "
+                "differ from those of the model's own attention, and so does the loss. Give padding, and the token "
+                f"after padding on the left, the label {ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
             )
 
     def decide(

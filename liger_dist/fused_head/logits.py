@@ -42,6 +42,7 @@ _ABOUT_THE_TENSOR = """
     record_stream register_hook retain_grad requires_grad_ detach alias view_as as_subclass _is_view is_inference
 """
 _CROSS_ENTROPY = signature(F.cross_entropy)
+_FRAMEWORKS = ("torch.", "deepspeed.", "accelerate.", "liger_dist.")
 _PASSING = frozenset(_SHAPES_AND_DTYPES.split())
 _CHANGING = frozenset(_ARITHMETIC.split())
 _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
@@ -64,12 +65,13 @@ class FusedLogits(Tensor):
 
     _carried: CarriedLoss | None
     _changes: list[tuple[Any, ...]]
+    _is_clipped: bool
 
     @staticmethod
     def carrying(logits: Tensor, loss: CarriedLoss | None) -> FusedLogits:
         """``logits`` ``[..., 0]`` that carry ``loss``; without one they refuse to be read."""
         carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
-        carrier._carried, carrier._changes = loss, []
+        carrier._carried, carrier._changes, carrier._is_clipped = loss, [], False
         return carrier
 
     def refusing(self) -> FusedLogits:
@@ -88,6 +90,24 @@ class FusedLogits(Tensor):
         for a tensor. Slices are counted from both ends, so that they are the same at every length."""
         changes: list[tuple[Any, ...]] = vars(self)["_changes"]
         return tuple(changes)
+
+    @property
+    def is_clipped(self) -> bool:
+        """True if a slice asked for more tokens than there are, and so selected all of them."""
+        return bool(vars(self)["_is_clipped"])
+
+    def runs_only_frameworks(self) -> bool:
+        """True if between lm_head and here autograd runs no function but those of frameworks, which pass gradients on
+        as they are."""
+        node: Any = self.grad_fn
+        while node is not None:
+            function = getattr(type(node), "_forward_cls", None)
+            if function is _Carry:
+                return True
+            if function is not None and not function.__module__.startswith(_FRAMEWORKS):
+                return False
+            node = next((following for following, _ in node.next_functions if following is not None), None)
+        return True
 
     @classmethod
     @untraced
@@ -110,13 +130,21 @@ class FusedLogits(Tensor):
             return carrier
         if name.strip("_") in SELECTIONS:
             selection = tuple(value for value in (*args, *kwargs.values()) if value is not carrier)
-            vars(carrier)["_changes"].append((name.strip("_"), *_at_any_length(name, selection, carrier.shape)))
+            described, is_clipped = _at_any_length(name, selection, carrier.shape)
+            if any(part not in (":", "...") for part in described):
+                vars(carrier)["_changes"].append((name.strip("_"), *described))
+            vars(carrier)["_is_clipped"] |= is_clipped
             return carrier
         if name in _CHANGING:
             operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
             numbers = ("tensor" if isinstance(value, Tensor) else value for value in operands)
             vars(carrier)["_changes"].append((name.strip("_"), *numbers))
             return carrier
+        if name == "register_hook" and not _is_of_framework(args[-1]):
+            raise LogitsNotComputedError(
+                "a gradient hook was registered on logits that were never computed; register it on lm_head's weight or "
+                "on the hidden states, or use WrapConfig(fused_loss=False)."
+            )
         if name not in _DESCRIBING:
             raise LogitsNotComputedError(f"{name} was called on fused logits: {HOW_TO_GET_LOGITS}")
         result = super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
@@ -125,22 +153,33 @@ class FusedLogits(Tensor):
         return result
 
 
-def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> tuple[Any, ...]:
-    """Describes a selection from logits ``[..., 0]`` of ``shape``, as it is at any length of the sequences."""
+def _is_of_framework(hook: Any) -> bool:
+    """True for hooks by which FSDP and DeepSpeed notice the backward; they read no gradient of logits."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.startswith(_FRAMEWORKS)
+
+
+def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> tuple[tuple[Any, ...], bool]:
+    """Describes a selection from logits ``[..., 0]`` of ``shape`` as it is at any length of the sequences, and whether
+    a slice asked for more than there is."""
     index = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple) else operands
     if name == "narrow" and isinstance(operands[1], int):
         dim, start, length = operands
         index = dim, slice(start, start + length)
         shape = torch.Size([0, shape[dim]])
     found: list[Any] = []
+    is_clipped = False
     for place, item in enumerate(index):
-        if isinstance(item, slice) and place < len(shape):
-            size = shape[place]
-            start, stop, step = item.indices(size)
-            found.append(f"{start}:{stop - size or ''}" + (f":{step}" if step != 1 else ""))
-        else:
+        if not isinstance(item, slice) or place >= len(shape):
             found.append("tensor" if isinstance(item, Tensor) else "..." if item is Ellipsis else item)
-    return tuple(found)
+            continue
+        size, first, last = shape[place], item.start or 0, item.stop
+        # Numbers from the end stay as they are, others are counted from the nearer end.
+        is_clipped |= -first > size > 0 or (last is not None and last > size > 0)
+        begin = "" if first == 0 or -first >= size else str(first)
+        end = "" if last is None or last >= size else str(last if last < 0 else last - size)
+        found.append(f"{begin}:{end}" + (f":{item.step}" if item.step not in (None, 1) else ""))
+    return tuple(found), is_clipped
 
 
 class _Carry(torch.autograd.Function):

@@ -212,11 +212,11 @@ class LossCall:
 
     def check_arguments(self, given: dict[str, Any]) -> None:
         """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
-        may have been moved in between, so only their presence is compared."""
-        has_items = self.loss.num_items_in_batch is not None
+        may have been moved in between, so that only their presence is compared."""
+        own, items = self.loss.num_items_in_batch, given.get("num_items_in_batch")
+        are_numbers = isinstance(own, int | float) and isinstance(items, int | float)
         differs = {
-            "num_items_in_batch": self.recipe.takes_num_items
-            and (given.get("num_items_in_batch") is None) == has_items,
+            "num_items_in_batch": (items is None) != (own is None) or (are_numbers and items != own),
             "ignore_index": given.get("ignore_index", IGNORE_INDEX) != self.loss.options.ignore_index,
         }
         for name, is_other in differs.items():
@@ -293,6 +293,7 @@ class PendingLoss:
             )
         seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": recipe.label_smoothing, "reduction": "mean"}
         changed = [option for option, value in seen.items() if options.get(option, value) != value]
+        changed += [option for option in ("size_average", "reduce") if options.get(option) is not None]
         changed += ["weight"] if options.get("weight") is not None else []
         if changed:
             raise LigerDistError(
@@ -300,10 +301,13 @@ class PendingLoss:
                 "when it was wrapped; the loss was computed already. Unwrap it and wrap it again, or use "
                 "WrapConfig(fused_loss=False)."
             )
-        return self.deliver(logits, targets)
+        return self.deliver(logits, targets, is_aligned=True)
 
-    def deliver(self, logits: Tensor, targets: Any) -> Tensor:
+    def deliver(self, logits: Tensor, targets: Any, *, is_aligned: bool) -> Tensor:
         """The loss, where the model computes it from ``logits`` and its targets.
+
+        Args:
+            is_aligned: True if each target is scored by the logits at its own position.
 
         Raises:
             LigerDistError: the model computes a second one, or did something to the logits or the labels that it did
@@ -322,10 +326,18 @@ class PendingLoss:
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
                     "a change, or use WrapConfig(fused_loss=False)."
                 )
+            if not logits.runs_only_frameworks():
+                raise LigerDistError(
+                    f"{name} passes its logits through an autograd function of its own, which may change their "
+                    "gradient; the loss was computed without it. Use WrapConfig(fused_loss=False)."
+                )
             if selects_by_tensor(logits.changes):
                 self._check_selection(targets)
+            else:
+                self._check_targets(targets, is_aligned=is_aligned)
             logits = logits.as_subclass(Tensor)
-        self._check_targets(targets)
+        else:
+            self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
         loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.others = dict(zip(self.call.differentiable, others, strict=True))
@@ -345,19 +357,30 @@ class PendingLoss:
             same = (targets != ignored).sum() == counted.to(targets.device)
             _refuse_unless(same, self.call.model_name, _OTHER_TOKENS)
 
-    def _check_targets(self, targets: Any) -> None:
-        """Checks that the loss function got the labels that the loss was computed with. Views share their storage;
-        copies are compared, on a GPU by an assertion on the device."""
+    def _check_targets(self, targets: Any, *, is_aligned: bool) -> None:
+        """Checks that the loss function got the labels that the loss was computed with: the same memory, or equal
+        values, which are compared on a GPU by an assertion on the device."""
         call = self.call
         call.check_unchanged()
-        if not isinstance(targets, Tensor) or _storage(targets) == _storage(call.labels):
+        if not isinstance(targets, Tensor):
             return
-        aligned = call.aligned_labels()
-        expected = [x for x in (call.labels, aligned, aligned[..., :-1]) if x.numel() == targets.numel()]
+        labels = call.labels
+        if is_aligned and not call.is_aligned:
+            # The labels of the next tokens, as a view.
+            following = labels[..., 1:]
+            if _is_same_view(targets, following):
+                return
+            aligned = call.aligned_labels()
+            expected = [aligned, aligned[..., :-1]]
+        else:
+            if _is_same_view(targets, labels):
+                return
+            expected = [labels, labels[..., :-1]] if is_aligned else [labels]
+        same = [x for x in expected if x.numel() == targets.numel()]
+        if not same:
+            raise LigerDistError(_CHANGED_LABELS.format(call.model_name))
         given = targets.reshape(-1)
-        if expected:
-            same = torch.stack([(x.reshape(-1).to(given.device) == given).all() for x in expected]).any()
-            _refuse_unless(same, call.model_name)
+        _refuse_unless((same[0].reshape(-1).to(given.device) == given).all(), call.model_name)
 
 
 @dataclass(frozen=True)
@@ -416,8 +439,11 @@ def _detached(output: LossOutput) -> LossOutput:
     return replace(output, **{name: value.detach() for name, value in values.items()})
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    """True if both are the same elements in the same order, for certain."""
+    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
+        return False
+    return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
 
 
 def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:

@@ -27,9 +27,10 @@ from liger_dist.structure import Structure
 from .logits import HOW_TO_GET_LOGITS, FusedLogits
 from .recipe import LogitTransform, LossRecipe, NotFusableError, Targets
 
-PROBE_TOKENS = 6
+PROBE_ROWS, PROBE_TOKENS = 2, 6
 PROBE_ITEMS = 7
 """an unusual number of items, to recognise it"""
+PROBE_LOSS = 3.0
 IGNORED = -100
 
 
@@ -53,10 +54,12 @@ class _Head(nn.Module):
         vars(self).update(real=real, logits=logits)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.shape[-2] != PROBE_TOKENS:
-            raise NotFusableError("its lm_head is called with other tokens than the labels'")
         logits: Tensor = self.logits
-        return logits[0] if hidden_states.dim() == 2 else logits
+        if hidden_states.shape[:-1] == (PROBE_ROWS * PROBE_TOKENS,):
+            return logits.reshape(-1, logits.shape[-1])
+        if hidden_states.shape[:-1] != (PROBE_ROWS, PROBE_TOKENS):
+            raise NotFusableError("its lm_head is called with other tokens than the labels'")
+        return logits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["real"], name)
@@ -90,14 +93,20 @@ class _Probe:
     def __init__(self, model: nn.Module, structure: Structure, *, training: bool) -> None:
         self.model, self.structure, self.training = model, structure, training
         vocab_size = structure.vocab_size
-        count = PROBE_TOKENS * vocab_size
-        self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(1, PROBE_TOKENS, vocab_size)
-        self.labels = (torch.arange(PROBE_TOKENS)[None] + 1) % vocab_size
+        shape = PROBE_ROWS, PROBE_TOKENS
+        count = math.prod(shape) * vocab_size
+        self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(*shape, vocab_size)
+        self.labels = (torch.arange(math.prod(shape)).reshape(shape) + 1) % vocab_size
+        for place, token in enumerate(_special_tokens(model, vocab_size)[: PROBE_TOKENS - 1]):
+            self.labels[1, place] = token
         self.labels[0, 3] = IGNORED
-        self.attention_mask = (torch.arange(PROBE_TOKENS)[None] != PROBE_TOKENS - 1).long()
+        self.attention_mask = torch.ones(shape, dtype=torch.int64)
+        self.attention_mask[0, -1:] = self.attention_mask[1, -2:] = 0
         self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
         self.arrivals: list[_Arrival] = []
         self.finished: list[FusedLogits] = []
+        self.losses: list[float] = []
+        """of the forward's output, where the loss of its logits is :data:`PROBE_LOSS`"""
 
     def recipe(self) -> LossRecipe:
         parameters = signature(self.model.forward).parameters
@@ -116,10 +125,13 @@ class _Probe:
         for name, usual in (("ignore_index", IGNORED), ("reduction", "mean"), ("weight", None)):
             if arrival.options.pop(name, usual) != usual:
                 raise NotFusableError(f"its forward passes another {name} to its loss")
+        others = [name for name, value in arrival.options.items() if value is not None]
+        if others:
+            raise NotFusableError(f"its forward passes {others[0]} to its loss")
         targets, rows = self._targets(arrival)
         return LossRecipe(
             targets=targets,
-            transform=self._transform(arrival.logits, self.logits[0, rows]),
+            transform=self._transform(arrival.logits, self.logits.flatten(0, 1)[rows]),
             owner=arrival.owner,
             takes_num_items=items is not None,
             label_smoothing=smoothing,
@@ -128,24 +140,25 @@ class _Probe:
 
     def _targets(self, arrival: _Arrival) -> tuple[Targets, Tensor]:
         """Which labels arrived, and the indices of the tokens whose logits did."""
-        labels, given = self.labels[0], arrival.targets.reshape(-1)
+        labels, given = self.labels, arrival.targets
         vocab_size = self.logits.shape[-1]
         arrived_rows = arrival.logits.numel() // vocab_size
-        shifted = F.pad(labels[1:], (0, 1), value=IGNORED)
-        attended = self.attention_mask[0, 1:] != 0
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        attended = self.attention_mask[:, 1:] != 0
+        every = torch.arange(labels.numel()).reshape(labels.shape)
         choices: list[tuple[Targets, Tensor, Tensor]] = [
-            ("same", torch.arange(PROBE_TOKENS), labels),
-            ("next", torch.arange(PROBE_TOKENS), shifted),
-            ("next", torch.arange(PROBE_TOKENS - 1), labels[1:]),
-            ("next_attended", torch.arange(PROBE_TOKENS), torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
-            ("next_attended", torch.arange(PROBE_TOKENS - 1)[attended], labels[1:][attended]),
+            ("same", every, labels),
+            ("next", every, shifted),
+            ("next", every[:, :-1], labels[:, 1:]),
+            ("next_attended", every, torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
+            ("next_attended", every[:, :-1][attended], labels[:, 1:][attended]),
         ]
-        if not arrival.is_aligned:
-            given = F.pad(given[1:], (0, 1), value=IGNORED)
+        if not arrival.is_aligned and given.numel() == labels.numel():
+            given = F.pad(given.reshape(labels.shape)[:, 1:], (0, 1), value=IGNORED)
         for targets, rows, expected in choices:
-            if torch.equal(given, expected) and arrived_rows == len(rows):
-                return targets, rows
-        if arrived_rows not in (PROBE_TOKENS, PROBE_TOKENS - 1) or arrival.logits.shape[-1] != vocab_size:
+            if torch.equal(given.reshape(-1), expected.reshape(-1)) and arrived_rows == rows.numel():
+                return targets, rows.reshape(-1)
+        if arrived_rows not in (every.numel(), every[:, :-1].numel()) or arrival.logits.shape[-1] != vocab_size:
             before, after = tuple(self.logits.shape), tuple(arrival.logits.shape)
             raise NotFusableError(f"its forward changes the logits' shape from {before} to {after}")
         raise NotFusableError("its forward changes the labels before the loss")
@@ -205,17 +218,26 @@ class _Probe:
                 logits, targets = given.pop("input"), given.pop("target")
                 plain = logits.as_subclass(Tensor).movedim(1, -1)
                 arrivals.append(_Arrival(None, plain, targets.as_subclass(Tensor), True, given))
-                return torch.zeros(())
+                return torch.tensor(PROBE_LOSS)
 
         return self.logits.clone().as_subclass(Followed)
 
     def _changes(self) -> tuple[tuple[Any, ...], ...]:
         """What the same code does to zero-width logits, which it has to pass to its loss."""
-        self._run(FusedLogits.carrying(self.logits.new_empty((*self.logits.shape[:-1], 0)), self))
+        carried = self.logits.new_empty((*self.logits.shape[:-1], 0)).requires_grad_()
+        self._run(FusedLogits.carrying(carried, self), with_gradients=True)
         # They refer to this probe: the cycle would keep the model until the garbage collector runs.
         finished, self.finished = self.finished, []
         if len(finished) != 1:
             raise NotFusableError("its forward does not pass its logits to its loss a second time")
+        if not finished[0].runs_only_frameworks():
+            raise NotFusableError("its forward passes its logits through an autograd function of its own")
+        if finished[0].is_clipped:
+            raise NotFusableError(
+                f"its forward selects a number of tokens, which sequences of {PROBE_TOKENS} do not have"
+            )
+        if len(self.losses) == 2 and not math.isclose(*self.losses, rel_tol=1e-4):
+            raise NotFusableError("its forward computes its loss from the shape of its logits")
         return finished[0].changes
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
@@ -224,14 +246,14 @@ class _Probe:
 
     def _finish(self, logits: FusedLogits) -> Tensor:
         self.finished.append(logits)
-        return torch.zeros(())
+        return torch.tensor(PROBE_LOSS)
 
-    def _run(self, logits: Tensor) -> None:
+    def _run(self, logits: Tensor, *, with_gradients: bool = False) -> None:
         structure, model = self.structure, self.model
-        hidden_states = torch.zeros(1, PROBE_TOKENS, structure.hidden_size, dtype=logits.dtype)
+        hidden_states = torch.zeros(PROBE_ROWS, PROBE_TOKENS, structure.hidden_size, dtype=logits.dtype)
         outer_head = model.get_submodule(structure.head_name)
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.set_grad_enabled(with_gradients))
             for tensors, name, instead in list(self._tensors_on_the_way()):
                 stack.enter_context(swapped(tensors, name, instead))
             for name, owner_module in _loss_owners(model, structure.head_name):
@@ -241,7 +263,7 @@ class _Probe:
                 stand_ins(model, structure.head_name, head=head, hidden_states=hidden_states, training=self.training)
             )
             try:
-                model.forward(**self._inputs())
+                self._note_loss(model.forward(**self._inputs()))
             except NotFusableError:
                 raise
             except LogitsNotComputedError as error:
@@ -249,6 +271,11 @@ class _Probe:
                 raise NotFusableError(f"its forward reads its logits beside its loss ({found})") from error
             except Exception as error:
                 raise NotFusableError(f"its forward cannot be probed ({type(error).__name__}: {error})") from error
+
+    def _note_loss(self, output: Any) -> None:
+        loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, FusedLogits):
+            self.losses.append(float(loss))
 
     def _noting(self, name: str, owner: nn.Module) -> Callable[..., Tensor]:
         from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
@@ -278,7 +305,7 @@ class _Probe:
             }
             is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
             self.arrivals.append(_Arrival(name, logits.as_subclass(Tensor), targets, is_aligned, options))
-            return torch.zeros(())
+            return torch.tensor(PROBE_LOSS)
 
         return note
 
@@ -286,7 +313,7 @@ class _Probe:
         """Arguments of the model's forward that might change its loss."""
         parameters = signature(self.model.forward).parameters
         takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-        ids = torch.arange(PROBE_TOKENS)[None].flip(-1)
+        ids = torch.arange(PROBE_TOKENS).flip(-1).repeat(PROBE_ROWS, 1)
         # A copy, for some forwards change their labels in place.
         inputs: dict[str, Any] = {"labels": self.labels.clone()}
         if takes_more or "num_items_in_batch" in parameters:
@@ -303,7 +330,7 @@ class _Probe:
         for name, parameter in parameters.items():
             is_required = parameter.default is Parameter.empty
             if is_required and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and name not in inputs:
-                inputs[name] = offered.get(name, torch.zeros(1, 3, 8, 8))
+                inputs[name] = offered.get(name, torch.zeros(PROBE_ROWS, 3, 8, 8))
         return inputs | {name: value for name, value in offered.items() if name in parameters}
 
 
@@ -324,6 +351,14 @@ def _candidates(model: nn.Module) -> Iterator[LogitTransform]:
     scales = [1.0, *factors, *(1.0 / factor for factor in factors)]
     for softcap, scale in itertools.product([None, *caps], scales):
         yield LogitTransform(softcap=softcap, scale=scale)
+
+
+def _special_tokens(model: nn.Module, vocab_size: int) -> list[int]:
+    """Ids of tokens that the config names, such as those of images and padding: forwards may treat their labels
+    differently."""
+    numbers = _numbers(getattr(model, "config", None))
+    named = (number for name, number in numbers if name.endswith(("token_id", "token_index")))
+    return sorted({int(number) for number in named if number == int(number) and number < vocab_size})
 
 
 def _has_any(name: str, *parts: str) -> bool:

@@ -36,6 +36,8 @@ from .signature import LOSS_KEYWORDS, Call
 from .trl_calls import read_call, read_scored_call
 from .wrapped_calls import WrappedCalls
 
+_ARGUMENTS_OF_LOSSES = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index")
+"""of transformers' token losses, by position"""
 _PAUSED: ContextVar[frozenset[int]] = ContextVar("liger_dist_paused", default=frozenset())
 """ids of the seams that compute full logits in this context"""
 
@@ -47,7 +49,8 @@ class _AfterHead:
         self._seam = WeakReference(seam)
 
     def __call__(self, head: nn.Module, args: Any, output: Any) -> Any:
-        return self._seam().after_head(output)
+        seam = self._seam()
+        return None if seam is None else seam.after_head(output)
 
 
 class Seam:
@@ -191,9 +194,10 @@ class Seam:
             if not is_running(self):
                 self._check_call_without_hooks(kwargs)
             return own(*args, **kwargs)
-        pending.call.check_arguments(kwargs)
+        pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
         is_same = shifted is None or self.entry.recipe.targets == "same"
-        return pending.deliver(logits, targets if is_same else shifted)
+        is_aligned = not is_same or self.entry.recipe.targets == "same"
+        return pending.deliver(logits, targets if is_same else shifted, is_aligned=is_aligned)
 
     def _pending(self, call: LossCall | None, logits: Tensor) -> PendingLoss | None:
         """The loss that ``logits`` carry; None for full logits."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_dist.errors import refuse_second_order
+from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.stand_ins import swapped
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
@@ -35,6 +35,22 @@ from .swap import (
 TOLERANCE = 1e-5
 WIDTH = 32
 """of the probe of a norm without parameters"""
+
+
+def _refuse_freed(weight: Tensor | None) -> None:
+    """Refuses a second backward through a graph whose weights FSDP1 has freed, which kernels would read.
+
+    Raises:
+        LigerDistError: the weight has no storage.
+    """
+    if weight is None or weight.numel() == 0 or torch.compiler.is_compiling():
+        return
+    if weight.untyped_storage().size() == 0:
+        raise LigerDistError(
+            "the weight of a norm has been freed since its forward: FSDP1 does so after the first backward, and a "
+            "second one through the same graph (retain_graph=True) needs it. Add the losses up before one backward, or "
+            "use strategy='fsdp2'."
+        )
 
 
 class _Norm(RecomputedFunction):
@@ -64,6 +80,7 @@ class _Norm(RecomputedFunction):
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
         x_TD, mean_T, rstd_T, weight_D = ctx.saved_tensors
+        _refuse_freed(weight_D)
         gradients = norm_bwd(
             rows_of(d_y_TD),
             x_TD,

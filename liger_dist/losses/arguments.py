@@ -418,7 +418,7 @@ def _check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) 
                 "ranks or micro-batches first."
             )
     elif not (isinstance(num_items_in_batch, Real) or getattr(num_items_in_batch, "shape", None) == ()) or (
-        num_items_in_batch <= 0
+        not num_items_in_batch > 0
     ):
         raise LigerDistError(
             f"num_items_in_batch is {num_items_in_batch!r}; expected a count above 0, a number or a tensor of one "

@@ -71,7 +71,7 @@ class Targets:
         """``values_K`` ``[K, ...]`` in the labels' ``shape``, zero for all other tokens."""
         if self.index_T is not None:
             values_K = put_rows(values_K, self.index_T, shape.numel())
-        return values_K.reshape(*shape, *values_K.shape[1:])
+        return values_K.reshape((*shape, *values_K.shape[1:]))
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:

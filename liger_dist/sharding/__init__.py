@@ -113,7 +113,7 @@ def collect_facts(
         mesh_axes=None if distributed is None else distributed.device_mesh.mesh_dim_names,
         tensor_parallel=axis,
         tensor_parallel_size=axis_size,
-        has_bias=head.bias is not None,
+        has_bias=head._parameters.get("bias") is not None,
         tied=bool(tied_to),
         apart_from_embedding=storage.apart_from_embedding,
         padded_in_two_groups=storage.padded_in_two_groups,

@@ -40,14 +40,14 @@ def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -
         have = "has a hook on its gradient" if len(changed) == 1 else "have hooks on their gradients"
         raise LigerDistError(
             f"{_listed(changed)} {have} (Tensor.register_hook), and strategy={strategy!r} trains shards in place of "
-            f"these parameters, so that it would never run. Use strategy='ddp'. {_LATER[strategy]}"
+            f"these parameters, so that it would never run. Use strategy='ddp'. {_LATER.get(strategy, '')}"
         )
     hooked = [name for name, p in trained if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
         warnings.warn(
             f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks of register_post_accumulate_grad_hook, "
             f"and strategy={strategy!r} trains shards in place of these parameters, so that they are never called. "
-            f"{_LATER[strategy]}",
+            f"{_LATER.get(strategy, '')}",
             stacklevel=_TO_CALLER,
         )
 

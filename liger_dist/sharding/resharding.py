@@ -25,8 +25,8 @@ from liger_dist.tracing import untraced
 
 from .fsdp2 import finish_forward, is_in_forward, reshard
 
-_GENERATING: ContextVar[bool] = ContextVar("liger_dist_generating", default=False)
-"""True while ``generate`` of a sharded model runs in this context"""
+_GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
+"""ids of the roots whose ``generate`` runs in this context"""
 
 
 _INSTALLED = "_liger_dist_resharding"
@@ -57,15 +57,15 @@ def keep_unsharded(model: nn.Module) -> None:
 
 @untraced
 def _after_forward(root: nn.Module, module: nn.Module, args: Any, output: Any) -> None:
-    if not (torch.is_grad_enabled() or _GENERATING.get() or is_in_forward(root)):
+    if not (torch.is_grad_enabled() or id(root) in _GENERATING.get() or is_in_forward(root)):
         _reshard(root)
 
 
 def _resharding(generate: Any, root: nn.Module) -> Any:
     @functools.wraps(generate)
     def generate_and_reshard(*args: Any, **kwargs: Any) -> Any:
-        is_outermost = not _GENERATING.get()
-        token = _GENERATING.set(True)
+        is_outermost = id(root) not in _GENERATING.get()
+        token = _GENERATING.set(_GENERATING.get() | {id(root)})
         try:
             return generate(*args, **kwargs)
         finally:

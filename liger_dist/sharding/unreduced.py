@@ -89,7 +89,8 @@ class _Check:
             return
         root, model = modules[0], modules[-1]
         refuse_unreduced(root, self._strategy)
-        if model.training and adapters != self._at_wrap and not any(p.requires_grad for p in root.parameters()):
+        is_new = adapters[: len(modules)] != self._at_wrap[: len(modules)]
+        if model.training and is_new and not any(p.requires_grad for p in root.parameters()):
             # PEFT freezes what it does not find under the names of FSDP1's units.
             raise LigerDistError(
                 f"no parameter trains since PEFT has changed the model that {self._strategy!r} shards. {ORDER}"
