@@ -33,8 +33,6 @@ class DDP(Unsharded):
     """True for forwards that leave trained parameters unused, such as the embedding with ``inputs_embeds``"""
     static_graph: bool = False
     """True if the parameters that are used never change"""
-    broadcast_buffers: bool = True
-    """True to copy rank 0's buffers to all ranks before each forward"""
     name: ClassVar[str] = "ddp"
     has_collectives: ClassVar[bool] = True
 
@@ -66,7 +64,6 @@ class DDP(Unsharded):
             outer.to(compute_device()),
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
-            broadcast_buffers=self.broadcast_buffers,
         )
         wrapper.training = outer.training
         vars(wrapper)[_AVERAGED] = tuple(parameter for parameter in outer.parameters() if parameter.requires_grad)
