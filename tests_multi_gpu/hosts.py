@@ -52,8 +52,6 @@ def watched(*, logits: bool = True) -> Iterator[Seen]:
         own = function.forward
 
         def forward(*args: Any) -> Any:
-            if seen.fused_calls == 0:
-                seen.most_logits = 0  # Products before are those of wrap's probes, where a host calls it.
             seen.fused_calls += 1
             return own(*args)
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist.stand_ins import torch_defaults
+from liger_dist.stand_ins import swapped, torch_defaults
 
 DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""
@@ -124,6 +124,8 @@ def _found(
         for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings()):
             stack.enter_context(within)
         simplefilter("ignore")
+        # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
+        stack.enter_context(swapped(vars(F), "linear", _linear))
         stack.enter_context(_without_weights(model, layers, device))
         ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
         given = dict(_arguments(model, _documents(told_by, in_one_row), device))
@@ -228,7 +230,7 @@ class _TokenByToken(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given, name = [*args, *(kwargs or {}).values()], getattr(func, "__name__", "")
         if name == "linear":
-            return _mapped(given[0], given[1].shape[0])
+            return _linear(*given)
         if name == "embedding":
             return _embedded(given[0], given[1].shape[-1])
         if name in ("matmul", "__matmul__", "bmm") and given[1].numel() > SMALL and _is_expanded(given[1]):
@@ -258,6 +260,10 @@ class _TokenByToken(TorchFunctionMode):
         likely = torch.zeros_like(scores[..., :1]) if shared.shape[-1] == 0 else shared.amax(-1, keepdim=True)
         likely = likely.masked_fill(likely < UNLIKELY, 0.0)
         return torch.cat([torch.where(own, likely, -torch.inf)[..., : self._length], shared], -1)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _mapped(input, weight.shape[0])
 
 
 def _mapped(x: Tensor, size: int) -> Tensor:
