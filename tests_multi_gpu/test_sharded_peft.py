@@ -243,8 +243,9 @@ def _sharded_by(host: str, model: Any) -> nn.Module:
 def test_tied_lora_trains_as_one_or_is_refused(workers_2: Workers) -> None:
     """Two parameters in the same memory; both ways out of the sentence work."""
     for found in workers_2.run(tied_lora):
-        assert found.pop("ddp") < 1e-5
-        assert found.pop("fsdp2 without the tying") < 5e-4
+        on_gpu = compute_device().type == "cuda"
+        assert found.pop("ddp") < (1e-5 if on_gpu else 1e-6)
+        assert found.pop("fsdp2 without the tying") < (5e-4 if on_gpu else 1e-4)
         assert found.keys() == {"fsdp1", "fsdp2", "deepspeed", "tp"}
         for sentence in found.values():
             assert "in the same memory" in sentence
