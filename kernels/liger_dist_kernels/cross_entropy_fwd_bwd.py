@@ -14,7 +14,7 @@ start, row by row. The first unfinished row then has all its programs running or
 a later row, so the launch always makes progress. A program publishes its statistics by a release on the row's counter;
 the others spin on an acquire of the same counter, after which those stores are visible. Their loads are volatile, so
 that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. After its
-release a program reads the logits of its own piece alone, so that it may overwrite them.
+release each program reads the logits of one piece only, so that it may overwrite them.
 
 That holds while all programs of one row can be resident at once, which :func:`_is_resident` asks; rows of more pieces
 take two launches.

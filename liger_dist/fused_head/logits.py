@@ -154,7 +154,7 @@ class FusedLogits(Tensor):
 
 
 def _is_of_framework(hook: Any) -> bool:
-    """True for hooks by which FSDP and DeepSpeed notice the backward; they read no gradient of logits."""
+    """True for hooks of FSDP and DeepSpeed that start their backward; they read no gradient of logits."""
     module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return module.startswith(_FRAMEWORKS)
 

@@ -328,7 +328,7 @@ class PendingLoss:
                 )
             if not logits.runs_only_frameworks():
                 raise LigerDistError(
-                    f"{name} passes its logits through an autograd function of its own, which may change their "
+                    f"{name} passes its logits through a custom autograd function, which may change their "
                     "gradient; the loss was computed without it. Use WrapConfig(fused_loss=False)."
                 )
             if selects_by_tensor(logits.changes):

@@ -231,7 +231,7 @@ class _Probe:
         if len(finished) != 1:
             raise NotFusableError("its forward does not pass its logits to its loss a second time")
         if not finished[0].runs_only_frameworks():
-            raise NotFusableError("its forward passes its logits through an autograd function of its own")
+            raise NotFusableError("its forward passes its logits through a custom autograd function")
         if finished[0].is_clipped:
             raise NotFusableError(
                 f"its forward selects a number of tokens, which sequences of {PROBE_TOKENS} do not have"

@@ -95,7 +95,7 @@ def _may_overwrite(saved: list[Tensor]) -> bool:
     *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]
     *holders, _, _ = [tensor._use_count() for tensor in saved]  # type: ignore[attr-defined]
     *memory, least, _ = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in saved]
-    # A storage has one object in Python, which other code may hold without a reference to the memory of its own.
+    # A storage has one Python object; a reference to it does not count in the use count of the memory.
     *objects, unheld, _ = [sys.getrefcount(tensor.untyped_storage()) for tensor in saved]
     del saved[-2:], view
     usual = {1: alone, 2: kept}
