@@ -226,6 +226,7 @@ class Entry:
             recipe=self.recipe,
             labels=checked.labels,
             is_aligned=checked.is_aligned,
+            vocab_size=self._vocab_size(checked.head),
             loss=loss,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
             given=tuple(GivenLabels.of(tensor) for tensor in given),

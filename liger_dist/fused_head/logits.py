@@ -7,6 +7,7 @@ this tensor unchanged. Whatever would read logits that were never computed is re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
 
@@ -27,25 +28,27 @@ HOW_TO_GET_LOGITS = (
     "For a model whose own forward reads them, as for a loss that it adds: WrapConfig(fused_loss=False)."
 )
 
-_SHAPES_AND_DTYPES = """
-    view reshape flatten unflatten contiguous clone squeeze unsqueeze transpose permute swapaxes movedim
-    float double half bfloat16 to type type_as cpu cuda
-"""
+_SHAPES = "view reshape flatten unflatten squeeze unsqueeze transpose permute swapaxes movedim"
+_COPIES_AND_DTYPES = "contiguous clone float double half bfloat16 to type type_as cpu cuda"
 _ARITHMETIC = """
     mul __mul__ __rmul__ mul_ __imul__ div true_divide __truediv__ div_ __itruediv__ __rtruediv__
     add __add__ __radd__ add_ __iadd__ sub __sub__ tanh tanh_ clamp
 """
 _ABOUT_THE_TENSOR = """
-    __get__ __set__ __len__ __repr__ __format__ __hash__ size dim ndimension numel nelement stride storage_offset
-    is_floating_point is_complex is_conj is_neg is_contiguous is_sparse is_quantized is_same_size
+    __get__ __set__ __repr__ __format__ __hash__ storage_offset is_floating_point is_complex is_conj is_neg is_contiguous is_sparse
+    is_quantized is_same_size
     element_size get_device data_ptr untyped_storage
     record_stream register_hook retain_grad requires_grad_ detach alias view_as as_subclass _is_view is_inference
 """
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _FRAMEWORKS = ("torch.", "deepspeed.", "accelerate.", "liger_dist.")
-_PASSING = frozenset(_SHAPES_AND_DTYPES.split())
+_RESHAPING = frozenset(_SHAPES.split())
+_PASSING = frozenset(_COPIES_AND_DTYPES.split())
 _CHANGING = frozenset(_ARITHMETIC.split())
 _DESCRIBING = frozenset(_ABOUT_THE_TENSOR.split())
+_SIZES = frozenset(("size", "__len__", "dim", "ndimension", "numel", "nelement", "stride"))
+_SIZE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
+_TRANSPOSED_ATTRIBUTES = frozenset(("T", "mT", "H", "mH"))
 
 
 class CarriedLoss(Protocol):
@@ -61,22 +64,28 @@ class CarriedLoss(Protocol):
 
 
 class FusedLogits(Tensor):
-    """``[..., 0]``; see the module. Made by :meth:`carrying` only."""
+    """``[..., 0]``, with the sizes ``[..., V]`` of the logits; see the module. Made by :meth:`carrying` only."""
 
     _carried: CarriedLoss | None
-    _changes: list[tuple[Any, ...]]
+    _vocab_size: int
+    _reshapes: tuple[_Operation, ...]
+    """the views and selections of the model's code that have led to this tensor, whose sizes they change"""
+    _changes: tuple[tuple[Any, ...], ...]
     _is_clipped: bool
 
     @staticmethod
-    def carrying(logits: Tensor, loss: CarriedLoss | None) -> FusedLogits:
+    def carrying(logits: Tensor, loss: CarriedLoss | None, *, vocab_size: int) -> FusedLogits:
         """``logits`` ``[..., 0]`` that carry ``loss``; without one they refuse to be read."""
         carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
-        carrier._carried, carrier._changes, carrier._is_clipped = loss, [], False
+        state = {"_carried": loss, "_vocab_size": vocab_size, "_reshapes": (), "_changes": (), "_is_clipped": False}
+        vars(carrier).update(state)
         return carrier
 
     def refusing(self) -> FusedLogits:
-        """The same shape outside of the graph and of its call, refused wherever it is read."""
-        return FusedLogits.carrying(self.as_subclass(Tensor).detach(), None)
+        """The same outside of the graph and of its call, refused wherever it is read."""
+        twin = FusedLogits.carrying(self.as_subclass(Tensor).detach(), None, vocab_size=vars(self)["_vocab_size"])
+        vars(twin)["_reshapes"] = vars(self)["_reshapes"]
+        return twin
 
     @property
     def carried(self) -> CarriedLoss | None:
@@ -88,8 +97,8 @@ class FusedLogits(Tensor):
     def changes(self) -> tuple[tuple[Any, ...], ...]:
         """The arithmetic and selections that the model's code has done: name and numbers of each operation, "tensor"
         for a tensor. Slices are counted from both ends, so that they are the same at every length."""
-        changes: list[tuple[Any, ...]] = vars(self)["_changes"]
-        return tuple(changes)
+        changes: tuple[tuple[Any, ...], ...] = vars(self)["_changes"]
+        return changes
 
     @property
     def is_clipped(self) -> bool:
@@ -128,17 +137,25 @@ class FusedLogits(Tensor):
         name = func.__name__
         if name in _PASSING:
             return carrier
+        attribute = getattr(getattr(func, "__self__", None), "__name__", None) if name == "__get__" else None
+        operation = _Operation(func, args, kwargs)
+        if name in _RESHAPING or attribute in _TRANSPOSED_ATTRIBUTES:
+            return carrier._after(operation)
         if name.strip("_") in SELECTIONS:
             selection = tuple(value for value in (*args, *kwargs.values()) if value is not carrier)
-            described, is_clipped = _at_any_length(name, selection, carrier.shape)
+            described, is_clipped = _at_any_length(name, selection, carrier._sizes())
+            selected = carrier._after(operation)
             if any(part not in (":", "...") for part in described):
-                vars(carrier)["_changes"].append((name.strip("_"), *described))
-            vars(carrier)["_is_clipped"] |= is_clipped
-            return carrier
+                vars(selected)["_changes"] += ((name.strip("_"), *described),)
+            vars(selected)["_is_clipped"] |= is_clipped
+            return selected
+        if name in _SIZES or attribute in _SIZE_ATTRIBUTES:
+            return operation.on(carrier._without_memory())
         if name in _CHANGING:
             operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
             numbers = ("tensor" if isinstance(value, Tensor) else value for value in operands)
-            vars(carrier)["_changes"].append((name.strip("_"), *numbers))
+            # In place or not: the caller has one tensor, and a copy would cost a node of autograd.
+            vars(carrier)["_changes"] += ((name.strip("_"), *numbers),)
             return carrier
         if name == "register_hook" and not _is_of_framework(args[-1]):
             raise LogitsNotComputedError(
@@ -151,6 +168,58 @@ class FusedLogits(Tensor):
         if isinstance(result, FusedLogits):
             vars(result).update(vars(carrier))
         return result
+
+    def _after(self, operation: _Operation) -> FusedLogits:
+        """This tensor after a view or a selection, which change the sizes of logits and nothing here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            twin = self.as_subclass(FusedLogits)
+        vars(twin).update(vars(self), _reshapes=(*vars(self)["_reshapes"], operation))
+        return twin
+
+    def _sizes(self) -> torch.Size:
+        if vars(self)["_reshapes"]:
+            return self._without_memory().shape
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Size((*self.shape[:-1], vars(self)["_vocab_size"]))
+
+    def _without_memory(self) -> Tensor:
+        """A tensor on the meta device that has the sizes of the logits at this place of the model's code."""
+        with torch._C.DisableTorchFunctionSubclass():
+            logits = torch.empty((*self.shape[:-1], vars(self)["_vocab_size"]), device="meta")
+        for operation in vars(self)["_reshapes"]:
+            logits = operation.on(logits)
+        return logits
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A call of torch with fused logits among its operands."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, logits: Tensor) -> Any:
+        """The same call with ``logits`` on the meta device. A mask is read: it decides the size."""
+        if self.func.__name__ == "masked_select":
+            mask = next(value for value in (*self.args, *self.kwargs.values()) if not isinstance(value, FusedLogits))
+            return logits.new_empty(int(mask.expand(logits.shape).sum()))
+        args = [logits if isinstance(value, FusedLogits) else _on_meta(value) for value in self.args]
+        kwargs = {n: logits if isinstance(v, FusedLogits) else _on_meta(v) for n, v in self.kwargs.items()}
+        return self.func(*args, **kwargs)
+
+
+def _on_meta(value: Any) -> Any:
+    """An operand on the meta device, masks among the indices as the indices that they select."""
+    if isinstance(value, Tensor):
+        return _on_meta((value,)) if value.dtype == torch.bool else value.to("meta")
+    if not isinstance(value, tuple):
+        return value
+    flat: list[Any] = []
+    for item in value:
+        is_mask = isinstance(item, Tensor) and item.dtype == torch.bool
+        flat.extend(item.nonzero(as_tuple=True) if is_mask else (item,))
+    return tuple(item.to("meta") if isinstance(item, Tensor) else item for item in flat)
 
 
 def _is_of_framework(hook: Any) -> bool:

@@ -102,6 +102,8 @@ class LossCall:
     labels: Tensor
     is_aligned: bool
     """True if each token is scored against the label at its own position, not against the next one"""
+    vocab_size: int
+    """number of classes, V"""
     loss: LossArguments
     outputs: tuple[str, ...]
     """names that were asked for beside the loss"""
@@ -150,7 +152,9 @@ class LossCall:
         carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = _detached(output)
         carried = placed_like(hidden_states, carried)
-        return FusedLogits.carrying(carried, pending) if type(carried) is Tensor else carried
+        if type(carried) is not Tensor:
+            return carried
+        return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
 
     def _release_teacher(self) -> None:
         """The graph keeps this call until the backward, which needs no teacher."""

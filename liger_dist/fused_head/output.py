@@ -58,7 +58,7 @@ class WithoutLogits(WithReports):
         cls, _ = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
         values = dict(self.items())
         if "logits" not in values:
-            values["logits"] = FusedLogits.carrying(torch.empty(0), None)
+            values["logits"] = FusedLogits.carrying(torch.empty(0), None, vocab_size=0)
         own = [field.name for field in dataclasses.fields(cls)]
         names = [name for name in own if name in values]
         return tuple(values[name] for name in (*names, *(name for name in values if name not in own)))

@@ -104,7 +104,8 @@ class _Probe:
         self.attention_mask[0, -1:] = self.attention_mask[1, -2:] = 0
         self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
         self.arrivals: list[_Arrival] = []
-        self.finished: list[FusedLogits] = []
+        self.finished: list[tuple[FusedLogits, tuple[tuple[Any, ...], ...]]] = []
+        """zero-width logits that a loss got, and their changes until then"""
         self.losses: list[float] = []
         """of the forward's output, where the loss of its logits is :data:`PROBE_LOSS`"""
 
@@ -225,27 +226,29 @@ class _Probe:
     def _changes(self) -> tuple[tuple[Any, ...], ...]:
         """What the same code does to zero-width logits, which it has to pass to its loss."""
         carried = self.logits.new_empty((*self.logits.shape[:-1], 0)).requires_grad_()
-        self._run(FusedLogits.carrying(carried, self), with_gradients=True)
+        vocab_size = self.logits.shape[-1]
+        self._run(FusedLogits.carrying(carried, self, vocab_size=vocab_size), with_gradients=True)
         # They refer to this probe: the cycle would keep the model until the garbage collector runs.
         finished, self.finished = self.finished, []
         if len(finished) != 1:
             raise NotFusableError("its forward does not pass its logits to its loss a second time")
-        if not finished[0].runs_only_frameworks():
+        logits, changes = finished[0]
+        if not logits.runs_only_frameworks():
             raise NotFusableError("its forward passes its logits through a custom autograd function")
-        if finished[0].is_clipped:
+        if logits.is_clipped:
             raise NotFusableError(
                 f"its forward selects a number of tokens, which sequences of {PROBE_TOKENS} do not have"
             )
         if len(self.losses) == 2 and not math.isclose(*self.losses, rel_tol=1e-4):
             raise NotFusableError("its forward computes its loss from the shape of its logits")
-        return finished[0].changes
+        return changes
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
         """Of :class:`.logits.CarriedLoss`."""
         return self._finish(logits)
 
     def _finish(self, logits: FusedLogits) -> Tensor:
-        self.finished.append(logits)
+        self.finished.append((logits, logits.changes))
         return torch.tensor(PROBE_LOSS)
 
     def _run(self, logits: Tensor, *, with_gradients: bool = False) -> None:

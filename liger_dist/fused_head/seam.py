@@ -175,7 +175,7 @@ class Seam:
         is_plain = call is not None and call.pending and not call.on_logits and type(output) is Tensor
         if call is None or not is_plain or output.shape[-1] != 0:
             return None
-        return FusedLogits.carrying(output, call.pending[-1])
+        return FusedLogits.carrying(output, call.pending[-1], vocab_size=call.vocab_size)
 
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
