@@ -41,8 +41,9 @@ class Verification:
     same on all ranks."""
 
     adapter: str
+    """"none" where the loss is not fused"""
     loss: float
-    """of this rank, fused; on an axis "sp" the mean of the ranks that share its sequences"""
+    """of this rank, fused if it is; on an axis "sp" the mean of the ranks that share its sequences"""
     reference_loss: float
     """of this rank, by the model's own loss on full logits"""
     loss_dtype: torch.dtype
@@ -119,7 +120,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     a mesh with an axis "sp" they compute the full sequences on every rank, without exchanges. Gradients are compared
     over the ranks too: each trained parameter of ``model`` has one on all ranks or on none, and ranks that share a
     parameter have the same. What other code had done to the model before :func:`wrap`, its sharding included, is on
-    both sides of the comparison.
+    both sides of the comparison. Where the loss is not fused, layers, attention and ranks are compared as well.
 
     Every rank has to call it, between optimiser steps. Parameters, buffers, optimiser and random number generators are
     as before afterwards, and no gradient is left.
@@ -131,21 +132,16 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         teacher: the teacher of :func:`distillation_loss`; None for the model's own loss.
 
     Raises:
-        LigerDistError: on every rank alike; the model is not wrapped or not fused, gradients are waiting for an
-            optimiser step, or a rank has no labels. On a rank whose memory is too small for the full sequences of an
-            axis "sp".
+        LigerDistError: on every rank alike; the model is not wrapped, gradients are waiting for an optimiser step, a
+            rank has no labels, or there is a teacher and the loss is not fused. On a rank whose memory is too small for
+            the full sequences of an axis "sp".
     """
     inner = inner_model(model)
     record = record_of(inner)
-    if record.seam is None:
-        raise LigerDistError(f"there is no fused loss to verify: {record.unfused_reason}.")
     axis = _sequence_axis(record)
-    shares_sequences = axis is not None and teacher is None
-    _agree(
-        _objection(model, record.seam.entry, batch, with_teacher=teacher is not None, shares_sequences=shares_sequences)
-    )
+    _agree(_objection(model, record, batch, with_teacher=teacher is not None, shares_sequences=axis is not None))
     chosen = explain(model)
-    if chosen.adapter is None:
+    if chosen.adapter is None and record.seam is not None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
         passes = _passes(model, batch, teacher, axis)
@@ -155,7 +151,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
     linearity = _Errors(doubled.gradients, twice)
     verification = Verification(
-        adapter=chosen.adapter,
+        adapter=chosen.adapter or "none",
         loss=float(fused.loss),
         reference_loss=float(unfused.loss),
         loss_dtype=fused.loss.dtype,
@@ -399,12 +395,29 @@ def _disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
 
 
 def _objection(
-    model: nn.Module, entry: Entry, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
+    model: nn.Module, record: Wrapped, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
 ) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
+    if record.seam is not None:
+        ignores_all = shares_sequences and not with_teacher
+        objection = _objection_to_call(record.seam.entry, batch, labels, with_teacher, may_ignore_all=ignores_all)
+    else:
+        objection = f"the loss is not fused: {record.unfused_reason}" if with_teacher else None
+    if objection is not None:
+        return objection
+    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
+        return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
+    unfinished = _unfinished_step(model)
+    return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
+
+
+def _objection_to_call(
+    entry: Entry, batch: dict[str, Any], labels: Tensor, with_teacher: bool, *, may_ignore_all: bool
+) -> str | None:
+    """Why the fused loss refuses the batch."""
     batch = {name: value for name, value in batch.items() if not (with_teacher and name in OPTIONS)}
     try:
         call = entry.signature.read((), batch | {"labels": labels.cpu()})
@@ -415,14 +428,11 @@ def _objection(
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         entry.check(call)
-        if not shares_sequences and not entry.has_target(call):
+        if not may_ignore_all and not entry.has_target(call):
             return "all labels of the batch are ignored; give every rank one with a target"
     except LigerDistError as error:
         return str(error).rstrip(".")
-    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
-        return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
-    unfinished = _unfinished_step(model)
-    return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
+    return None
 
 
 def _parameters_of_the_head(model: nn.Module, outer_head: nn.Module) -> list[str]:

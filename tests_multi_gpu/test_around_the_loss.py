@@ -513,10 +513,11 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "times the picked": lambda m, z, y: m.loss_function(z, y, VOCAB_SIZE) * z[y > 5].shape[0],
     "times the masked": lambda m, z, y: m.loss_function(z, y, VOCAB_SIZE) * z.masked_select((y > 5)[..., None]).numel(),
     "times the indexed": lambda m, z, y: m.loss_function(z, y, VOCAB_SIZE) * z.index_select(1, y[0, :3] * 0).numel(),
-    "times the dimensions": lambda m, z, y: m.loss_function(z, y, VOCAB_SIZE) * z.flatten(0, 1).unsqueeze(0)[None].dim(),
+    "times the dimensions": lambda m, z, y: m.loss_function(z, y, VOCAB_SIZE) * flat(z).unsqueeze(0)[None].dim(),
     "the last eight": lambda m, z, y: F.cross_entropy(flat(z[:, -9:-1]), y[:, -8:].reshape(-1)),
     "labels that are not shifted": lambda m, z, y: F.cross_entropy(flat(z[:, :-1]), y[:, :-1].reshape(-1)),
     "labels of the first row": lambda m, z, y: F.cross_entropy(flat(z), y[:1].expand(len(y), -1).reshape(-1)),
+    "labels above 20 left out": lambda m, z, y: m.loss_function(z, y.masked_fill(y > 20, -100), VOCAB_SIZE),
     "probabilities": lambda m, z, y: F.cross_entropy(flat(z), probabilities(y, z)),
     "a sum by an old option": lambda m, z, y: F.cross_entropy(flat(z[:, :-1]), y[:, 1:].flatten(), size_average=False),
     "a row after the other": lambda m, z, y: sum(map(loss_of_row, z, y)) / len(y),
@@ -571,3 +572,12 @@ def test_a_loss_of_the_forwards_own_is_the_same_or_refused(name: str, when: str)
     LOSSES.pop("the usual code", None)
     if name in SIZES_OF_LOGITS:
         assert "its own" not in refused
+
+
+@pytest.mark.parametrize("name", ["times the tokens", "times all logits", "times the picked"])
+def test_a_compiled_forward_reads_the_sizes_of_its_logits(name: str) -> None:
+    batch = make_batch(0, num_ignored=0)
+    torch.compiler.reset()
+    wrapped: Any = liger_dist.wrap(model_with(name), "none")
+    wrapped.compile(backend="aot_eager")
+    assert_same(wrapped, model_with(name), batch)

@@ -134,6 +134,21 @@ def test_wrong_options_are_refused_before_the_model_runs(keywords: dict[str, Any
     assert model(**make_batch(0)).loss.isfinite()
 
 
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_a_single_sequence_may_have_one_dimension(name: str) -> None:
+    model, reference = make_model("llama"), make_model("llama")
+    liger_dist.wrap(model, "none")
+    batch = {key: value[:1] for key, value in make_batch(0, num_ignored=2).items()}
+    batch |= {"labels": batch["labels"][0]} if name == "labels" else {"shift_labels": batch["labels"][0].roll(-1)}
+    for one in (model, reference):
+        one(**batch).loss.backward()
+    for (path, parameter), own in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, own.grad, rtol=1e-5, atol=1e-6, msg=path)
+    two_rows = make_batch(0) | {"labels": make_batch(0)["labels"].flatten()}
+    with pytest.raises(liger_dist.LigerDistError, match="expected one label for each token"):
+        model(**two_rows)
+
+
 def test_a_keyword_of_an_attention_function_of_the_users_own_is_the_attentions() -> None:
     from transformers import AttentionInterface
     from transformers.models.llama.modeling_llama import eager_attention_forward

@@ -153,6 +153,27 @@ def errors_of_odd_models(strategy: str) -> dict[str, float]:
     return errors
 
 
+def interleaved(model: Any) -> None:
+    """Columns of one tensor, which have no number in common."""
+    mlp = model.model.layers[0].mlp
+    both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight], dim=1).detach()
+    mlp.gate_proj.weight, mlp.up_proj.weight = (nn.Parameter(half) for half in both.chunk(2, dim=1))
+
+
+def test_columns_of_one_tensor_are_two_parameters(workers_2: Workers) -> None:
+    model = make_model("llama")
+    interleaved(model)
+    liger_dist.wrap(model, "deepspeed")
+    for verdict in workers_2.run(verdict_of_interleaved):
+        assert verdict.split("verdict")[1].split()[0] == "ok", verdict
+
+
+def verdict_of_interleaved() -> str:
+    model = make_model("llama")
+    interleaved(model)
+    return str(liger_dist.verify(liger_dist.wrap(model, "fsdp1"), make_batch(dist.get_rank())))
+
+
 PARAMETRIZED = ("none", "ddp", "fsdp1", "fsdp2", "tp")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from models import full, make_batch, make_model
-from peft_methods import adapted, batch_of, gradients_of, true_gradients
+from peft_methods import METHODS, adapted, batch_of, gradients_of, true_gradients
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -130,12 +130,26 @@ def unfrozen(strategy: Any, folder: str) -> Any:
     return root
 
 
+def unfrozen_later(strategy: Any, folder: str) -> Any:
+    """By hand, after a step, without an adapter that changes."""
+    root = liger_dist.wrap(peft.get_peft_model(make_model("llama", dtype=torch.float32), lora()), strategy)
+    frozen = [name for name, _ in root.named_parameters() if "lora_A" in name and "layers.1" in name]
+    for name in frozen:
+        root.get_parameter(name).requires_grad_(False)
+    root = liger_dist.wrap(liger_dist.unwrap(root), strategy)
+    root(**make_batch(dist.get_rank())).loss.backward()
+    for name in frozen:
+        root.get_parameter(name).requires_grad_()
+    return root
+
+
 LATER: dict[Callable[..., Any], tuple[str, ...]] = {
     around: ("fsdp1", "fsdp2", "vocab_parallel", "ddp"),
     loaded: ("fsdp2", "vocab_parallel", "ddp"),
     within: ("ddp", "fsdp1"),
     second: ("ddp", "fsdp1", "fsdp2", "vocab_parallel"),
     unfrozen: ("ddp",),
+    unfrozen_later: ("ddp",),
 }
 
 
@@ -158,6 +172,32 @@ def refused_later(order: Callable[..., Any], folder: str) -> dict[str, str]:
             order(PROMPTS[strategy], folder)(**make_batch(dist.get_rank()))
         sentences[strategy] = str(caught.value)
     return sentences
+
+
+@pytest.mark.parametrize("method", ["PREFIX_TUNING", "CARTRIDGE"])
+def test_prefixes_around_a_sharded_model_are_said(method: str, workers_2: Workers) -> None:
+    for around, before in workers_2.run(warnings_of_prefixes, method):
+        assert "outside of the model that 'fsdp2' shards get gradients through" in around
+        assert not before
+
+
+def warnings_of_prefixes(method: str) -> tuple[str, str]:
+    said = []
+    for is_around in (True, False):
+        torch.manual_seed(0)
+        model = make_model("llama", dtype=torch.float32)
+        config = getattr(peft, METHODS[method].config)(**METHODS[method].settings)
+        if is_around:
+            model = peft.get_peft_model(liger_dist.wrap(model, "fsdp2"), config)
+        else:
+            model = liger_dist.wrap(peft.get_peft_model(model, config), "fsdp2")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**make_batch(dist.get_rank())).loss.backward()
+            model(**make_batch(dist.get_rank())).loss.backward()
+        said.append(" ".join(str(w.message) for w in caught if "outside of the model" in str(w.message)))
+    assert said[0].count("outside of the model") == 1
+    return said[0], said[1]
 
 
 def test_adapters_after_wrap_may_be_evaluated_and_train_after_unwrap(workers_2: Workers) -> None:

@@ -13,6 +13,7 @@ from cells import PRINCIPAL, Cell, _zero
 from harness import Workers
 from layouts import SESSIONS
 from models import HIDDEN_SIZE, full, make_batch, make_model
+from peft_methods import adapted, batch_of
 from test_conformance import build, run_micro_batches, skip_without
 from torch import Tensor, nn
 
@@ -129,7 +130,7 @@ def test_refusals_are_agreed_on(workers_2: Workers) -> None:
     for sentences in workers_2.run(refused):
         assert "all labels of the batch are ignored" in sentences[0]
         assert "waiting for an optimizer step" in sentences[1]
-        assert "WrapConfig(fused_loss=False)" in sentences[2]
+        assert "the loss is not fused: WrapConfig(fused_loss=False)" in sentences[2]
 
 
 def refused() -> list[str]:
@@ -149,8 +150,9 @@ def refused() -> list[str]:
     attempt(wrapped, batch)
     assert all(torch.equal(full(p.grad), before[name]) for name, p in wrapped.named_parameters())
     unfused = liger_dist.wrap(make_model("llama"), "fsdp2", config=liger_dist.WrapConfig(fused_loss=False))
-    attempt(unfused, batch)
-    return sentences
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.verify(unfused, batch, teacher=make_model("llama"))
+    return [*sentences, str(caught.value)]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -244,6 +246,27 @@ def test_it_finds_faults_beside_the_loss() -> None:
     assert "their lengths" in by_lengths.kept[0]
     assert isinstance(wrapped.model.norm, Swapped)
     assert "liger_dist" in liger_dist.explain(wrapped).attention
+
+
+UNFUSED = {
+    "llama": lambda: make_model("llama", dtype=torch.float32),
+    "ADALORA": lambda: adapted("ADALORA"),
+    "CPT": lambda: adapted("CPT"),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+@pytest.mark.filterwarnings("ignore:liger_dist leaves the loss", "ignore:a loss of .* was computed from full logits")
+def test_it_finds_faults_where_the_loss_is_not_fused(name: str) -> None:
+    """The layers and attention are swapped all the same."""
+    if name != "llama":
+        pytest.importorskip("peft")
+    batch = make_batch(0) if name == "llama" else batch_of(name, 0)
+    wrapped = liger_dist.wrap(UNFUSED[name](), "none", config=liger_dist.WrapConfig(fused_loss=name != "llama"))
+    right = liger_dist.verify(wrapped, batch)
+    assert right.ok, right
+    with mock.patch.object(norm, "norm_fwd", wrong_norm):
+        assert "own layers and attention" in str(liger_dist.verify(wrapped, batch).problems)
 
 
 def wrong_norm(x_TD: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,7 @@ class Entry:
             if given is not None and not isinstance(given, Tensor):
                 raise LigerDistError(f"labels are a {type(given).__name__}; expected a tensor of integers.")
         labels, is_aligned = self._targets(named, ignore_index)
-        inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+        inputs = _inputs(named)
         config = getattr(self.model, "config", None)
         keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or bool(named.get("logits_to_keep"))
         same_tokens = inputs is not None and not keeps_some and not getattr(config, "is_encoder_decoder", False)
@@ -392,7 +392,7 @@ class Entry:
 
     def _targets(self, named: dict[str, Any], ignore_index: int) -> tuple[Tensor, bool]:
         """The labels that the loss is computed with, and whether each stands at its own token's position."""
-        labels, shifted = named["labels"], named.get("shift_labels")
+        labels, shifted = (_with_rows(named.get(name), _inputs(named)) for name in ("labels", "shift_labels"))
         if self.recipe.targets == "same":
             return labels, True
         if shifted is not None:
@@ -444,3 +444,14 @@ class Entry:
             divide_factor=mean_over.divide_factor,
         )
         return {"num_items_in_batch": items}
+
+
+def _inputs(named: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call, by their ids or embeddings."""
+    return next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+
+
+def _with_rows(labels: Tensor | None, inputs: Tensor | None) -> Any:
+    """``labels`` ``[B, S]``. Those of a single sequence may come as ``[S]``, which the model's own loss flattens to."""
+    is_flat = labels is not None and labels.dim() == 1 and inputs is not None and inputs.dim() > 1
+    return labels[None] if is_flat and len(inputs) == 1 else labels  # type: ignore[arg-type, index]

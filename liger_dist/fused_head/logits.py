@@ -35,10 +35,10 @@ _ARITHMETIC = """
     add __add__ __radd__ add_ __iadd__ sub __sub__ tanh tanh_ clamp
 """
 _ABOUT_THE_TENSOR = """
-    __get__ __set__ __repr__ __format__ __hash__ storage_offset is_floating_point is_complex is_conj is_neg is_contiguous is_sparse
-    is_quantized is_same_size
-    element_size get_device data_ptr untyped_storage
-    record_stream register_hook retain_grad requires_grad_ detach alias view_as as_subclass _is_view is_inference
+    __get__ __set__ __len__ size dim ndimension numel nelement stride __repr__ __format__ __hash__
+    storage_offset is_floating_point is_complex is_conj is_neg is_contiguous is_sparse is_quantized
+    is_same_size element_size get_device data_ptr untyped_storage record_stream register_hook retain_grad
+    requires_grad_ detach alias view_as as_subclass _is_view is_inference
 """
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _FRAMEWORKS = ("torch.", "deepspeed.", "accelerate.", "liger_dist.")
@@ -149,7 +149,7 @@ class FusedLogits(Tensor):
                 vars(selected)["_changes"] += ((name.strip("_"), *described),)
             vars(selected)["_is_clipped"] |= is_clipped
             return selected
-        if name in _SIZES or attribute in _SIZE_ATTRIBUTES:
+        if (name in _SIZES or attribute in _SIZE_ATTRIBUTES) and not torch.compiler.is_compiling():
             return operation.on(carrier._without_memory())
         if name in _CHANGING:
             operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
@@ -165,7 +165,8 @@ class FusedLogits(Tensor):
         if name not in _DESCRIBING:
             raise LogitsNotComputedError(f"{name} was called on fused logits: {HOW_TO_GET_LOGITS}")
         result = super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
-        if isinstance(result, FusedLogits):
+        if isinstance(result, FusedLogits) and "_carried" not in vars(result):
+            # New, unlike the base of a view, which torch.compile asks for.
             vars(result).update(vars(carrier))
         return result
 

@@ -31,6 +31,8 @@ PROBE_ROWS, PROBE_TOKENS = 2, 6
 PROBE_ITEMS = 7
 """an unusual number of items, to recognise it"""
 PROBE_LOSS = 3.0
+VOCABULARY_TOKENS, VOCABULARY_ELEMENTS = 512, 2**25
+"""tokens of a row, and elements of hidden states, in a run that has every class as a label"""
 IGNORED = -100
 
 
@@ -46,6 +48,17 @@ class _Arrival:
     options: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """Zero-width logits that a loss was called with."""
+
+    logits: FusedLogits
+    changes: tuple[tuple[Any, ...], ...]
+    """of the logits, until then"""
+    targets: Tensor
+    is_aligned: bool
+
+
 class _Head(nn.Module):
     """Stand-in for lm_head: returns the probe's logits, and has lm_head's attributes."""
 
@@ -55,9 +68,9 @@ class _Head(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.logits
-        if hidden_states.shape[:-1] == (PROBE_ROWS * PROBE_TOKENS,):
+        if hidden_states.shape[:-1] == (math.prod(logits.shape[:-1]),):
             return logits.reshape(-1, logits.shape[-1])
-        if hidden_states.shape[:-1] != (PROBE_ROWS, PROBE_TOKENS):
+        if hidden_states.shape[:-1] != logits.shape[:-1]:
             raise NotFusableError("its lm_head is called with other tokens than the labels'")
         return logits
 
@@ -97,15 +110,12 @@ class _Probe:
         count = math.prod(shape) * vocab_size
         self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(*shape, vocab_size)
         self.labels = (torch.arange(math.prod(shape)).reshape(shape) + 1) % vocab_size
-        for place, token in enumerate(_special_tokens(model, vocab_size)[: PROBE_TOKENS - 1]):
-            self.labels[1, place] = token
         self.labels[0, 3] = IGNORED
         self.attention_mask = torch.ones(shape, dtype=torch.int64)
         self.attention_mask[0, -1:] = self.attention_mask[1, -2:] = 0
         self.added = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float64)
         self.arrivals: list[_Arrival] = []
-        self.finished: list[tuple[FusedLogits, tuple[tuple[Any, ...], ...]]] = []
-        """zero-width logits that a loss got, and their changes until then"""
+        self.finished: list[_Finished] = []
         self.losses: list[float] = []
         """of the forward's output, where the loss of its logits is :data:`PROBE_LOSS`"""
 
@@ -113,7 +123,7 @@ class _Probe:
         parameters = signature(self.model.forward).parameters
         takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         takes_items = takes_more or "num_items_in_batch" in parameters
-        self._run(self._followed_logits())
+        self._run(self._followed_logits(), self.labels, self.attention_mask)
         if not self.arrivals:
             raise NotFusableError("its forward passes its logits to no loss function and no cross entropy")
         if len(self.arrivals) > 1:
@@ -130,36 +140,26 @@ class _Probe:
         if others:
             raise NotFusableError(f"its forward passes {others[0]} to its loss")
         targets, rows = self._targets(arrival)
+        changes = self._changes()
+        self._check_every_label(targets)
         return LossRecipe(
             targets=targets,
             transform=self._transform(arrival.logits, self.logits.flatten(0, 1)[rows]),
             owner=arrival.owner,
             takes_num_items=items is not None,
             label_smoothing=smoothing,
-            changes=self._changes(),
+            changes=changes,
         )
 
     def _targets(self, arrival: _Arrival) -> tuple[Targets, Tensor]:
         """Which labels arrived, and the indices of the tokens whose logits did."""
-        labels, given = self.labels, arrival.targets
         vocab_size = self.logits.shape[-1]
         arrived_rows = arrival.logits.numel() // vocab_size
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        attended = self.attention_mask[:, 1:] != 0
-        every = torch.arange(labels.numel()).reshape(labels.shape)
-        choices: list[tuple[Targets, Tensor, Tensor]] = [
-            ("same", every, labels),
-            ("next", every, shifted),
-            ("next", every[:, :-1], labels[:, 1:]),
-            ("next_attended", every, torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
-            ("next_attended", every[:, :-1][attended], labels[:, 1:][attended]),
-        ]
-        if not arrival.is_aligned and given.numel() == labels.numel():
-            given = F.pad(given.reshape(labels.shape)[:, 1:], (0, 1), value=IGNORED)
-        for targets, rows, expected in choices:
-            if torch.equal(given.reshape(-1), expected.reshape(-1)) and arrived_rows == rows.numel():
+        for targets, rows in _alignments(self.labels, self.attention_mask, arrival.targets, arrival.is_aligned):
+            if arrived_rows == rows.numel():
                 return targets, rows.reshape(-1)
-        if arrived_rows not in (every.numel(), every[:, :-1].numel()) or arrival.logits.shape[-1] != vocab_size:
+        count = self.labels.numel()
+        if arrived_rows not in (count, count - PROBE_ROWS) or arrival.logits.shape[-1] != vocab_size:
             before, after = tuple(self.logits.shape), tuple(arrival.logits.shape)
             raise NotFusableError(f"its forward changes the logits' shape from {before} to {after}")
         raise NotFusableError("its forward changes the labels before the loss")
@@ -225,14 +225,8 @@ class _Probe:
 
     def _changes(self) -> tuple[tuple[Any, ...], ...]:
         """What the same code does to zero-width logits, which it has to pass to its loss."""
-        carried = self.logits.new_empty((*self.logits.shape[:-1], 0)).requires_grad_()
-        vocab_size = self.logits.shape[-1]
-        self._run(FusedLogits.carrying(carried, self, vocab_size=vocab_size), with_gradients=True)
-        # They refer to this probe: the cycle would keep the model until the garbage collector runs.
-        finished, self.finished = self.finished, []
-        if len(finished) != 1:
-            raise NotFusableError("its forward does not pass its logits to its loss a second time")
-        logits, changes = finished[0]
+        finished = self._carry(self.labels, self.attention_mask)
+        logits = finished.logits
         if not logits.runs_only_frameworks():
             raise NotFusableError("its forward passes its logits through a custom autograd function")
         if logits.is_clipped:
@@ -241,19 +235,43 @@ class _Probe:
             )
         if len(self.losses) == 2 and not math.isclose(*self.losses, rel_tol=1e-4):
             raise NotFusableError("its forward computes its loss from the shape of its logits")
-        return changes
+        return finished.changes
+
+    def _check_every_label(self, targets: Targets) -> None:
+        """Runs the same code on each class as a label: a forward may leave out those of images or of padding."""
+        rows = max(VOCABULARY_ELEMENTS // self.structure.hidden_size // VOCABULARY_TOKENS, 1)
+        for classes in torch.arange(self.logits.shape[-1]).split(rows * VOCABULARY_TOKENS):
+            filled = F.pad(classes, (0, -len(classes) % VOCABULARY_TOKENS), value=IGNORED)
+            labels = F.pad(filled.reshape(-1, VOCABULARY_TOKENS), (1, 0), value=IGNORED)
+            mask = torch.ones_like(labels)
+            given = self._carry(labels, mask)
+            if targets not in dict(_alignments(labels, mask, given.targets, given.is_aligned)):
+                missing = classes[~torch.isin(classes, given.targets)].tolist() or classes[:1].tolist()
+                raise NotFusableError(f"its forward changes labels before the loss, such as {missing[0]}")
+
+    def _carry(self, labels: Tensor, attention_mask: Tensor) -> _Finished:
+        """Runs the model's code on zero-width logits for these labels."""
+        carried = self.logits.new_empty((*labels.shape, 0)).requires_grad_()
+        logits = FusedLogits.carrying(carried, self, vocab_size=self.logits.shape[-1])
+        self._run(logits, labels, attention_mask, with_gradients=True)
+        # They refer to this probe: the cycle would keep the model until the garbage collector runs.
+        finished, self.finished = self.finished, []
+        if len(finished) != 1:
+            raise NotFusableError("its forward does not pass its logits to its loss a second time")
+        return finished[0]
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
         """Of :class:`.logits.CarriedLoss`."""
-        return self._finish(logits)
+        return self._finish(logits, targets, is_aligned=True)
 
-    def _finish(self, logits: FusedLogits) -> Tensor:
-        self.finished.append((logits, logits.changes))
+    def _finish(self, logits: FusedLogits, targets: Tensor, *, is_aligned: bool) -> Tensor:
+        self.finished.append(_Finished(logits, logits.changes, targets.as_subclass(Tensor), is_aligned))
         return torch.tensor(PROBE_LOSS)
 
-    def _run(self, logits: Tensor, *, with_gradients: bool = False) -> None:
+    def _run(self, logits: Tensor, labels: Tensor, attention_mask: Tensor, *, with_gradients: bool = False) -> None:
         structure, model = self.structure, self.model
-        hidden_states = torch.zeros(PROBE_ROWS, PROBE_TOKENS, structure.hidden_size, dtype=logits.dtype)
+        # One row for all tokens: with a large vocabulary's labels they would be gigabytes.
+        hidden_states = torch.zeros(structure.hidden_size, dtype=logits.dtype).expand(*labels.shape, -1)
         outer_head = model.get_submodule(structure.head_name)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(with_gradients))
@@ -266,7 +284,7 @@ class _Probe:
                 stand_ins(model, structure.head_name, head=head, hidden_states=hidden_states, training=self.training)
             )
             try:
-                self._note_loss(model.forward(**self._inputs()))
+                self._note_loss(model.forward(**self._inputs(labels, attention_mask)))
             except NotFusableError:
                 raise
             except LogitsNotComputedError as error:
@@ -296,34 +314,35 @@ class _Probe:
             given = dict(signature(own_loss).bind(*args, **kwargs).arguments)
             given |= given.pop("kwargs", {})
             logits, targets = given["logits"], given["labels"]
-            if isinstance(logits, FusedLogits):
-                return self._finish(logits)
             shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
             if shift_labels is not None:
                 targets = shift_labels
+            is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
+            if isinstance(logits, FusedLogits):
+                return self._finish(logits, targets, is_aligned=is_aligned)
             if given["vocab_size"] != logits.shape[-1]:
                 raise NotFusableError("its forward passes another vocab_size to its loss function")
             options: dict[str, Any] = {
                 key: given[key] for key in ("num_items_in_batch", "ignore_index") if key in given
             }
-            is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
             self.arrivals.append(_Arrival(name, logits.as_subclass(Tensor), targets, is_aligned, options))
             return torch.tensor(PROBE_LOSS)
 
         return note
 
-    def _inputs(self) -> dict[str, Any]:
+    def _inputs(self, labels: Tensor, attention_mask: Tensor) -> dict[str, Any]:
         """Arguments of the model's forward that might change its loss."""
         parameters = signature(self.model.forward).parameters
         takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-        ids = torch.arange(PROBE_TOKENS).flip(-1).repeat(PROBE_ROWS, 1)
+        rows, tokens = labels.shape
+        ids = (torch.arange(tokens) % self.logits.shape[-1]).flip(-1).repeat(rows, 1)
         # A copy, for some forwards change their labels in place.
-        inputs: dict[str, Any] = {"labels": self.labels.clone()}
+        inputs: dict[str, Any] = {"labels": labels.clone()}
         if takes_more or "num_items_in_batch" in parameters:
             inputs["num_items_in_batch"] = PROBE_ITEMS
         offered = {
             "input_ids": ids,
-            "attention_mask": self.attention_mask,
+            "attention_mask": attention_mask,
             "decoder_input_ids": ids,
             # There are no router logits here to compute an auxiliary loss from.
             "output_router_logits": False,
@@ -333,8 +352,30 @@ class _Probe:
         for name, parameter in parameters.items():
             is_required = parameter.default is Parameter.empty
             if is_required and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and name not in inputs:
-                inputs[name] = offered.get(name, torch.zeros(PROBE_ROWS, 3, 8, 8))
+                inputs[name] = offered.get(name, torch.zeros(rows, 3, 8, 8))
         return inputs | {name: value for name, value in offered.items() if name in parameters}
+
+
+def _alignments(
+    labels: Tensor, attention_mask: Tensor, given: Tensor, is_aligned: bool
+) -> Iterator[tuple[Targets, Tensor]]:
+    """The alignments by which a loss is ``given`` these targets of ``labels``, each with the indices of the tokens that
+    are scored."""
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    attended = attention_mask[:, 1:] != 0
+    every = torch.arange(labels.numel()).reshape(labels.shape)
+    choices: list[tuple[Targets, Tensor, Tensor]] = [
+        ("same", every, labels),
+        ("next", every, shifted),
+        ("next", every[:, :-1], labels[:, 1:]),
+        ("next_attended", every, torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
+        ("next_attended", every[:, :-1][attended], labels[:, 1:][attended]),
+    ]
+    if not is_aligned and given.numel() == labels.numel():
+        given = F.pad(given.reshape(labels.shape)[:, 1:], (0, 1), value=IGNORED)
+    for targets, rows, expected in choices:
+        if torch.equal(given.reshape(-1), expected.reshape(-1)):
+            yield targets, rows
 
 
 def _loss_owners(model: nn.Module, head_name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -354,14 +395,6 @@ def _candidates(model: nn.Module) -> Iterator[LogitTransform]:
     scales = [1.0, *factors, *(1.0 / factor for factor in factors)]
     for softcap, scale in itertools.product([None, *caps], scales):
         yield LogitTransform(softcap=softcap, scale=scale)
-
-
-def _special_tokens(model: nn.Module, vocab_size: int) -> list[int]:
-    """Ids of tokens that the config names, such as those of images and padding: forwards may treat their labels
-    differently."""
-    numbers = _numbers(getattr(model, "config", None))
-    named = (number for name, number in numbers if name.endswith(("token_id", "token_index")))
-    return sorted({int(number) for number in named if number == int(number) and number < vocab_size})
 
 
 def _has_any(name: str, *parts: str) -> bool:

@@ -141,20 +141,36 @@ def refuse_overlaps(outer: nn.Module, strategy: str, way_out: str = "use strateg
     Raises:
         LigerDistError: with the names of both.
     """
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    spans: dict[int, list[tuple[int, int, str, Tensor]]] = {}
     for name, parameter in outer.named_parameters():
         if type(parameter.data) is not Tensor or parameter.is_meta or parameter.numel() == 0:
             continue
         last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         start = parameter.data_ptr()
         spans.setdefault(parameter.untyped_storage().data_ptr(), []).append(
-            (start, start + (last + 1) * parameter.element_size(), name)
+            (start, start + (last + 1) * parameter.element_size(), name, parameter.data)
         )
     for in_storage in spans.values():
-        in_storage.sort()
-        for (_, end, name), (start, _, other) in pairwise(in_storage):
-            if start < end:
-                raise LigerDistError(
-                    f"{name} and {other} are two parameters in the same memory, and {strategy!r} gives each its own, "
-                    f"with which they train apart; {way_out}, or leave out the tying (ensure_weight_tying of PEFT)."
-                )
+        in_storage.sort(key=lambda span: span[:3])
+        shared = _shared(in_storage) if any(b[0] < a[1] for a, b in pairwise(in_storage)) else None
+        if shared is not None:
+            raise LigerDistError(
+                f"{shared[0]} and {shared[1]} are two parameters in the same memory, and {strategy!r} gives each its "
+                f"own, with which they train apart; {way_out}, or leave out the tying (ensure_weight_tying of PEFT)."
+            )
+
+
+def _shared(in_storage: list[tuple[int, int, str, Tensor]]) -> tuple[str, str] | None:
+    """Names of two tensors of one storage that have a byte in common; columns of one tensor have none."""
+    first = in_storage[0][0]
+    # For each byte the place of the tensor that it belongs to.
+    owners = torch.full((max(end for _, end, _, _ in in_storage) - first,), -1, dtype=torch.int16, device="cpu")
+    for place, (start, _, name, tensor) in enumerate(in_storage):
+        size = tensor.element_size()
+        strides = [stride * size for stride in tensor.stride()]
+        bytes_of_tensor = owners.as_strided((*tensor.shape, size), (*strides, 1), start - first)
+        owner = int(bytes_of_tensor.max())
+        if owner >= 0:
+            return in_storage[owner][2], name
+        bytes_of_tensor.fill_(place)
+    return None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
 from liger_dist.peft_layers import adapters_of
@@ -15,6 +19,7 @@ from liger_dist.tracing import untraced
 from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
 from .fsdp2 import FSDP2, managed_parameters
+from .process_groups import world_size
 from .vocab_parallel import row_shards_of
 
 AVERAGING = (DDP, FSDP1, FSDP2)
@@ -59,11 +64,13 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 
 
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
-    """Makes forwards with gradients refuse parameters that were added to the sharded ``root``: the first one, and the
-    first after PEFT's adapters have changed. Others cost no walk over the model."""
+    """Makes forwards with gradients refuse parameters that were added to the sharded ``root`` or unfrozen: the first
+    one, and the first after such a change. Others cost no walk over the model."""
     check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
     called = dict.fromkeys((outer, model))
-    vars(model)[_CHECKS] = [module.register_forward_pre_hook(check, prepend=True) for module in called]
+    vars(model)[_CHECKS] = [
+        module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called
+    ]
 
 
 def allow_unreduced(model: nn.Module) -> None:
@@ -72,23 +79,65 @@ def allow_unreduced(model: nn.Module) -> None:
         handle.remove()
 
 
+def _warn_of_parameters_outside(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], strategy: str) -> None:
+    """Warns of parameters that are not of ``root`` and get gradients through its arguments. Other code may average
+    them, so that it is no error."""
+    if world_size() == 1:
+        return
+    inside = set(root.parameters())
+    for name, value in (*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()):
+        count = sum(1 for parameter in _trained_leaves(value) if parameter not in inside)
+        if count:
+            warnings.warn(
+                f"{count} parameters outside of the model that {strategy!r} shards get gradients through {name}, such "
+                "as those of a prompt or a prefix that PEFT has put around it. Nothing that liger_dist knows averages "
+                "them over the ranks: make the PeftModel first and call liger_dist.wrap on it, or average them before "
+                "each step of the optimizer.",
+                stacklevel=2,
+            )
+
+
+def _trained_leaves(value: Any) -> Iterator[nn.Parameter]:
+    """The parameters that a backward through the tensors in ``value``, an argument of a model, would reach and that no
+    framework of torch shards."""
+    layers = getattr(value, "layers", None)  # of a key-value cache
+    tensors = [
+        leaf
+        for tree in (value, *(vars(layer) for layer in layers or () if hasattr(layer, "__dict__")))
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor)
+    ]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and not isinstance(leaf.data, DTensor):
+            yield leaf
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        waiting.extend(following)
+
+
 class _Check:
     """A forward pre-hook; copies of it, with a copy of the model, do nothing."""
 
     def __init__(self, at_wrap: tuple[object, ...], strategy: str, *modules: ref[nn.Module]) -> None:
         self._at_wrap, self._strategy, self._modules = at_wrap, strategy, modules
         self._checked: tuple[object, ...] | None = None
+        self._frozen: tuple[nn.Parameter, ...] = ()
 
     @untraced
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         modules = [referred for reference in self._modules if (referred := reference()) is not None]
         if not (modules and torch.is_grad_enabled()):
             return
         adapters = adapters_of(*modules)
-        if adapters == self._checked:
+        if adapters == self._checked and not any(parameter.requires_grad for parameter in self._frozen):
             return
         root, model = modules[0], modules[-1]
         refuse_unreduced(root, self._strategy)
+        _warn_of_parameters_outside(root, args, kwargs, self._strategy)
         is_new = adapters[: len(modules)] != self._at_wrap[: len(modules)]
         if model.training and is_new and not any(p.requires_grad for p in root.parameters()):
             # PEFT freezes what it does not find under the names of FSDP1's units.
@@ -96,6 +145,7 @@ class _Check:
                 f"no parameter trains since PEFT has changed the model that {self._strategy!r} shards. {ORDER}"
             )
         self._checked = adapters
+        self._frozen = tuple(parameter for parameter in root.parameters() if not parameter.requires_grad)
 
     def __reduce__(self) -> Any:
         return _Check, ((), "")
