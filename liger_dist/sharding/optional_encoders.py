@@ -444,5 +444,6 @@ class _FillGradients(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         for parameter, how in zip(ctx.parameters, ctx.depends_on[ctx.first :], strict=False):
             if how == _IN_CHECKPOINT and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                # From torch 2.15 on FSDP2 sets the gradient's dtype.
+                parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
         return gradient, None, None, None
