@@ -36,8 +36,11 @@ from ._triton_utils import (
     statistics_dtype,
 )
 from .logit_rows import (
+    alignment_arguments,
     inverse_temperature_of,
     load_logits,
+    padded_weight,
+    row_of,
     slope_of,
     statistics_of_piece,
     target_logit,
@@ -45,6 +48,7 @@ from .logit_rows import (
     transform_arguments,
     transformed,
     weighted_logits,
+    whole_vectors,
     write_gradient_of_piece,
     write_zeros_of_piece,
 )
@@ -119,20 +123,20 @@ def _statistics_kernel(
     logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
     V: tl.constexpr, scale, softcap, inverse_temperature,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_t
+    row_ptr = row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED)
     label = tl.load(labels_ptr + row).to(tl.int32) - first_class
     inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
     target = target_logit(
         row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
     )
     row_max, sum_other, dot_other, weighted_sum, square_other = statistics_of_piece(
-        row_ptr, label, 0, V, class_weight_ptr, scale, softcap, inverse, V, LANES, VECTOR, FP64, TRANSFORMS,
-        HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
+        row_ptr, label, 0, V, class_weight_ptr, scale, softcap, inverse, V, LANES, VECTOR, ALIGNED, TAIL, FP64,
+        TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
     )  # fmt: skip
     tl.store(max_ptr + row, row_max)
     tl.store(sum_other_ptr + row, sum_other)
@@ -149,34 +153,35 @@ def _statistics_kernel(
 def _exponentials_kernel(
     logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, exponentials_ptr, stride_exponentials_t,
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
-    V: tl.constexpr, scale, softcap, inverse_temperature,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    V, scale, softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     # As _statistics_kernel, for rows of one tile: each logit is read once.
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int32) - first_class
     inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
     offs_v = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    mask_v = offs_v < V
-    z, _ = load_logits(
-        logits_ptr + row * stride_t, offs_v, mask_v, scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
-    )
+    mask_v = offs_v < whole_vectors(V, VECTOR, ALIGNED)
+    row_ptr = row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED)
+    z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP)
+    if TAIL:
+        z = tl.where(offs_v < V, z, float("-inf"))
     row_max = tl.max(tl.max(z, 1))
     anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
     e = exp_of_difference(z, anchor)
-    out_row_ptr = exponentials_ptr + row * stride_exponentials_t
+    out_row_ptr = row_of(exponentials_ptr, row, stride_exponentials_t, VECTOR, ALIGNED)
     tl.store(out_row_ptr + offs_v, e.to(out_row_ptr.dtype.element_ty), mask=mask_v)
     is_target = offs_v == label
     e = tl.where(is_target, 0.0, e)
     tl.store(max_ptr + row, row_max)
     tl.store(sum_other_ptr + row, tl.sum(tl.sum(e, 1)))
-    tl.store(target_ptr + row, tl.sum(tl.sum(tl.where(is_target & mask_v, z, 0.0), 1)))
+    tl.store(target_ptr + row, tl.sum(tl.sum(tl.where(is_target & (offs_v < V), z, 0.0), 1)))
     if WITH_ENTROPY:
         tl.store(dot_other_ptr + row, tl.sum(tl.sum(e * tl.maximum(z - anchor, -1e4), 1)))
     if WITH_SMOOTHING:
-        counted = tl.where(mask_v, z, 0.0)
+        counted = tl.where(offs_v < V, z, 0.0)
         if HAS_CLASS_WEIGHT:
             counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
         tl.store(weighted_sum_ptr + row, tl.sum(tl.sum(counted, 1)))
@@ -188,17 +193,18 @@ def _exponentials_kernel(
 def _gradient_kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
     max_ptr, log_total_ptr, anchor_ptr, stride_anchor_n, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, square_ptr,
-    smoothing_ptr, V: tl.constexpr, scale, softcap, inverse_temperature,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, ANCHOR_COLUMNS: tl.constexpr, HAS_MASS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    smoothing_ptr, V, scale, softcap, inverse_temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ANCHOR_COLUMNS: tl.constexpr,
+    HAS_MASS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * LANES * VECTOR
     label = tl.load(labels_ptr + row).to(tl.int32)
-    out_row_ptr = out_ptr + row * stride_out_t
+    out_row_ptr = row_of(out_ptr, row, stride_out_t, VECTOR, ALIGNED)
     if label < 0:
-        write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, LANES, VECTOR)
+        write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, LANES, VECTOR, ALIGNED)
     else:
         row_max = tl.load(max_ptr + row)
         anchor = row_max
@@ -218,12 +224,12 @@ def _gradient_kernel(
             smoothing = tl.load(smoothing_ptr + row)
         last = tl.minimum(first + LANES * VECTOR, V)
         write_gradient_of_piece(
-            out_row_ptr, logits_ptr + row * stride_t, label - first_class, first, last, class_weight_ptr, row_max,
-            log2_of(tl.load(log_total_ptr + row)), anchor, tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass,
-            entropy, square, smoothing, scale, softcap,
+            out_row_ptr, row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED), label - first_class, first, last,
+            class_weight_ptr, row_max, log2_of(tl.load(log_total_ptr + row)), anchor, tl.load(miss_ptr + row),
+            tl.load(nll_ptr + row), mass, entropy, square, smoothing, scale, softcap,
             inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64),
-            LANES * VECTOR, LANES, VECTOR, FP64, TRANSFORMS, HAS_SOFTCAP, ANCHOR_COLUMNS > 0, HAS_ENTROPY, HAS_SQUARE,
-            HAS_SMOOTHING, HAS_CLASS_WEIGHT,
+            LANES * VECTOR, LANES, VECTOR, ALIGNED, FP64, TRANSFORMS, HAS_SOFTCAP, ANCHOR_COLUMNS > 0, HAS_ENTROPY,
+            HAS_SQUARE, HAS_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
 
@@ -251,6 +257,7 @@ def cross_entropy_fwd(
     class_weight_V: Tensor | None = None,
     outputs: TokenOutputs = NO_OUTPUTS,
     exponentials_TV: Tensor | None = None,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> SoftmaxStatistics:
     """Softmax statistics of each row, in one sweep over the logits.
@@ -265,6 +272,7 @@ def cross_entropy_fwd(
         outputs: also sum what these need.
         exponentials_TV: ``[T, V]`` of any floating dtype, where ``exp(z - max)`` is written; see [Note: Exponentials of
             fp32 logits]. V is then small enough for one program, :data:`.token_chunks.TILE_COLUMNS`.
+        is_padded: True if logits and exponentials are of :func:`.products.logits_buffer`.
         backend: see :func:`runs_triton`.
     """
     T, V = logits_TV.shape
@@ -284,8 +292,8 @@ def cross_entropy_fwd(
             exponentials_TV=exponentials_TV,
         )
     fields_6T = logits_TV.new_empty((6, T), dtype=statistics_dtype(logits_TV.dtype))
-    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
+        labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
         row: tuple[Any, ...] = (logits_TV, logits_TV.stride(0), labels_T, first_class)
         row += (class_weight_V if class_weight_V is not None else logits_TV,)
         described: dict[str, Any] = {
@@ -296,12 +304,12 @@ def cross_entropy_fwd(
             **transform_arguments(options, temperature_T, logits_TV.dtype),
         }
         if exponentials_TV is None:
-            described |= tile_arguments(logits_TV, STATISTICS_COLUMNS)
+            described |= tile_arguments(logits_TV, is_padded=is_padded, most_columns=STATISTICS_COLUMNS)
             _statistics_kernel[(T,)](*row, *fields_6T, V, **described)
         else:
-            vector = 16 // logits_TV.element_size()
-            lanes = max(triton.next_power_of_2(V) // vector, 1)
-            described |= {"VECTOR": vector, "LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
+            described |= alignment_arguments((logits_TV, exponentials_TV), is_padded)
+            lanes = max(triton.next_power_of_2(V) // described["VECTOR"], 1)
+            described |= {"LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
             out = (exponentials_TV, exponentials_TV.stride(0))
             _exponentials_kernel[(T,)](*row, *out, *fields_6T, V, **described)
     return statistics_of_fields(fields_6T, options, outputs)
@@ -321,6 +329,7 @@ def cross_entropy_bwd(
     class_weight_V: Tensor | None = None,
     anchors: Anchors | None = None,
     out_TV: Tensor,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """Gradient by the raw logits, written to ``out_TV`` (``logits_TV`` itself for an in-place pass) and returned.
@@ -333,6 +342,7 @@ def cross_entropy_bwd(
         token_ids_TK: ``[T, K]`` int64, the classes of ``coefficients.at_TK`` in the full vocabulary, negative for none.
         token_logits_TK: ``z`` of these classes; None to read it from ``logits_TV``. Required with ``anchors``.
         out_TV: ``[T, V]``, any floating dtype, unit stride along V.
+        is_padded: True if logits and gradient are of :func:`.products.logits_buffer`.
     """
     described: dict[str, Any] = {
         "options": options,
@@ -347,7 +357,7 @@ def cross_entropy_bwd(
             token_logits_TK, _ = transformed(raw_TK, options, temperature_T)
         entries = gradient_at(token_logits_TK, labels_T - first_class, local_ids_TK, coefficients, **described)
         entries.masked_fill_(labels_T[:, None] < 0, 0.0)
-        described |= {"first_class": first_class, "anchors": anchors}
+        described |= {"first_class": first_class, "anchors": anchors, "is_padded": is_padded}
         cross_entropy_bwd(
             logits_TV, labels_T, coefficients._replace(at_TK=None), out_TV=out_TV, backend=backend, **described
         )
@@ -365,8 +375,9 @@ def cross_entropy_bwd(
     T, V = logits_TV.shape
     if T == 0 or V == 0:
         return out_TV
-    tile = tile_arguments(logits_TV, None if anchors is None else anchors.columns)
-    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
+    columns = None if anchors is None else anchors.columns
+    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns)
+    labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
     max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
     _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,

@@ -49,6 +49,8 @@ from .cross_entropy import (
 from .logit_rows import (
     inverse_temperature_of,
     merged,
+    padded_weight,
+    row_of,
     statistics_of_piece,
     target_logit,
     tile_arguments,
@@ -60,6 +62,8 @@ from .options import NO_OUTPUTS, LossOptions, TokenOutputs
 from .token_loss import TokenGradients, gradient_coefficients, token_terms
 
 PIECE_BYTES = 32 * 2**10
+_COLUMNS = 2048
+"""Logits of a tile where more than the loss is summed: more of them do not fit the registers."""
 
 
 @triton.jit
@@ -69,15 +73,15 @@ def _kernel(
     square_other_ptr, piece_ptr, arrived_ptr, ticket_ptr,
     V: tl.constexpr, label_smoothing, z_loss, scale, softcap, inverse_temperature,
     PIECES: tl.constexpr, PIECES_POWER: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr, PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_Z_LOSS: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr,
+    WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") if PIECES > 1 else tl.program_id(0)
     row = (ticket // PIECES).to(tl.int64)
     piece = ticket % PIECES
     label = tl.load(labels_ptr + row).to(tl.int32)
-    row_ptr = logits_ptr + row * stride_t
+    row_ptr = row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED)
     first = piece * PIECE
     end = tl.minimum(first + PIECE, V)
     # A token that counts nothing stays out even when its logits are not finite: they are not read.
@@ -87,8 +91,8 @@ def _kernel(
         row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
     )
     row_max, sum_other, dot_other, weighted_sum, square_other = statistics_of_piece(
-        row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64, TRANSFORMS,
-        HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
+        row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse, PIECE, LANES, VECTOR, ALIGNED, TAIL,
+        FP64, TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
     )  # fmt: skip
     if PIECES > 1:
         piece_ptr += row * (PIECES * 5)
@@ -127,9 +131,9 @@ def _kernel(
             tl.store(weighted_sum_ptr + row, weighted_sum)
         if WITH_SQUARES:
             tl.store(square_other_ptr + row, square_other)
-    out_row_ptr = out_ptr + row * stride_out_t
+    out_row_ptr = row_of(out_ptr, row, stride_out_t, VECTOR, ALIGNED)
     if label < 0:
-        write_zeros_of_piece(out_row_ptr, first, end, PIECE, LANES, VECTOR)
+        write_zeros_of_piece(out_row_ptr, first, end, PIECE, LANES, VECTOR, ALIGNED)
     else:
         # As token_loss.py computes the coefficients of these two upstream gradients.
         total = sum_other + exp_of_difference(target, row_max)
@@ -149,8 +153,8 @@ def _kernel(
             mass += tl.load(d_z_loss_ptr + row) * (2.0 * number(z_loss, nll.dtype)) * lse
         write_gradient_of_piece(
             out_row_ptr, row_ptr, label, first, end, class_weight_ptr, row_max, log2_of(log_total), row_max,
-            sum_other / total, nll, mass, mass, mass, smoothing, scale, softcap, inverse, PIECE, LANES, VECTOR, FP64,
-            TRANSFORMS, HAS_SOFTCAP, False, False, False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
+            sum_other / total, nll, mass, mass, mass, smoothing, scale, softcap, inverse, PIECE, LANES, VECTOR, ALIGNED,
+            FP64, TRANSFORMS, HAS_SOFTCAP, False, False, False, WITH_SMOOTHING, HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
 
@@ -165,6 +169,7 @@ def cross_entropy_fwd_bwd(
     class_weight_V: Tensor | None = None,
     outputs: TokenOutputs = NO_OUTPUTS,
     out_TV: Tensor,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> SoftmaxStatistics:
     """Softmax statistics of each row, and in ``out_TV`` the gradient by the raw logits.
@@ -178,6 +183,7 @@ def cross_entropy_fwd_bwd(
         class_weight_V: ``[V]`` floating.
         outputs: also sum what these need. They get no gradient here.
         out_TV: as ``logits_TV``, or ``logits_TV`` itself.
+        is_padded: True if both are of :func:`.products.logits_buffer`.
         backend: see :func:`runs_triton`.
     """
     if not runs_triton(logits_TV, backend) or not _is_resident(logits_TV):
@@ -190,13 +196,15 @@ def cross_entropy_fwd_bwd(
             class_weight_V=class_weight_V,
             outputs=outputs,
             out_TV=out_TV,
+            is_padded=is_padded,
             backend=backend,
         )
     T, V = logits_TV.shape
     dtype = statistics_dtype(logits_TV.dtype)
     fields_6T = logits_TV.new_empty((6, T), dtype=dtype)
-    labels_T, class_weight_V = dense(labels_T), dense(class_weight_V)
     if T > 0:
+        labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
+        sums_more = outputs.sums_logits(options) or outputs.entropy or outputs.sum_sq_prob
         pieces = _num_pieces(logits_TV)
         piece = triton.cdiv(triton.cdiv(V, pieces), 128) * 128
         counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
@@ -226,7 +234,7 @@ def cross_entropy_fwd_bwd(
             WITH_SQUARES=outputs.sum_sq_prob,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
             **transform_arguments(options, temperature_T, logits_TV.dtype),
-            **tile_arguments(logits_TV),
+            **tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=_COLUMNS if sums_more else None),
         )
     return statistics_of_fields(fields_6T, options, outputs)
 
@@ -258,11 +266,12 @@ def in_two_sweeps(
     class_weight_V: Tensor | None = None,
     outputs: TokenOutputs = NO_OUTPUTS,
     out_TV: Tensor,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> SoftmaxStatistics:
     """:func:`cross_entropy_fwd_bwd` by its two halves: on CPUs, and for rows whose pieces cannot all be resident."""
     loss: dict[str, Any] = {"options": options, "class_weight_V": class_weight_V}
-    swept: dict[str, Any] = {"temperature_T": temperature_T, "backend": backend, **loss}
+    swept: dict[str, Any] = {"temperature_T": temperature_T, "is_padded": is_padded, "backend": backend, **loss}
     V = logits_TV.shape[1]
     statistics = cross_entropy_fwd(logits_TV, labels_T, outputs=outputs, **swept)
     terms = token_terms(statistics, labels_T, vocab_size=V, backend=backend, **loss)

@@ -37,7 +37,7 @@ from ._triton_utils import (
     shrunk,
     statistics_dtype,
 )
-from .logit_rows import load_logits, tile_arguments, transform_arguments, transformed
+from .logit_rows import load_logits, row_of, tile_arguments, transform_arguments, transformed, whole_vectors
 from .options import LossOptions
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -106,8 +106,9 @@ class HardTerms(NamedTuple):
 def _pair_statistics_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, fields_ptr, T, V: tl.constexpr,
     student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
     WITH_FORWARD: tl.constexpr, WITH_REVERSE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -123,16 +124,21 @@ def _pair_statistics_kernel(
     dot = tl.zeros((LANES,), dtype)
     mean = tl.zeros((LANES,), dtype)
     inverse = tl.full((), inverse_temperature, dtype)
+    student_row_ptr = row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED)
+    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED)
     for start in range(0, V, LANES * VECTOR):
-        mask = start + offs < V
+        mask = start + offs < whole_vectors(V, VECTOR, ALIGNED)
         student, _ = load_logits(
-            student_ptr + row * stride_student_t, start + offs, mask, student_scale, student_softcap, inverse, FP64,
-            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+            student_row_ptr, start + offs, mask, student_scale, student_softcap, inverse, FP64, STUDENT_TRANSFORMS,
+            STUDENT_SOFTCAP,
         )  # fmt: skip
         teacher, _ = load_logits(
-            teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
-            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
+            teacher_row_ptr, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64, TEACHER_TRANSFORMS,
+            TEACHER_SOFTCAP,
         )  # fmt: skip
+        if TAIL:
+            student = tl.where(start + offs < V, student, float("-inf"))
+            teacher = tl.where(start + offs < V, teacher, float("-inf"))
         student_max = tl.maximum(student_max, tl.max(student, 1))
         teacher_max = tl.maximum(teacher_max, tl.max(teacher, 1))
         new_student = tl.where(student_max == float("-inf"), 0.0, student_max)
@@ -190,8 +196,9 @@ def _mixture_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_max_ptr, student_log_total_ptr,
     teacher_max_ptr, teacher_log_total_ptr, fields_ptr, T, V: tl.constexpr, beta, student_scale, student_softcap,
     teacher_scale, teacher_softcap, inverse_temperature,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
@@ -204,16 +211,21 @@ def _mixture_kernel(
     beta = tl.full((), beta, dtype)
     of_student = tl.zeros((LANES,), dtype)
     of_teacher = tl.zeros((LANES,), dtype)
+    student_row_ptr = row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED)
+    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED)
     for start in range(0, V, LANES * VECTOR):
-        mask = start + offs < V
+        mask = start + offs < whole_vectors(V, VECTOR, ALIGNED)
         student, _ = load_logits(
-            student_ptr + row * stride_student_t, start + offs, mask, student_scale, student_softcap, inverse, FP64,
-            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+            student_row_ptr, start + offs, mask, student_scale, student_softcap, inverse, FP64, STUDENT_TRANSFORMS,
+            STUDENT_SOFTCAP,
         )  # fmt: skip
         teacher, _ = load_logits(
-            teacher_ptr + row * stride_teacher_t, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64,
-            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
+            teacher_row_ptr, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64, TEACHER_TRANSFORMS,
+            TEACHER_SOFTCAP,
         )  # fmt: skip
+        if TAIL:
+            student = tl.where(start + offs < V, student, float("-inf"))
+            teacher = tl.where(start + offs < V, teacher, float("-inf"))
         q = probability(student, student_max, log2_of(student_log_total))
         p = probability(teacher, teacher_max, log2_of(teacher_log_total))
         log_mixture = _log_of_mixture(p, q, beta)
@@ -230,18 +242,18 @@ def _divergence_gradient_kernel(
     out_ptr, stride_out_t, student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, labels_ptr, first_class,
     factor_ptr, student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, expectation_ptr,
     hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr,
-    V: tl.constexpr, TEACHER_V: tl.constexpr, beta, student_scale, student_softcap, teacher_scale, teacher_softcap,
-    inverse_temperature, temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr,
-    STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
+    V, TEACHER_V, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
+    temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
+    FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
     offs_v = tl.program_id(1) * LANES * VECTOR
     offs_v += tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    mask_v = offs_v < V
+    mask_v = offs_v < whole_vectors(V, VECTOR, ALIGNED)
     label = tl.load(labels_ptr + row).to(tl.int32)
-    out_row_ptr = out_ptr + row * stride_out_t
+    out_row_ptr = row_of(out_ptr, row, stride_out_t, VECTOR, ALIGNED)
     if label < 0:
         tl.store(out_row_ptr + offs_v, tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty), mask=mask_v)
     else:
@@ -251,14 +263,17 @@ def _divergence_gradient_kernel(
         teacher_max = tl.load(teacher_max_ptr + row)
         teacher_log_total = tl.load(teacher_log_total_ptr + row)
         student, slope = load_logits(
-            student_ptr + row * stride_student_t, offs_v, mask_v, student_scale, student_softcap, inverse, FP64,
-            STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
+            row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED), offs_v, mask_v, student_scale,
+            student_softcap, inverse, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
         )  # fmt: skip
         is_common = offs_v < TEACHER_V
         teacher, _ = load_logits(
-            teacher_ptr + row * stride_teacher_t, offs_v, is_common, teacher_scale, teacher_softcap, inverse, FP64,
+            row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED), offs_v,
+            offs_v < whole_vectors(TEACHER_V, VECTOR, ALIGNED), teacher_scale, teacher_softcap, inverse, FP64,
             TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
         )  # fmt: skip
+        if TAIL:
+            teacher = tl.where(is_common, teacher, float("-inf"))
         q = tl.where(is_common, probability(student, student_max, log2_of(student_log_total)), 0.0)
         p = probability(teacher, teacher_max, log2_of(teacher_log_total))
         if FORWARD:
@@ -290,6 +305,7 @@ def divergence_terms(
     *,
     options: DivergenceOptions,
     gather_slices: Any = None,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> DivergenceTerms:
     """The divergence of each token, and what its gradient needs.
@@ -299,10 +315,11 @@ def divergence_terms(
         teacher_TV: ``[T, V']`` raw logits of the first V' of these classes, V' at most V; possibly none.
         gather_slices: with slices of the vocabulary, a function from ``[F, T]`` of this slice to ``[G, F, T]`` of all
             slices.
+        is_padded: True if both are of :func:`.products.logits_buffer`.
         backend: see :func:`runs_triton`.
     """
     common_TV = student_TV[:, : teacher_TV.shape[1]]
-    fields_6T = _pair_statistics(common_TV, teacher_TV, options, backend)
+    fields_6T = _pair_statistics(common_TV, teacher_TV, options, backend, is_padded=is_padded)
     if gather_slices is not None:
         fields_6T = _merged(gather_slices(fields_6T), options.divergence)
     student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T, mean_T = fields_6T
@@ -315,7 +332,7 @@ def divergence_terms(
     if options.divergence == "reverse_kl":
         divergence_T = dot_T / student_sum_T + (teacher.log_total_T - student.log_total_T)
         return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
-    fields_2T = _mixture(common_TV, teacher_TV, student, teacher, options, backend)
+    fields_2T = _mixture(common_TV, teacher_TV, student, teacher, options, backend, is_padded=is_padded)
     of_student_T, of_teacher_T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
     divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
     return DivergenceTerms(divergence_T, student, teacher, of_student_T, entropy_T)
@@ -333,6 +350,7 @@ def divergence_bwd(
     hard: HardTerms | None = None,
     first_class: int = 0,
     out_TV: Tensor,
+    is_padded: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """Gradient by the student's raw logits of ``factor`` times the divergence, plus that of the cross entropy of the
@@ -347,6 +365,7 @@ def divergence_bwd(
         hard: None without the labels' cross entropy.
         first_class: vocabulary index of the first column.
         out_TV: ``[T, V]``, any floating dtype, unit stride along V.
+        is_padded: True if logits and gradient are of :func:`.products.logits_buffer`.
     """
     if not runs_triton(student_TV, backend):
         gradient_TV = _gradient_reference(
@@ -356,7 +375,7 @@ def divergence_bwd(
     T, V = student_TV.shape
     if T == 0 or V == 0:
         return out_TV
-    described = _described(student_TV, teacher_TV, options)
+    described = _described(student_TV, teacher_TV, options, is_padded, out_TV)
     max_T = dense(terms.student.max_T)
     _divergence_gradient_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
         out_TV,
@@ -385,13 +404,16 @@ def divergence_bwd(
     return out_TV
 
 
-def _described(student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions) -> dict[str, Any]:
+def _described(
+    student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, is_padded: bool, out_TV: Tensor | None = None
+) -> dict[str, Any]:
     """Arguments of every kernel here."""
     dtype = torch.promote_types(student_TV.dtype, teacher_TV.dtype)
     student = transform_arguments(options.student, None, dtype)
     teacher = transform_arguments(options.teacher, None, dtype)
     # Their transforms share the temperature, so one that is not 1 makes both transform.
-    tile = tile_arguments(student_TV, _TILE_COLUMNS)
+    others = (teacher_TV,) if out_TV is None else (teacher_TV, out_TV)
+    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=_TILE_COLUMNS)
     return tile | {
         "FP64": statistics_dtype(dtype) == torch.float64,
         "inverse_temperature": student["inverse_temperature"],
@@ -406,7 +428,9 @@ def _described(student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOption
     }
 
 
-def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend) -> Tensor:
+def _pair_statistics(
+    common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend, *, is_padded: bool
+) -> Tensor:
     """``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
     the one times the difference of ``z - max`` (0 for "jsd"), and of the student's times its own ``z - max``. Where all
     logits are -inf, 0 stands for the maximum in ``z - max``."""
@@ -427,7 +451,7 @@ def _pair_statistics(common_TV: Tensor, teacher_TV: Tensor, options: DivergenceO
             V,
             WITH_FORWARD=options.divergence == "forward_kl",
             WITH_REVERSE=options.divergence == "reverse_kl",
-            **_described(common_TV, teacher_TV, options),
+            **_described(common_TV, teacher_TV, options, is_padded),
         )
         return fields_6T
     student_TV, _ = transformed(common_TV.to(dtype), options.student, None)
@@ -483,6 +507,8 @@ def _mixture(
     teacher: LogPartition,
     options: DivergenceOptions,
     backend: Backend,
+    *,
+    is_padded: bool,
 ) -> Tensor:
     """``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
     T, V = common_TV.shape
@@ -500,7 +526,7 @@ def _mixture(
             T,
             V,
             beta=host_number(options.beta, fields_2T.dtype),
-            **_described(common_TV, teacher_TV, options),
+            **_described(common_TV, teacher_TV, options, is_padded),
         )
         return fields_2T
     log_q_TV, log_p_TV, log_m_TV = _log_probabilities(common_TV, teacher_TV, student, teacher, options)

@@ -34,7 +34,15 @@ from .cross_entropy import (
 from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
 from .merge import merge_statistics
 from .options import LossOptions, TokenOutputs
-from .products import HiddenGradient, WeightGradient, write_hidden_gradient, write_logits
+from .products import (
+    HiddenGradient,
+    WeightGradient,
+    logits_buffer,
+    logits_view,
+    row_stride,
+    write_hidden_gradient,
+    write_logits,
+)
 from .token_chunks import (
     DEFAULT_MEMORY_BUDGET,
     TILE_ROWS,
@@ -210,7 +218,7 @@ def score_with_gradients(
         if scoring.needs_recomputation(hidden_cD):
             raise ValueError("soft-capped fp32 logits of 16-bit operands need recompute_gradients.")
         if buffer_cV is None:
-            buffer_cV = hidden_cD.new_empty((max(tokens.rows, len(hidden_cD)), weight_VD.shape[0]))
+            buffer_cV = logits_buffer(hidden_cD, max(tokens.rows, len(hidden_cD)), weight_VD.shape[0])
         d_logits_cV = buffer_cV[: len(hidden_cD)]
         upstream = tokens.gradients(chunk) if len(hidden_cD) > 0 else None
         statistics, chosen = _logits_to_gradient(d_logits_cV, hidden_cD, operands, targets_c, upstream, head, scoring)
@@ -241,14 +249,14 @@ def recompute_gradients(
         c = len(hidden_cD)
         plan = plan_tiles(c, V, itemsize, scoring.memory_budget or DEFAULT_MEMORY_BUDGET, rows=c)
         tiles = plan.column_slices(V)
-        logits = hidden_cD.new_empty(c * plan.columns, dtype=torch.float32 if is_wide else None)
+        logits = hidden_cD.new_empty(c * row_stride(plan.columns), dtype=torch.float32 if is_wide else None)
         gradient = torch.empty_like(logits, dtype=hidden_cD.dtype) if is_wide else logits
         d_hidden = HiddenGradient(tokens.gradient_buffer(chunk), len(tiles)) if needs.hidden else None
         for number, columns in enumerate(tiles):
             v = columns.stop - columns.start
             bias_v = None if bias_V is None else bias_V[columns]
             d_logits_cv = cross_entropy_bwd(
-                write_logits(hidden_cD, weight_VD[columns], bias_v, logits[: c * v].view(c, v)),
+                write_logits(hidden_cD, weight_VD[columns], bias_v, logits_view(logits, c, v)),
                 targets_c.labels_T,
                 coefficients,
                 options=scoring.options,
@@ -256,7 +264,8 @@ def recompute_gradients(
                 temperature_T=targets_c.temperature_T,
                 token_ids_TK=targets_c.token_ids_TK,
                 class_weight_V=head.class_weight(scoring, columns),
-                out_TV=gradient[: c * v].view(c, v),
+                out_TV=logits_view(gradient, c, v),
+                is_padded=True,
                 backend=scoring.backend,
             )
             if d_hidden is not None:
@@ -284,7 +293,11 @@ def _logits_to_gradient(
         "first_class": head.start,
         "temperature_T": targets_c.temperature_T,
     }
-    described: dict[str, Any] = {"class_weight_V": head.class_weight(scoring), "backend": scoring.backend}
+    described: dict[str, Any] = {
+        "class_weight_V": head.class_weight(scoring),
+        "is_padded": True,
+        "backend": scoring.backend,
+    }
     if scoring.keeps_fp32(hidden_cD):
         # See [Note: Exponentials of fp32 logits].
         statistics, chosen, anchors = _score_tiles(hidden_cD, operands, targets_c, head, scoring, d_logits_cV)
@@ -342,7 +355,7 @@ def _score_tiles(
     plan = plan_tiles(c, V, dtype.itemsize, scoring.memory_budget, rows=TILE_ROWS)
     if exponentials_cV is not None:
         plan = plan_exponentials(c, V, scoring.memory_budget)
-    buffer = hidden_cD.new_empty(min(plan.rows, c) * min(plan.columns, V), dtype=dtype)
+    buffer = hidden_cD.new_empty(min(plan.rows, c) * row_stride(min(plan.columns, V)), dtype=dtype)
     blocks = []
     for rows in plan.row_slices(c):
         targets_r, tiles = targets_c.rows(rows), []
@@ -358,7 +371,7 @@ def _score_tiles(
                 hidden_cD[rows],
                 weight_VD[columns],
                 None if bias_V is None else bias_V[columns],
-                buffer[: r * v].view(r, v),
+                logits_view(buffer, r, v),
             )
             statistics = cross_entropy_fwd(
                 logits_rv,
@@ -366,6 +379,7 @@ def _score_tiles(
                 class_weight_V=head.class_weight(scoring, columns),
                 outputs=scoring.outputs,
                 exponentials_TV=None if exponentials_cV is None else exponentials_cV[rows, columns],
+                is_padded=True,
                 backend=scoring.backend,
                 **located,
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 from .cross_entropy import SoftmaxStatistics, cross_entropy_fwd
 from .divergence import DivergenceOptions, HardTerms, divergence_bwd, divergence_terms
 from .linear_cross_entropy import GradientNeeds, GradientSums, HeadSlice, Scoring
-from .products import write_hidden_gradient, write_logits
+from .products import logits_buffer, write_hidden_gradient, write_logits
 from .token_chunks import DEFAULT_MEMORY_BUDGET, ChunkPlan, TokenChunks, TokenTargets, plan_chunks
 from .token_loss import TokenTerms, token_terms
 
@@ -86,7 +86,12 @@ def linear_divergence(
         write_logits(hidden_cD, weight_VD, bias_V, student_cV)
         write_logits(teacher_cE, *rows_of_teacher, teacher_cV)
         terms = divergence_terms(
-            student_cV, teacher_cV, options=options, gather_slices=head.gather_slices, backend=scoring.backend
+            student_cV,
+            teacher_cV,
+            options=options,
+            gather_slices=head.gather_slices,
+            is_padded=True,
+            backend=scoring.backend,
         )
         hard = _hard_terms(student_cV, targets_c, head, scoring) if hard_weight > 0 else None
         own = tokens.own_rows(chunk)
@@ -108,6 +113,7 @@ def linear_divergence(
             hard=None if hard is None else HardTerms(hard.max_T, hard.log_total_T, hard.miss_T, hard_weight * factor_T),
             first_class=head.start,
             out_TV=d_logits_cV,
+            is_padded=True,
             backend=scoring.backend,
         )
         if needs.hidden:
@@ -171,10 +177,10 @@ class _Buffers:
             rows = max(self._rows, len(hidden_cD))
             is_wide = _is_wide(hidden_cD.dtype, self._scoring)
             teacher_dtype = torch.float32 if _is_wide(teacher_cE.dtype, self._scoring) else teacher_cE.dtype
-            student = hidden_cD.new_empty((rows, self._classes), dtype=torch.float32 if is_wide else None)
-            teacher = teacher_cE.new_empty((rows, self._teacher_classes), dtype=teacher_dtype)
+            student = logits_buffer(hidden_cD, rows, self._classes, torch.float32 if is_wide else None)
+            teacher = logits_buffer(teacher_cE, rows, self._teacher_classes, teacher_dtype)
             has_own = is_wide and self._with_gradient
-            self._kept = (student, teacher, torch.empty_like(student, dtype=hidden_cD.dtype) if has_own else student)
+            self._kept = student, teacher, logits_buffer(hidden_cD, rows, self._classes) if has_own else student
         student, teacher, gradient = (buffer[: len(hidden_cD)] for buffer in self._kept)
         return student, teacher, gradient
 
@@ -182,7 +188,12 @@ class _Buffers:
 def _hard_terms(student_cV: Tensor, targets_c: TokenTargets, head: HeadSlice, scoring: Scoring) -> TokenTerms:
     """The cross entropy of the labels."""
     statistics: SoftmaxStatistics = cross_entropy_fwd(
-        student_cV, targets_c.labels_T, options=scoring.options, first_class=head.start, backend=scoring.backend
+        student_cV,
+        targets_c.labels_T,
+        options=scoring.options,
+        first_class=head.start,
+        is_padded=True,
+        backend=scoring.backend,
     )
     if head.complete_statistics is not None:
         statistics = head.complete_statistics(statistics)

@@ -7,6 +7,13 @@ one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 
 A tile is [LANES, VECTOR]: VECTOR logits are the 16 bytes that a thread loads at once, so that maxima and sums over a
 lane stay in one thread, and a row's threads synchronise only once, after its last tile.
+
+[Note: Whole vectors]
+A thread loads and stores 16 bytes at once only where Triton knows that rows begin and masks end at multiples of them;
+otherwise it takes two bytes at a time, and the addresses take registers that the logits need. Triton knows of multiples
+of 16 numbers by itself. ALIGNED promises row strides of whole vectors, and that a row may be read and written up to the
+next whole vector: V is a multiple of one, or the buffer's rows are padded (:func:`.products.logits_buffer`). With TAIL,
+V is no multiple: what lies beside it is read, and replaced by -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +37,21 @@ from ._triton_utils import (
 )
 from .options import LossOptions
 
+UNALIGNED_COLUMNS = 2048
+"""Logits of a tile whose rows are no whole vectors: each is loaded by itself, and their addresses take registers."""
 _LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def row_of(ptr, row, stride, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a row begins; see [Note: Whole vectors]."""
+    return ptr + row * ((stride // VECTOR) * VECTOR if ALIGNED else stride)
+
+
+@triton.jit
+def whole_vectors(last, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """The end of what may be read of a row that ends at ``last``."""
+    return (last + VECTOR - 1) // VECTOR * VECTOR if ALIGNED else last
 
 
 @triton.jit
@@ -90,9 +111,9 @@ def merged(max_x, sum_x, dot_x, square_x):
 @triton.jit
 def statistics_of_piece(
     row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature,
-    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
+    FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Fields of :class:`SoftmaxStatistics`, but the target, of the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FP64 else tl.float32
@@ -102,10 +123,13 @@ def statistics_of_piece(
     dot_l = tl.zeros((LANES,), dtype)
     square_l = tl.zeros((LANES,), dtype)
     weighted_l = tl.zeros((LANES,), dtype)
+    end = whole_vectors(last, VECTOR, ALIGNED)
     for start in range(0, PIECE, LANES * VECTOR):
         offs_v = first + start + offs
-        mask_v = offs_v < last
+        mask_v = offs_v < end
         z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+        if TAIL:
+            z = tl.where(offs_v < last, z, float("-inf"))
         new_max = tl.maximum(max_l, tl.max(z, 1))
         anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
         shrink = exp_of_difference(max_l, anchor)
@@ -119,7 +143,7 @@ def statistics_of_piece(
         if WITH_SQUARES:
             square_l = shrink * shrink * square_l + tl.sum(e * e, 1)
         if WITH_SMOOTHING:
-            counted = tl.where(mask_v, z, 0.0)
+            counted = tl.where(offs_v < last, z, 0.0)
             if HAS_CLASS_WEIGHT:
                 counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
             weighted_l += tl.sum(counted, 1)
@@ -150,9 +174,9 @@ def target_logit(
 def write_gradient_of_piece(
     out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, mass, entropy,
     square, smoothing, scale, softcap, inverse_temperature,
-    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARE: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, FP64: tl.constexpr,
+    TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FP64 else tl.float32
@@ -180,9 +204,10 @@ def write_gradient_of_piece(
             target_gradient -= smoothing
     if TRANSFORMS:
         target_gradient *= target_slope
+    end = whole_vectors(last, VECTOR, ALIGNED)
     for start in range(0, PIECE, LANES * VECTOR):
         offs_v = first + start + offs
-        mask_v = offs_v < last
+        mask_v = offs_v < end
         p, z, slope = load_probabilities(
             row_ptr, offs_v, mask_v, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
             HAS_SOFTCAP, EXPONENTIALS,
@@ -206,14 +231,15 @@ def write_gradient_of_piece(
 
 @triton.jit
 def write_zeros_of_piece(
-    out_row_ptr, first, last, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+    out_row_ptr, first, last, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """The gradient of a token that counts nothing, whose logits need not be finite: they are not read."""
     offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     zeros = tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty)
+    end = whole_vectors(last, VECTOR, ALIGNED)
     for start in range(0, PIECE, LANES * VECTOR):
         offs_v = first + start + offs
-        tl.store(out_row_ptr + offs_v, zeros, mask=offs_v < last)
+        tl.store(out_row_ptr + offs_v, zeros, mask=offs_v < end)
 
 
 def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -233,13 +259,34 @@ def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtyp
     }
 
 
-def tile_arguments(logits_TV: Tensor, most_columns: int | None = None) -> dict[str, Any]:
+def padded_weight(class_weight_V: Tensor | None, logits_TV: Tensor) -> Tensor | None:
+    """Class weights that may be read in whole vectors; see [Note: Whole vectors]."""
+    if class_weight_V is None:
+        return None
+    missing = -len(class_weight_V) % (16 // logits_TV.element_size())
+    return torch.nn.functional.pad(class_weight_V, (0, missing)) if missing else class_weight_V.contiguous()
+
+
+def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, Any]:
+    """VECTOR, ALIGNED and TAIL for tensors ``[T, V]`` that are read and written together, the first of them logits;
+    see [Note: Whole vectors]."""
+    vector, V = 16 // rows[0].element_size(), rows[0].shape[1]
+    is_aligned = (V % vector == 0 or is_padded) and all(tensor.stride(0) % vector == 0 for tensor in rows)
+    return {"VECTOR": vector, "ALIGNED": is_aligned, "TAIL": is_aligned and V % vector != 0}
+
+
+def tile_arguments(
+    logits_TV: Tensor, *others_TV: Tensor, is_padded: bool, most_columns: int | None = None
+) -> dict[str, Any]:
     """Tiles of at most 16 KiB and ``most_columns``, and the launch that suits them."""
-    vector = 16 // logits_TV.element_size()
     columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2**14 // logits_TV.element_size())
     columns = columns if most_columns is None else min(columns, most_columns)
+    alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
+    vector = alignment["VECTOR"]
+    if not alignment["ALIGNED"]:
+        columns = min(columns, UNALIGNED_COLUMNS)
     return {
-        "VECTOR": vector,
+        **alignment,
         "LANES": max(columns // vector, 1),
         "FP64": logits_TV.dtype == torch.float64,
         "num_warps": 8 if columns * logits_TV.element_size() >= 2**13 else 4,
