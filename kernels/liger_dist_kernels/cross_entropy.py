@@ -376,7 +376,8 @@ def cross_entropy_bwd(
     if T == 0 or V == 0:
         return out_TV
     columns = None if anchors is None else anchors.columns
-    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns)
+    computes_more = any(x is not None for x in (coefficients.entropy_T, coefficients.square_T, class_weight_V))
+    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns, computes_more=computes_more)
     labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
     max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
     _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](

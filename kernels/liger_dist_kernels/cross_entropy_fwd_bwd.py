@@ -62,8 +62,6 @@ from .options import NO_OUTPUTS, LossOptions, TokenOutputs
 from .token_loss import TokenGradients, gradient_coefficients, token_terms
 
 PIECE_BYTES = 32 * 2**10
-_COLUMNS = 2048
-"""Logits of a tile where more than the loss is summed: more of them do not fit the registers."""
 
 
 @triton.jit
@@ -234,7 +232,7 @@ def cross_entropy_fwd_bwd(
             WITH_SQUARES=outputs.sum_sq_prob,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
             **transform_arguments(options, temperature_T, logits_TV.dtype),
-            **tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=_COLUMNS if sums_more else None),
+            **tile_arguments(logits_TV, out_TV, is_padded=is_padded, computes_more=sums_more),
         )
     return statistics_of_fields(fields_6T, options, outputs)
 

@@ -245,7 +245,8 @@ def _divergence_gradient_kernel(
     V, TEACHER_V, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
     temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
     FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
+    TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32

@@ -37,7 +37,7 @@ from ._triton_utils import (
 )
 from .options import LossOptions
 
-UNALIGNED_COLUMNS = 2048
+UNALIGNED_COLUMNS = 1024
 """Logits of a tile whose rows are no whole vectors: each is loaded by itself, and their addresses take registers."""
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -276,23 +276,37 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 
 def tile_arguments(
-    logits_TV: Tensor, *others_TV: Tensor, is_padded: bool, most_columns: int | None = None
+    logits_TV: Tensor,
+    *others_TV: Tensor,
+    is_padded: bool,
+    most_columns: int | None = None,
+    computes_more: bool = False,
 ) -> dict[str, Any]:
-    """Tiles of at most 16 KiB and ``most_columns``, and the launch that suits them."""
-    columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2**14 // logits_TV.element_size())
-    columns = columns if most_columns is None else min(columns, most_columns)
+    """Tiles of at most 16 KiB (with TAIL 8, for its comparisons take registers) and ``most_columns``, and the launch
+    that suits them.
+
+    Args:
+        computes_more: True for more than probabilities of each logit, which takes registers: tiles of 4 KiB.
+    """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
-    vector = alignment["VECTOR"]
+    vector, most_bytes = alignment["VECTOR"], 2**13 if alignment["TAIL"] else 2**14
+    columns = triton.next_power_of_2(logits_TV.shape[1])
+    columns = min(columns, (2**12 if computes_more else most_bytes) // logits_TV.element_size())
+    columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)
     return {
         **alignment,
         "LANES": max(columns // vector, 1),
         "FP64": logits_TV.dtype == torch.float64,
-        "num_warps": 8 if columns * logits_TV.element_size() >= 2**13 else 4,
+        "num_warps": 8 if columns * logits_TV.element_size() >= 2**12 and alignment["ALIGNED"] else 4,
         # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
         # for NVIDIA's GPUs alone.
-        **({"maxnreg": 64} if logits_TV.device.type != "xpu" and torch.version.hip is None else {}),
+        **(
+            {"maxnreg": 64 if alignment["ALIGNED"] else 128}
+            if logits_TV.device.type != "xpu" and torch.version.hip is None
+            else {}
+        ),
     }
 
 

@@ -231,7 +231,7 @@ def norm_bwd(
     weight_D = dense(weight_D)
     block = triton.next_power_of_2(D)
     is_wide = block >= 16384
-    rows = min(triton.next_power_of_2(triton.cdiv(8192, D)), max((8192 if needs_bias else 16384) // block, 1))
+    rows = max(8192 // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
     programs = max(min(_programs(x_TD), triton.cdiv(T, rows)), 1)
     d_x_TD = x_TD.new_empty((T, D))

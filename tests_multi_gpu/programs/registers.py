@@ -1,0 +1,247 @@
+"""Compiles the kernels as the library launches them, for GPUs that need not be there, and reads what ``ptxas`` says.
+
+``python registers.py sm_90 [pattern]`` prints one JSON line for each distinct launch: its name, the options of the call,
+and bytes of spills, registers and the loads of two bytes. Not in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import liger_dist_kernels as kernels
+from liger_dist_kernels import GradientCoefficients, LossOptions, NormOptions, TokenGradients, TokenOutputs
+from liger_dist_kernels.products import logits_buffer
+
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
+"""bytes of a program at most"""
+TOKENS = 4096
+Launch = tuple[Any, dict[str, Any], dict[str, Any]]
+
+
+def main(arch: str, pattern: str = "") -> None:
+    capability = int(arch.removeprefix("sm_"))
+    launches: dict[str, tuple[str, Launch]] = {}
+    properties = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=SHARED_MEMORY[capability],
+        shared_memory_per_block=49152,
+    )
+    recorded: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        given = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+        recorded.append((kernel, given, options))
+
+    with (
+        mock.patch.object(triton.runtime.JITFunction, "run", record),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),
+    ):
+        for name, call in calls():
+            if pattern in name:
+                recorded.clear()
+                call()
+                for kernel, given, options in recorded:
+                    source = described(kernel, given, options)
+                    launches.setdefault(source, (f"{kernel.__name__}: {name}", (kernel, given, options)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(lambda launch: json.dumps(usage(*launch, capability)), launches.values()):
+            print(line, flush=True)
+
+
+def arguments(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """Signature, constants and attributes, as Triton specialises a launch."""
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+    for place, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        value = value.value if isinstance(value, triton.language.constexpr) else value
+        is_constant = parameter.is_constexpr or value is None or (type(value) is int and value == 1)
+        if is_constant or isinstance(given[parameter.name], triton.language.constexpr):
+            signature[parameter.name], constants[(place,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype)[6:]]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        elif type(value) is int:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    return signature, constants, attributes
+
+
+def described(kernel: Any, given: dict[str, Any], options: dict[str, Any]) -> str:
+    return repr((kernel.__name__, *arguments(kernel, given), options))
+
+
+def usage(name: str, launch: Launch, capability: int) -> dict[str, Any]:
+    kernel, given, options = launch
+    signature, constants, attributes = arguments(kernel, given)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = folder / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as into:
+        path = Path(into) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", path, "-o", f"{path}.bin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    frame, stores, loads = map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", said)[:3])
+    return {
+        "launch": name,
+        "spilled": max(frame, stores, loads),
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+        "loads_of_two_bytes": len(re.findall(r"ld\.global[^;]*\.b16", ptx)),
+        "shared": compiled.metadata.shared,
+    }
+
+
+class OnGpu(Tensor):
+    """A tensor without memory that says it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+
+def vector(dtype: torch.dtype = torch.float32, size: int = TOKENS) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta").as_subclass(OnGpu)
+
+
+VOCABULARIES = (128256, 128257, 128264, 32001)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "z-loss": {"z_loss": 1e-4},
+    "temperature": {"temperature": 0.7},
+    "soft-cap": {"softcap": 30.0},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing, soft-cap": {"label_smoothing": 0.1, "softcap": 30.0},
+}
+OUTPUTS: dict[str, dict[str, bool]] = {
+    "": {},
+    "entropy": {"entropy": True},
+    "squares": {"sum_sq_prob": True},
+    "entropy, squares": {"entropy": True, "sum_sq_prob": True},
+    "all": {"entropy": True, "sum_sq_prob": True, "mean_logit": True},
+}
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield from cross_entropies()
+    yield from divergences()
+    yield from norms()
+
+
+def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
+    labels = vector(torch.int64)
+    gradients = TokenGradients(vector(), vector())
+    choices = itertools.product(DTYPES, VOCABULARIES, OPTIONS, OUTPUTS, (False, True), (False, True), (False, True))
+    for dtype, V, options_name, outputs_name, is_weighted, per_token, is_padded in choices:
+        if not is_padded and V % 16 == 0:
+            continue
+        options, outputs = LossOptions(**OPTIONS[options_name]), TokenOutputs(**OUTPUTS[outputs_name])
+        like = vector(dtype, 1)
+        logits = logits_buffer(like, TOKENS, V) if is_padded else like.new_empty(TOKENS, V)
+        tile = logits_buffer(like, TOKENS, V % 16384) if is_padded else like.new_empty(TOKENS, V % 16384)
+        loss: dict[str, Any] = {"options": options, "temperature_T": vector() if per_token else None}
+        loss |= {"is_padded": is_padded}
+        weight = {"class_weight_V": vector(size=V) if is_weighted else None}
+        tile_weight = {"class_weight_V": vector(size=V % 16384) if is_weighted else None}
+        names = [str(dtype)[6:], str(V), options_name, outputs_name, "class weight" * is_weighted]
+        name = ", ".join(filter(None, [*names, "temperatures" * per_token, "padded" * is_padded]))
+
+        def in_one(logits: Tensor = logits, loss: Any = loss | weight, outputs: TokenOutputs = outputs) -> None:
+            kernels.cross_entropy_fwd_bwd(logits, labels, gradients, outputs=outputs, out_TV=logits, **loss)
+
+        def tiles(tile: Tensor = tile, loss: Any = loss | tile_weight, outputs: TokenOutputs = outputs) -> None:
+            kernels.cross_entropy_fwd(tile, labels, outputs=outputs, **loss)
+            smooths = loss["options"].label_smoothing > 0
+            coefficients = GradientCoefficients(
+                max_T=vector(),
+                log_total_T=vector(),
+                miss_T=vector(),
+                nll_T=vector(),
+                mass_T=vector(),
+                entropy_T=vector() if outputs.entropy else None,
+                square_T=vector() if outputs.sum_sq_prob else None,
+                smoothing_T=vector() if smooths else None,
+            )
+            kernels.cross_entropy_bwd(tile, labels, coefficients, out_TV=tile, **loss)
+
+        yield f"one launch, {name}", in_one
+        yield f"tile, {name}", tiles
+
+
+def divergences() -> Iterator[tuple[str, Callable[[], Any]]]:
+    from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd, divergence_terms
+
+    labels = vector(torch.int64)
+    for dtype, V, kind, tau in itertools.product(
+        DTYPES, VOCABULARIES, ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)
+    ):
+        transform = LossOptions(temperature=tau)
+        options = DivergenceOptions(divergence=kind, student=transform, teacher=transform)
+
+        def call(dtype: torch.dtype = dtype, V: int = V, options: Any = options) -> None:
+            student, teacher = (logits_buffer(vector(dtype, 1), TOKENS, V) for _ in range(2))
+            terms = divergence_terms(student, teacher, options=options, is_padded=True)
+            divergence_bwd(
+                student, teacher, labels, terms, vector(), options=options, out_TV=student, is_padded=True
+            )
+
+        yield f"divergence, {kind}, {str(dtype)[6:]}, {V}, temperature {tau}", call
+
+
+WIDTHS = (576, 896, 1024, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+
+
+def norms() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for dtype, D, subtracts, has_bias in itertools.product(DTYPES, WIDTHS, (False, True), (False, True)):
+        if has_bias and not subtracts:
+            continue
+
+        def call(dtype: torch.dtype = dtype, D: int = D, subtracts: bool = subtracts, has_bias: bool = has_bias) -> None:
+            x, weight = vector(dtype, 1).new_empty(TOKENS, D), vector(dtype, D)
+            options = NormOptions(eps=1e-6, subtract_mean=subtracts)
+            output = kernels.norm_fwd(x, weight, vector(dtype, D) if has_bias else None, options=options)
+            kernels.norm_bwd(
+                x,
+                x,
+                output.mean_T,
+                output.rstd_T,
+                weight,
+                needs_weight=True,
+                needs_bias=has_bias,
+                options=options,
+            )
+
+        yield f"{'LayerNorm' if subtracts else 'RMSNorm'}, {str(dtype)[6:]}, {D}, {'bias' * has_bias}", call
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
