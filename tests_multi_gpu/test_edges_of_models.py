@@ -17,7 +17,7 @@ import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels.cross_entropy import tile_arguments
 
-SEEN, UNSEEN = 5, 7
+SEEN, UNSEEN, NO_TOKEN = 5, 7, -1
 """ids of images: the probe's labels have the first"""
 
 
@@ -54,12 +54,13 @@ def with_images(cls: Any, image: int) -> tuple[Any, Any, dict[str, Tensor]]:
     return model, copy.deepcopy(model), batch
 
 
+@pytest.mark.parametrize("token", [SEEN, UNSEEN])
 @pytest.mark.parametrize("cls", [MasksImages, MasksImagesLate])
-def test_a_forward_that_changes_its_labels_in_place(cls: Any) -> None:
-    """What it always does is seen by the probe, and leaves the loss its own."""
-    model, reference, batch = with_images(cls, SEEN)
+def test_a_forward_that_changes_its_labels_in_place(cls: Any, token: int) -> None:
+    """The probe has every token as a label, and leaves the loss its own."""
+    model, reference, batch = with_images(cls, token)
     expected = reference(**copy.deepcopy(batch)).loss
-    with pytest.warns(UserWarning, match="changes the labels before the loss"):
+    with pytest.warns(UserWarning, match=r"changes the labels? .*before the loss"):
         liger_dist.wrap(model)
     loss = model(**copy.deepcopy(batch)).loss
     assert relative_error(loss, expected) < 1e-6
@@ -67,11 +68,14 @@ def test_a_forward_that_changes_its_labels_in_place(cls: Any) -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("cls", [MasksImages, MasksImagesLate])
-def test_labels_changed_in_place_by_what_they_are_refuse_the_loss(cls: Any, inference: bool) -> None:
+def test_labels_changed_in_place_later_refuse_the_loss(cls: Any, inference: bool) -> None:
+    """By a token that the model was given after wrap."""
     if inference and compute_device().type == "cuda":
         pytest.skip("inference tensors are compared by an assertion on the device, which ends the process")
     model, _, _ = with_images(cls, UNSEEN)
+    model.image = NO_TOKEN
     liger_dist.wrap(model)
+    model.image = UNSEEN
     with torch.inference_mode(inference):
         _, _, batch = with_images(cls, UNSEEN)
         without = {name: tensor.clone().clamp_min(UNSEEN + 1) for name, tensor in batch.items()}
@@ -265,9 +269,9 @@ def test_rows_trained_after_wrapping_stay_unfused_and_unwrap() -> None:
 
 def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.zeros(2, 8)
-    assert tile_arguments(logits)["maxnreg"] == 64
+    assert tile_arguments(logits, is_padded=False)["maxnreg"] == 64
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "maxnreg" not in tile_arguments(logits)
+    assert "maxnreg" not in tile_arguments(logits, is_padded=False)
 
 
 def test_the_reason_comes_first_when_no_adapter_serves() -> None:

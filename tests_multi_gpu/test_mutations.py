@@ -92,11 +92,11 @@ def lora_ignored() -> Any:
 
 
 def every_label_taken_for_the_next_tokens() -> Any:
-    return mock.patch.object(probe._Probe, "_targets", _targets_next)
+    return mock.patch.object(probe, "_alignments", _next_tokens)
 
 
-def _targets_next(self: Any, arrival: Any) -> Any:
-    return "next", slice(None)
+def _next_tokens(labels: torch.Tensor, *_: Any) -> Any:
+    return [("next", torch.arange(labels.numel()))]
 
 
 def one_embedding_split_of_several() -> Any:

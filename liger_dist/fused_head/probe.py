@@ -31,8 +31,8 @@ PROBE_ROWS, PROBE_TOKENS = 2, 6
 PROBE_ITEMS = 7
 """an unusual number of items, to recognise it"""
 PROBE_LOSS = 3.0
-VOCABULARY_TOKENS, VOCABULARY_ELEMENTS = 512, 2**25
-"""tokens of a row, and elements of hidden states, in a run that has every class as a label"""
+VOCABULARY_ELEMENTS = 2**25
+"""elements of hidden states in a run that has many classes as labels"""
 IGNORED = -100
 
 
@@ -239,15 +239,17 @@ class _Probe:
 
     def _check_every_label(self, targets: Targets) -> None:
         """Runs the same code on each class as a label: a forward may leave out those of images or of padding."""
-        rows = max(VOCABULARY_ELEMENTS // self.structure.hidden_size // VOCABULARY_TOKENS, 1)
-        for classes in torch.arange(self.logits.shape[-1]).split(rows * VOCABULARY_TOKENS):
-            filled = F.pad(classes, (0, -len(classes) % VOCABULARY_TOKENS), value=IGNORED)
-            labels = F.pad(filled.reshape(-1, VOCABULARY_TOKENS), (1, 0), value=IGNORED)
+        # Rows as long as in the other runs: decoders may limit them.
+        length = PROBE_TOKENS - 1
+        rows = max(VOCABULARY_ELEMENTS // self.structure.hidden_size // length, 1)
+        for classes in torch.arange(self.logits.shape[-1]).split(rows * length):
+            filled = F.pad(classes, (0, -len(classes) % length), value=IGNORED)
+            labels = F.pad(filled.reshape(-1, length), (1, 0), value=IGNORED)
             mask = torch.ones_like(labels)
             given = self._carry(labels, mask)
             if targets not in dict(_alignments(labels, mask, given.targets, given.is_aligned)):
                 missing = classes[~torch.isin(classes, given.targets)].tolist() or classes[:1].tolist()
-                raise NotFusableError(f"its forward changes labels before the loss, such as {missing[0]}")
+                raise NotFusableError(f"its forward changes the label {missing[0]} before the loss")
 
     def _carry(self, labels: Tensor, attention_mask: Tensor) -> _Finished:
         """Runs the model's code on zero-width logits for these labels."""

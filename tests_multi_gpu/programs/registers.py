@@ -1,7 +1,7 @@
 """Compiles the kernels as the library launches them, for GPUs that need not be there, and reads what ``ptxas`` says.
 
-``python registers.py sm_90 [pattern]`` prints one JSON line for each distinct launch: its name, the options of the call,
-and bytes of spills, registers and the loads of two bytes. Not in Triton's interpreter.
+``python registers.py sm_90 [pattern]`` prints one JSON line for each distinct launch: its name with the options of the
+call, bytes of spills, registers and the number of loads of two bytes. Not in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def main(arch: str, pattern: str = "") -> None:
 
     with (
         mock.patch.object(triton.runtime.JITFunction, "run", record),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(torch.cuda, "current_device", lambda: None),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
     ):
         for name, call in calls():
             if pattern in name:
@@ -108,7 +108,8 @@ def usage(name: str, launch: Launch, capability: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as into:
         path = Path(into) / "kernel.ptx"
         path.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", path, "-o", f"{path}.bin"]
+        gpu = f"sm_{capability}" + ("a" if capability >= 90 else "")
+        command = [ptxas, "-v", f"--gpu-name={gpu}", path, "-o", f"{path}.bin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     frame, stores, loads = map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", said)[:3])
     return {
@@ -201,18 +202,14 @@ def divergences() -> Iterator[tuple[str, Callable[[], Any]]]:
     from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd, divergence_terms
 
     labels = vector(torch.int64)
-    for dtype, V, kind, tau in itertools.product(
-        DTYPES, VOCABULARIES, ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)
-    ):
+    for dtype, V, kind, tau in itertools.product(DTYPES, VOCABULARIES, ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)):
         transform = LossOptions(temperature=tau)
         options = DivergenceOptions(divergence=kind, student=transform, teacher=transform)
 
         def call(dtype: torch.dtype = dtype, V: int = V, options: Any = options) -> None:
             student, teacher = (logits_buffer(vector(dtype, 1), TOKENS, V) for _ in range(2))
             terms = divergence_terms(student, teacher, options=options, is_padded=True)
-            divergence_bwd(
-                student, teacher, labels, terms, vector(), options=options, out_TV=student, is_padded=True
-            )
+            divergence_bwd(student, teacher, labels, terms, vector(), options=options, out_TV=student, is_padded=True)
 
         yield f"divergence, {kind}, {str(dtype)[6:]}, {V}, temperature {tau}", call
 
@@ -225,7 +222,9 @@ def norms() -> Iterator[tuple[str, Callable[[], Any]]]:
         if has_bias and not subtracts:
             continue
 
-        def call(dtype: torch.dtype = dtype, D: int = D, subtracts: bool = subtracts, has_bias: bool = has_bias) -> None:
+        def call(
+            dtype: torch.dtype = dtype, D: int = D, subtracts: bool = subtracts, has_bias: bool = has_bias
+        ) -> None:
             x, weight = vector(dtype, 1).new_empty(TOKENS, D), vector(dtype, D)
             options = NormOptions(eps=1e-6, subtract_mean=subtracts)
             output = kernels.norm_fwd(x, weight, vector(dtype, D) if has_bias else None, options=options)
