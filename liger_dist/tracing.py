@@ -17,6 +17,12 @@ def untraced(function: F) -> F:
     return cast(F, torch.compiler.disable(function))
 
 
+def is_compiled_now() -> bool:
+    """True while torch.compile traces a frame or writes its guards, in this thread."""
+    context: Any = getattr(torch._guards, "CompileContext", None)
+    return torch.compiler.is_compiling() or (context is not None and context.current_compile_id() is not None)
+
+
 def is_transformed() -> bool:
     """True under ``torch.func`` or forward-mode differentiation, where the kernels are not defined."""
     is_functorch: Any = getattr(torch._C, "_are_functorch_transforms_active", None)

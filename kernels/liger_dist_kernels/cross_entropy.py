@@ -37,6 +37,7 @@ from ._triton_utils import (
 )
 from .logit_rows import (
     alignment_arguments,
+    extra_of_statistics,
     inverse_temperature_of,
     load_logits,
     padded_weight,
@@ -304,7 +305,12 @@ def cross_entropy_fwd(
             **transform_arguments(options, temperature_T, logits_TV.dtype),
         }
         if exponentials_TV is None:
-            described |= tile_arguments(logits_TV, is_padded=is_padded, most_columns=STATISTICS_COLUMNS)
+            described |= tile_arguments(
+                logits_TV,
+                is_padded=is_padded,
+                most_columns=STATISTICS_COLUMNS,
+                num_extra=extra_of_statistics(options, outputs, class_weight_V),
+            )
             _statistics_kernel[(T,)](*row, *fields_6T, V, **described)
         else:
             described |= alignment_arguments((logits_TV, exponentials_TV), is_padded)
@@ -376,8 +382,9 @@ def cross_entropy_bwd(
     if T == 0 or V == 0:
         return out_TV
     columns = None if anchors is None else anchors.columns
-    computes_more = any(x is not None for x in (coefficients.entropy_T, coefficients.square_T, class_weight_V))
-    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns, computes_more=computes_more)
+    extra = (options.softcap, coefficients.entropy_T, coefficients.square_T, class_weight_V)
+    num_extra = sum(given is not None for given in extra)
+    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns, num_extra=num_extra)
     labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
     max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
     _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](

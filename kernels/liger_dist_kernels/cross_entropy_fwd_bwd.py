@@ -47,6 +47,7 @@ from .cross_entropy import (
     statistics_of_fields,
 )
 from .logit_rows import (
+    extra_of_statistics,
     inverse_temperature_of,
     merged,
     padded_weight,
@@ -202,7 +203,6 @@ def cross_entropy_fwd_bwd(
     fields_6T = logits_TV.new_empty((6, T), dtype=dtype)
     if T > 0:
         labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
-        sums_more = outputs.sums_logits(options) or outputs.entropy or outputs.sum_sq_prob
         pieces = _num_pieces(logits_TV)
         piece = triton.cdiv(triton.cdiv(V, pieces), 128) * 128
         counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
@@ -232,7 +232,9 @@ def cross_entropy_fwd_bwd(
             WITH_SQUARES=outputs.sum_sq_prob,
             HAS_CLASS_WEIGHT=class_weight_V is not None,
             **transform_arguments(options, temperature_T, logits_TV.dtype),
-            **tile_arguments(logits_TV, out_TV, is_padded=is_padded, computes_more=sums_more),
+            **tile_arguments(
+                logits_TV, out_TV, is_padded=is_padded, num_extra=extra_of_statistics(options, outputs, class_weight_V)
+            ),
         )
     return statistics_of_fields(fields_6T, options, outputs)
 

@@ -35,7 +35,7 @@ from ._triton_utils import (
     shrunk,
     statistics_dtype,
 )
-from .options import LossOptions
+from .options import LossOptions, TokenOutputs
 
 UNALIGNED_COLUMNS = 1024
 """Logits of a tile whose rows are no whole vectors: each is loaded by itself, and their addresses take registers."""
@@ -275,38 +275,43 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
     return {"VECTOR": vector, "ALIGNED": is_aligned, "TAIL": is_aligned and V % vector != 0}
 
 
+def extra_of_statistics(options: LossOptions, outputs: TokenOutputs, class_weight_V: Tensor | None) -> int:
+    """How many things beside probabilities a sweep computes of each logit."""
+    sums = outputs.sums_logits(options)
+    extra = (options.softcap is not None, outputs.entropy, outputs.sum_sq_prob, sums)
+    return sum(extra) + (1 if sums and class_weight_V is not None else 0)
+
+
 def tile_arguments(
-    logits_TV: Tensor,
-    *others_TV: Tensor,
-    is_padded: bool,
-    most_columns: int | None = None,
-    computes_more: bool = False,
+    logits_TV: Tensor, *others_TV: Tensor, is_padded: bool, most_columns: int | None = None, num_extra: int = 0
 ) -> dict[str, Any]:
-    """Tiles of at most 16 KiB (with TAIL 8, for its comparisons take registers) and ``most_columns``, and the launch
-    that suits them.
+    """The largest tile whose logits and what is computed of them fit the registers, and the launch that suits it.
 
     Args:
-        computes_more: True for more than probabilities of each logit, which takes registers: tiles of 4 KiB.
+        num_extra: how many things beside probabilities are computed of each logit: soft-caps, entropies, squares,
+            sums, class weights
     """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
-    vector, most_bytes = alignment["VECTOR"], 2**13 if alignment["TAIL"] else 2**14
-    columns = triton.next_power_of_2(logits_TV.shape[1])
-    columns = min(columns, (2**12 if computes_more else most_bytes) // logits_TV.element_size())
+    vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
+    # With TAIL the comparisons take registers as well. Tiles of 16, 8 or 4 KiB.
+    num_extra += 1 if alignment["TAIL"] else 0
+    columns = min(
+        triton.next_power_of_2(logits_TV.shape[1]), 2 ** (14 - min(num_extra, 2) - num_extra // 5) // itemsize
+    )
     columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)
+    is_large = columns * itemsize >= (2**12 if num_extra > 1 else 2**13)
+    launch = {"num_warps": 8 if is_large and alignment["ALIGNED"] else 4}
+    if logits_TV.device.type != "xpu" and torch.version.hip is None:
+        # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
+        # for NVIDIA's GPUs alone.
+        launch["maxnreg"] = 64 if alignment["ALIGNED"] else 128
     return {
         **alignment,
         "LANES": max(columns // vector, 1),
         "FP64": logits_TV.dtype == torch.float64,
-        "num_warps": 8 if columns * logits_TV.element_size() >= 2**12 and alignment["ALIGNED"] else 4,
-        # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
-        # for NVIDIA's GPUs alone.
-        **(
-            {"maxnreg": 64 if alignment["ALIGNED"] else 128}
-            if logits_TV.device.type != "xpu" and torch.version.hip is None
-            else {}
-        ),
+        **launch,
     }
 
 

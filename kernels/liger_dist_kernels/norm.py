@@ -59,6 +59,9 @@ def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torc
     return x.dtype
 
 
+_MOST_WARPS = 16
+
+
 # D is a constexpr: a model has few, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 
 
@@ -230,10 +233,11 @@ def norm_bwd(
     T, D = x_TD.shape
     weight_D = dense(weight_D)
     block = triton.next_power_of_2(D)
-    is_wide = block >= 16384
-    rows = max(8192 // block, 1)
+    is_wide, is_narrow = block >= 16384, block <= 1024
+    # By the block, not by D: what a thread holds are numbers of the block.
+    rows = max((4096 if is_narrow else 8192) // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
-    programs = max(min(_programs(x_TD), triton.cdiv(T, rows)), 1)
+    programs = max(min(_programs(x_TD) * (2 if is_narrow else 1), triton.cdiv(T, rows)), 1)
     d_x_TD = x_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
     d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
@@ -261,7 +265,7 @@ def norm_bwd(
         LOADS_TWICE=is_wide and options.subtract_mean,
         STAGES=1 if is_wide else _stages(x_TD, bytes_of_step),
         STEPS=0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
-        num_warps=min(max(rows * block // 1024, 4), 16),
+        num_warps=min(max(rows * block // 1024, 4), _MOST_WARPS),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_dist.errors import LogitsNotComputedError
-from liger_dist.tracing import untraced
+from liger_dist.tracing import is_compiled_now, untraced
 
 from .recipe import SELECTIONS
 
@@ -149,7 +149,7 @@ class FusedLogits(Tensor):
                 vars(selected)["_changes"] += ((name.strip("_"), *described),)
             vars(selected)["_is_clipped"] |= is_clipped
             return selected
-        if (name in _SIZES or attribute in _SIZE_ATTRIBUTES) and not torch.compiler.is_compiling():
+        if (name in _SIZES or attribute in _SIZE_ATTRIBUTES) and not is_compiled_now():
             return operation.on(carrier._without_memory())
         if name in _CHANGING:
             operands = (value for value in (*args, *kwargs.values()) if value is not carrier)

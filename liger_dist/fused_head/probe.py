@@ -373,7 +373,9 @@ def _alignments(
         ("next_attended", every, torch.where(F.pad(attended, (0, 1)), shifted, IGNORED)),
         ("next_attended", every[:, :-1][attended], labels[:, 1:][attended]),
     ]
-    if not is_aligned and given.numel() == labels.numel():
+    if not is_aligned:
+        if given.numel() != labels.numel():
+            return  # The loss function shifts labels that were shifted already.
         given = F.pad(given.reshape(labels.shape)[:, 1:], (0, 1), value=IGNORED)
     for targets, rows, expected in choices:
         if torch.equal(given.reshape(-1), expected.reshape(-1)):

@@ -58,7 +58,7 @@ def main(arch: str, pattern: str = "") -> None:
         mock.patch.object(torch.cuda, "current_device", return_value=None),
     ):
         for name, call in calls():
-            if pattern in name:
+            if re.search(pattern, name):
                 recorded.clear()
                 call()
                 for kernel, given, options in recorded:
