@@ -113,7 +113,7 @@ def test_layers_in_fp64_run_their_own_code() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize("way", ["plain", "autocast", "bf16", "checkpointing"])
 def test_gradients_are_as_exact_as_the_models_own(family: str, way: str) -> None:
-    """Against fp64: not more than 1.5 times the error of the model's own layers."""
+    """Against fp64: not more than 1.5 times the error of the model's own layers, and the rounding of fp32."""
     truth = make_model(family)
     own, ours = (make_model(family, dtype=torch.float32) for _ in range(2))
     if way == "bf16":
@@ -132,11 +132,13 @@ def test_gradients_are_as_exact_as_the_models_own(family: str, way: str) -> None
             loss = model(**batch).loss
         loss.backward()
     errors: list[list[float]] = [[], []]
+    size = torch.stack([parameter.grad.norm() for parameter in truth.parameters()]).norm()  # type: ignore[union-attr]
     for name, parameter in truth.named_parameters():
         for place, model in enumerate((own, ours)):
             errors[place].append(float((model.get_parameter(name).grad.double() - parameter.grad).norm()))  # type: ignore[union-attr,operator]
     own_error, our_error = (torch.tensor(values).norm() for values in errors)
-    assert float(our_error) <= 1.5 * float(own_error) + 1e-7
+    # Three times the rounding of fp32: on GPUs the own layers' error is less than that here, on CPUs it is not.
+    assert float(our_error) <= 1.5 * float(own_error) + 3 * torch.finfo(torch.float32).eps * float(size)
 
 
 class Clamped(nn.Module):
