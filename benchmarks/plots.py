@@ -85,6 +85,25 @@ def plot_ratios(problems: Problems, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_vocabularies(problems: Problems, path: Path) -> None:
+    """Ratio to the GEMMs of the next multiple of 64 over vocabularies, a line for each implementation."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 4))
+    names = dict.fromkeys(row["name"] for problem in problems.values() for row in problem["rows"][1:])
+    for name in names:
+        rows = {size: row for size, problem in problems.items() for row in problem["rows"] if row["name"] == name}
+        ratios = [rows[size]["figures"].get("ratio") if size in rows else None for size in problems]
+        axis.plot(list(problems), ratios, "o-", label=name, linewidth=2.5 if name.startswith(OURS) else 1.0)
+    axis.set(yscale="log", xlabel="vocabulary", ylabel="time / three GEMMs of the next multiple of 64")
+    axis.set_yticks([1, 1.5, 2, 3, 5, 8], ["1", "1.5", "2", "3", "5", "8"])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def plot_split(problems: Problems, path: Path) -> None:
     """Ratio over peak memory, one panel for each shape."""
     import matplotlib.pyplot as plt

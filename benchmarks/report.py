@@ -21,6 +21,7 @@ from .plots import (
     plot_split,
     plot_steps,
     plot_time,
+    plot_vocabularies,
 )
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,6 +39,14 @@ inputs and the two gradients, in MiB. Errors are relative (L2) to fp64, on 256 r
 weight's gradient is added up over chunks.
 
 ![Time and memory](plots/linear_cross_entropy.png)
+"""
+VOCABULARIES = """## Any vocabulary
+
+The fused linear cross entropy of 8192 tokens and 2048 hidden features, forward and backward in bf16, at vocabularies
+that 64 divides and others, such as `resize_token_embeddings(len(tokenizer))` makes. `ratio`: time to three bare cuBLAS
+GEMMs of the next multiple of 64 classes.
+
+![Time to three GEMMs](plots/vocabularies.png)
 """
 MEMORY = """## Kernels that move bytes
 
@@ -185,6 +194,22 @@ def linear_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def vocabularies_section(problems: Problems) -> str:
+    """One table: a line for each implementation, a column for each vocabulary."""
+    names = list(dict.fromkeys(row["name"].split(",")[0] for problem in problems.values() for row in problem["rows"]))
+    lines: dict[str, list[str]] = {name: [name] for name in names}
+    for problem in problems.values():
+        seen = {row["name"].split(",")[0]: row for row in problem["rows"]}
+        for name in names:
+            row = seen.get(name)
+            is_measured = row is not None and not row["failure"]
+            time = f"{row['median_ms']:.1f} · {row['figures']['ratio']:.2f}" if row and is_measured else ""
+            lines[name].append(time)
+    header = ("ms · ratio", *problems)
+    note = footnote(list(problems.values())[-1]["environment"])
+    return "\n".join([VOCABULARIES, table(header, list(lines.values())), note])
+
+
 def memory_section(problems: Problems) -> str:
     """One table for each kernel."""
     parts = [MEMORY]
@@ -321,10 +346,14 @@ def main() -> None:
     plots = given.docs / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     linear, memory = read("linear_cross_entropy", given.results), read("memory_bound", given.results)
+    vocabularies = read("vocabularies", given.results)
     sections = [HEAD]
     if linear:
         plot_linear(linear, plots / "linear_cross_entropy.png")
         sections.append(linear_section(linear))
+    if vocabularies:
+        plot_vocabularies(vocabularies, plots / "vocabularies.png")
+        sections.append(vocabularies_section(vocabularies))
     if memory:
         plot_memory(memory, plots / "memory_bound.png")
         sections.append(memory_section(memory))
