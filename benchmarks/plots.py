@@ -97,6 +97,7 @@ def plot_vocabularies(problems: Problems, path: Path) -> None:
         axis.plot(list(problems), ratios, "o-", label=name, linewidth=2.5 if name.startswith(OURS) else 1.0)
     axis.set(yscale="log", xlabel="vocabulary", ylabel="time / three GEMMs of the next multiple of 64")
     axis.set_yticks([1, 1.5, 2, 3, 5, 8], ["1", "1.5", "2", "3", "5", "8"])
+    axis.set_yticks([], minor=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE, assert_gradients, fused, make_inputs, truth_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from truth import DIFFERENTIABLE, cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
 from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.pending_gradients import PendingGradients
 
 T, D, V, K = 19, 10, 331, 5
 NAMES = ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp")
@@ -54,6 +56,51 @@ def test_outputs_and_their_gradients(name: str, budget: str, backend: str) -> No
     upstream = upstream_of(truth)
     total, true_total = weighted_sum(result, NAMES, upstream), weighted_sum(truth, NAMES, upstream)
     assert_gradients(total, [hidden, weight, bias], true_total, leaves, 4e-6)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of two matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::mm", "aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_that_fit_the_budget_are_kept_for_the_backward() -> None:
+    """Three products, four where they do not fit; a second backward of a retained graph, and only the first of several
+    losses of a model."""
+    sizes = 8, 16, 64
+    hidden, weight, _, labels = make_inputs(*sizes, bias=False)
+    labels = labels.clamp_min(0)
+
+    def output(budget: int | None, pending: PendingGradients | None = None) -> Tensor:
+        spec = loss_arguments(**DEFAULTS, outputs=("log_prob", "entropy"))
+        execution = Execution(memory_budget=budget, pending=pending)
+        result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=spec, execution=execution)
+        assert result.log_prob is not None
+        assert result.entropy is not None
+        return result.log_prob.square().sum() + result.entropy.sum()
+
+    counts = {}
+    gradients = []
+    for budget in (None, 8 * 64 * hidden.element_size(), 8 * 64 * hidden.element_size() - 1):
+        with Products() as products:
+            gradients.append(torch.autograd.grad(output(budget), (hidden, weight)))
+        counts[budget] = products.count
+    assert list(counts.values()) == [3, 3, 4]
+    total = output(None)
+    for retains in (True, True, False):
+        gradients.append(torch.autograd.grad(total, (hidden, weight), retain_graph=retains))
+    pending = PendingGradients()
+    with Products() as products:
+        both = [output(None, pending), output(None, pending)]
+        gradients += [torch.autograd.grad(one, (hidden, weight)) for one in both]
+    assert products.count == 3 + 4
+    for made in gradients[1:]:
+        for mine, first in zip(made, gradients[0], strict=True):
+            assert relative_error(mine, first) < 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,9 +26,11 @@ from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import HeadSlice as HeadSlice
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult
 from .linear_cross_entropy import Scoring as Scoring
+from .linear_cross_entropy import gradients_of_logits as gradients_of_logits
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import recompute_gradients as recompute_gradients
 from .linear_cross_entropy import score as score
+from .linear_cross_entropy import score_into as score_into
 from .linear_cross_entropy import score_with_gradients as score_with_gradients
 from .linear_divergence import LinearDivergenceResult as LinearDivergenceResult
 from .linear_divergence import TeacherHead as TeacherHead
@@ -43,6 +45,7 @@ from .norm import norm_fwd as norm_fwd
 from .options import LossOptions as LossOptions
 from .options import TokenOutputs as TokenOutputs
 from .products import WeightGradient as WeightGradient
+from .products import logits_buffer as logits_buffer
 from .products import write_hidden_gradient as write_hidden_gradient
 from .products import write_logits as write_logits
 from .rotary import Pairing as Pairing

@@ -4,7 +4,7 @@ exist.
 Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk, v classes of a tile, K chosen classes of each token.
 
 The GEMMs are cuBLAS (or the CPU's BLAS); between them a pass turns a buffer of logits into their gradient in place.
-There are three loops:
+There are three loops, and where all logits fit the memory budget one more way:
 
 - :func:`score_with_gradients`: the loss and its gradients, for upstream gradients known beforehand, over chunks of
   tokens (three GEMM passes), after Hsu et al. 2024, "Liger Kernel", section 3.2.
@@ -12,6 +12,7 @@ There are three loops:
 - :func:`recompute_gradients`: the gradients for per-token upstream gradients, from logits computed again (four passes
   with those of :func:`score`). The log-sum-exp is known by then, so it goes over tiles of the vocabulary too: a tile's
   rows of the weight's gradient are complete at once, and no sum over chunks is needed.
+- :func:`score_into`, which keeps the logits for :func:`gradients_of_logits`: three passes again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ._triton_utils import Backend, statistics_dtype
 from .chosen_logits import ChosenLogits, ChosenLogProbs, choose_logits, chosen_log_probs, merge_chosen
 from .cross_entropy import (
     Anchors,
+    GradientCoefficients,
     SoftmaxStatistics,
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -192,6 +194,59 @@ def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scorin
         statistics, chosen, _ = _score_tiles(hidden_cD, operands, targets_c, head, scoring)
         parts.append(_own(_completed(statistics, chosen, head), tokens.own_rows(chunk)))
     return _result(parts, targets, head, scoring)
+
+
+def score_into(
+    logits_TV: Tensor, hidden_TD: Tensor, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring
+) -> LinearCrossEntropyResult:
+    """As :func:`score` for a full head, with all logits in ``logits_TV`` of :func:`.products.logits_buffer`."""
+    write_logits(hidden_TD, *head.operands(hidden_TD.dtype), logits_TV)
+    located: dict[str, Any] = {"options": scoring.options, "temperature_T": targets.temperature_T}
+    statistics = cross_entropy_fwd(
+        logits_TV,
+        targets.labels_T,
+        class_weight_V=scoring.class_weight_V,
+        outputs=scoring.outputs,
+        is_padded=True,
+        backend=scoring.backend,
+        **located,
+    )
+    chosen = choose_logits(logits_TV, targets.token_ids_TK, scoring.top_k, **located)
+    return _result([(statistics, chosen)], targets, head, scoring)
+
+
+def gradients_of_logits(
+    logits_TV: Tensor,
+    hidden_TD: Tensor,
+    head: HeadSlice,
+    targets: TokenTargets,
+    coefficients: GradientCoefficients,
+    *,
+    scoring: Scoring,
+    needs: GradientNeeds,
+    overwrite: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As :func:`recompute_gradients`, from the logits of :func:`score_into`, over which ``overwrite`` writes."""
+    may_overwrite = overwrite and logits_TV.dtype == hidden_TD.dtype
+    d_logits_TV = cross_entropy_bwd(
+        logits_TV,
+        targets.labels_T,
+        coefficients,
+        options=scoring.options,
+        temperature_T=targets.temperature_T,
+        token_ids_TK=targets.token_ids_TK,
+        class_weight_V=scoring.class_weight_V,
+        out_TV=logits_TV if may_overwrite else logits_buffer(hidden_TD, *logits_TV.shape),
+        is_padded=True,
+        backend=scoring.backend,
+    )
+    sums = GradientSums(head, needs, 1)
+    sums.add(d_logits_TV, hidden_TD, 0)
+    d_hidden_TD = None
+    if needs.hidden:
+        weight_VD, _ = head.operands(hidden_TD.dtype)
+        d_hidden_TD = write_hidden_gradient(d_logits_TV, weight_VD, torch.empty_like(hidden_TD))
+    return d_hidden_TD, sums.weight(), sums.bias
 
 
 def score_with_gradients(

@@ -27,18 +27,22 @@ from liger_dist_kernels import (
     TokenTargets,
     TokenTerms,
     bytes_of_class,
+    default_budget,
     gradient_coefficients,
+    gradients_of_logits,
     linear_divergence,
+    logits_buffer,
     plan_chunks,
     plan_pairs,
     recompute_gradients,
     score,
+    score_into,
     score_with_gradients,
 )
 
 from .arguments import Execution, LossArguments, check_not_dtensor
 from .distillation import Distillation
-from .scales import Scales, scaled
+from .scales import Scales, keeps_graph, scaled
 
 Gradients = TokenGradients | GradientCoefficients
 
@@ -84,6 +88,19 @@ class HeadRows:
         plan = plan_chunks(*shape, problem.execution.memory_budget, trains_weight=problem.needs.weight)
         return LocalTokens(hidden_TD, problem.targets, gradients, plan.rows)
 
+    def logits_to_keep(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> Tensor | None:
+        """A buffer for all logits, from which the backward makes the gradients without computing them again; None
+        where they exceed the memory budget."""
+        T, V = len(hidden_TD), len(weight_VD)
+        is_wide = problem.scoring.keeps_fp32(hidden_TD)
+        # fp32 logits need another buffer for their gradient.
+        itemsize = 4 + hidden_TD.element_size() if is_wide else hidden_TD.element_size()
+        budget = problem.execution.memory_budget
+        budget = default_budget(problem.needs.weight) if budget is None else budget
+        if not problem.may_keep_logits or T == 0 or T * V * itemsize > budget:
+            return None
+        return logits_buffer(hidden_TD, T, V, torch.float32 if is_wide else None)
+
     def score(
         self,
         hidden_TD: Tensor,
@@ -91,8 +108,13 @@ class HeadRows:
         bias_V: Tensor | None,
         problem: Problem,
         upstream: TokenGradients | None = None,
+        logits_TV: Tensor | None = None,
     ) -> LinearCrossEntropyResult:
-        """The terms of this rank's tokens; with ``upstream`` gradients of a scalar loss also those of the inputs."""
+        """The terms of this rank's tokens; with ``upstream`` gradients of a scalar loss also those of the inputs, and
+        with ``logits_TV`` of :meth:`logits_to_keep` all logits in there."""
+        if logits_TV is not None:
+            head = self.head(weight_VD, bias_V, problem)
+            return score_into(logits_TV, hidden_TD, head, problem.targets, scoring=problem.scoring)
         tokens, head = self.tokens(hidden_TD, problem, upstream), self.head(weight_VD, bias_V, problem)
         if upstream is None:
             return score(tokens, head, problem.targets, scoring=problem.scoring)
@@ -109,6 +131,27 @@ class HeadRows:
         """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient."""
         tokens, head = self.tokens(hidden_TD, problem, coefficients), self.head(weight_VD, bias_V, problem)
         return recompute_gradients(tokens, head, scoring=problem.scoring, needs=problem.needs)
+
+    def gradients_of(
+        self,
+        logits_TV: Tensor,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        problem: Problem,
+        coefficients: GradientCoefficients,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As :meth:`recompute`, from kept logits, which are gone afterwards unless the graph is retained."""
+        return gradients_of_logits(
+            logits_TV,
+            hidden_TD,
+            self.head(weight_VD, bias_V, problem),
+            problem.targets,
+            coefficients,
+            scoring=problem.scoring,
+            needs=problem.needs,
+            overwrite=not (torch.compiler.is_compiling() or keeps_graph()),
+        )
 
     def diverge(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
@@ -168,6 +211,8 @@ class Problem:
     """of the loss among those of its model"""
     gradients_in_forward: bool
     """True for a scalar loss whose gradients are made in the forward"""
+    may_keep_logits: bool = False
+    """True if the backward may read logits that the forward has kept"""
     distillation: Distillation | None = None
     """of these tokens; None without a teacher"""
 

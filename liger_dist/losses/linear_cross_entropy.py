@@ -3,8 +3,9 @@
 Legend: T tokens with a label, D hidden, V vocabulary.
 
 A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token outputs carry
-gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward, and the
-backward recomputes the logits. So does a scalar loss whose model has an earlier one that still holds its gradients: see
+gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward: the
+logits are kept for the backward where all of them fit the memory budget, and computed again elsewhere. So does a
+scalar loss whose model has an earlier one that still holds its gradients: see
 :class:`.pending_gradients.PendingGradients`; and one inside a checkpoint, which would drop the gradients of its first
 forward.
 """
@@ -54,11 +55,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         upstream = problem.scales.upstream() if problem.gradients_in_forward else None
-        result = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream)
+        logits_TV = problem.rows.logits_to_keep(hidden_TD, weight_VD, problem)
+        result = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream, logits_TV)
         if problem.gradients_in_forward:
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:
-            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, *saved_terms(result.terms))
+            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *saved_terms(result.terms))
         loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
         tensors, reports = returned_tensors(
             loss, z_loss, result.terms, result.chosen, problem.loss, problem.targets.labels_T
@@ -82,9 +84,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_loss = d_loss * problem.scales.factor
             upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
-            hidden_TD, weight_VD, bias_V, *terms = ctx.saved_tensors
+            hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
-            unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients)
+            if logits_TV is None:
+                unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients)
+            else:
+                inputs = (hidden_TD, weight_VD, bias_V)
+                unscaled = problem.rows.gradients_of(logits_TV, *inputs, problem, coefficients)
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
         return gradients[0], gradients[1], gradients[2], None
 
@@ -172,8 +178,10 @@ def _problem(
     )
     is_scalar = is_scalar and loss.distillation is None
     in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD) and not in_checkpoint(), 0
-    if in_forward and needs.weight and execution.pending is not None:
-        number, in_forward = execution.pending.begin()
+    may_keep = needs.any and not is_scalar and loss.distillation is None and not in_checkpoint()
+    if execution.pending is not None and ((in_forward and needs.weight) or may_keep):
+        number, may_hold = execution.pending.begin()
+        in_forward, may_keep = in_forward and may_hold, may_keep and may_hold
     dtype = statistics_dtype(hidden_TD.dtype)
     return Problem(
         targets=loss.token_targets(targets, shape, vocab_size=rows.vocab_size, dtype=dtype),
@@ -185,6 +193,7 @@ def _problem(
         rows=rows,
         number=number,
         gradients_in_forward=in_forward,
+        may_keep_logits=may_keep,
     )
 
 
