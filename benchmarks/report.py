@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,43 @@ def large_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def long_section(problems: Problems) -> str:
+    """One table for each length and number of GPUs."""
+    columns = {"tokens/s": ("tokens/s", ".0f"), "utilisation": ("utilisation", ".1%"), "peak GiB": ("peak GiB", ".1f")}
+    return timed_section(LONG, {f"{name} GPUs": one for name, one in problems.items()}, columns, "way")
+
+
+def policy_steps_section(problems: Problems) -> str:
+    """One table for each trainer."""
+    columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "peak ratio": ("peak ratio", ".3f")}
+    return timed_section(POLICY_STEPS, problems, columns, "head")
+
+
+def distillation_steps_section(problems: Problems) -> str:
+    """One table for each number of GPUs."""
+    columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "planned GiB": ("planned GiB", ".1f")}
+    return timed_section(DISTILLATION_STEPS, problems, columns, "step")
+
+
+Part = tuple[str, dict[str, Callable[[Problems, Path], None]], Callable[[Problems], str]]
+PARTS: tuple[Part, ...] = (
+    ("linear_cross_entropy", {"linear_cross_entropy": plot_linear}, linear_section),
+    ("vocabularies", {"vocabularies": plot_vocabularies}, vocabularies_section),
+    ("memory_bound", {"memory_bound": plot_memory}, memory_section),
+    ("vocab_parallel", {"vocab_parallel": plot_split}, split_section),
+    ("training_step", {"training_step": plot_steps, "overview": plot_overview}, step_section),
+    ("host_time", {"host_time": plot_time}, time_section),
+    ("sequences", {"sequences": plot_sequences}, sequences_section),
+    ("long_context", {"long_context": plot_steps}, long_section),
+    ("log_probs", {"log_probs": plot_ratios}, policies_section),
+    ("policy_step", {}, policy_steps_section),
+    ("distillation", {"distillation": plot_ratios}, distillation_section),
+    ("distillation_step", {}, distillation_steps_section),
+    ("large_model", {"large_model": plot_steps}, large_section),
+)
+"""of the page, in its order: name of the results, plots by name, and section"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
@@ -345,62 +382,13 @@ def main() -> None:
     given = parser.parse_args()
     plots = given.docs / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    linear, memory = read("linear_cross_entropy", given.results), read("memory_bound", given.results)
-    vocabularies = read("vocabularies", given.results)
     sections = [HEAD]
-    if linear:
-        plot_linear(linear, plots / "linear_cross_entropy.png")
-        sections.append(linear_section(linear))
-    if vocabularies:
-        plot_vocabularies(vocabularies, plots / "vocabularies.png")
-        sections.append(vocabularies_section(vocabularies))
-    if memory:
-        plot_memory(memory, plots / "memory_bound.png")
-        sections.append(memory_section(memory))
-    split, steps = read("vocab_parallel", given.results), read("training_step", given.results)
-    if split:
-        plot_split(split, plots / "vocab_parallel.png")
-        sections.append(split_section(split))
-    if steps:
-        plot_steps(steps, plots / "training_step.png")
-        plot_overview(steps, plots / "overview.png")
-        sections.append(step_section(steps))
-    times = read("host_time", given.results)
-    if times:
-        plot_time(times, plots / "host_time.png")
-        sections.append(time_section(times))
-    sequences = read("sequences", given.results)
-    if sequences:
-        plot_sequences(sequences, plots / "sequences.png")
-        sections.append(sequences_section(sequences))
-    long = read("long_context", given.results)
-    if long:
-        plot_steps(long, plots / "long_context.png")
-        columns = {
-            "tokens/s": ("tokens/s", ".0f"),
-            "utilisation": ("utilisation", ".1%"),
-            "peak GiB": ("peak GiB", ".1f"),
-        }
-        sections.append(timed_section(LONG, {f"{name} GPUs": one for name, one in long.items()}, columns, "way"))
-    policies, policy_steps = read("log_probs", given.results), read("policy_step", given.results)
-    if policies:
-        plot_ratios(policies, plots / "log_probs.png")
-        sections.append(policies_section(policies))
-    if policy_steps:
-        columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "peak ratio": ("peak ratio", ".3f")}
-        sections.append(timed_section(POLICY_STEPS, policy_steps, columns, "head"))
-    distillation = read("distillation", given.results)
-    if distillation:
-        plot_ratios(distillation, plots / "distillation.png")
-        sections.append(distillation_section(distillation))
-    distillation_steps = read("distillation_step", given.results)
-    if distillation_steps:
-        columns = {"ratio": ("ratio", ".3f"), "peak GiB": ("peak GiB", ".1f"), "planned GiB": ("planned GiB", ".1f")}
-        sections.append(timed_section(DISTILLATION_STEPS, distillation_steps, columns, "step"))
-    large = read("large_model", given.results)
-    if large:
-        plot_steps(large, plots / "large_model.png")
-        sections.append(large_section(large))
+    for name, drawn, section in PARTS:
+        problems = read(name, given.results)
+        if problems:
+            for plot, draw in drawn.items():
+                draw(problems, plots / f"{plot}.png")
+            sections.append(section(problems))
     (given.docs / "benchmarks.md").write_text("\n".join(sections))
 
 

@@ -21,10 +21,12 @@ SOME = (
 )
 """of the launches that all are compiled by ``make test-all``"""
 ALLOWED = {
+    r"12825[67], smoothing, soft-cap, entropy, class weight": 8,
     r"Norm, \w+, (12288|16384)": 440,
     r"Norm, \w+, (576|896|3072)": 8,
 }
-"""bytes of spills with which a launch is faster than without (H100: 2.5 TB/s at 16384 columns, 2.3 without)"""
+"""bytes of spills: of norms, which are faster with them (H100: 2.5 TB/s at 16384 columns, 2.3 without), and of four
+options together"""
 
 
 @pytest.mark.parametrize("pattern", SOME)

@@ -295,9 +295,7 @@ def tile_arguments(
     vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
     # With TAIL the comparisons take registers as well. Tiles of 16, 8 or 4 KiB.
     num_extra += 1 if alignment["TAIL"] else 0
-    columns = min(
-        triton.next_power_of_2(logits_TV.shape[1]), 2 ** (14 - min(num_extra, 2) - num_extra // 5) // itemsize
-    )
+    columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2 ** (14 - min(num_extra, 2)) // itemsize)
     columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)
