@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_dist.losses import linear_cross_entropy, linear_divergence
-from liger_dist_kernels.products import ALIGNMENT
 
 
 @dataclass
@@ -29,10 +28,6 @@ class Seen:
     """rows of the largest tensor with a column for every class, its gradient or the weight's transpose not counted"""
 
 
-CLASSES = (VOCAB_SIZE, VOCAB_SIZE % ALIGNMENT)
-"""columns of a product that returns logits; the fused ops compute the last classes apart"""
-
-
 class _Logits(TorchDispatchMode):
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -40,10 +35,10 @@ class _Logits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] in CLASSES and func._schema.name in (
+        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == VOCAB_SIZE and func._schema.name in (
             "aten::mm", "aten::addmm", "aten::_unsafe_view", "aten::linear"
         ):  # fmt: skip
-            self.seen.most_logits = max(self.seen.most_logits, result.numel() // result.shape[-1])
+            self.seen.most_logits = max(self.seen.most_logits, result.numel() // VOCAB_SIZE)
         return result
 
 

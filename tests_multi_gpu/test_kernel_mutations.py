@@ -14,8 +14,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from test_linear_cross_entropy import DEFAULTS
 from test_linear_cross_entropy import test_every_option_matches_fp64 as compares_options
 from test_linear_cross_entropy import test_true_class_gradient_as_its_probability_nears_one as compares_likely_label
+
+from liger_dist.losses.arguments import Execution, loss_arguments
+from liger_dist.losses.cross_entropy import fused_cross_entropy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
 cross_entropy = import_module("liger_dist_kernels.cross_entropy")
@@ -68,12 +72,21 @@ def options_with_a_tail() -> None:
     compares_options("plain", "triton")
 
 
+def given_logits() -> None:
+    """Rows of 37 numbers, which are no whole vectors: what lies beside them is masked, not replaced."""
+    logits = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) - 20.0
+    labels = torch.arange(4)
+    execution = Execution(backend="triton")
+    loss = fused_cross_entropy(logits, labels, loss=loss_arguments(**DEFAULTS, outputs=()), execution=execution).loss
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels))
+
+
 def likely_label() -> None:
     compares_likely_label("triton")
 
 
 MUTATIONS: dict[str, tuple[str, Any, Callable[[], None]]] = {
-    "logits of 0 beside the vocabulary": ("load_logits", zeros_beside_the_vocabulary, options_with_a_tail),
+    "logits of 0 beside the vocabulary": ("load_logits", zeros_beside_the_vocabulary, given_logits),
     "upstream gradient": ("write_gradient_of_piece", half_of_the_upstream_gradient, options_with_a_tail),
     "target by a difference": ("write_gradient_of_piece", target_by_difference, likely_label),
 }

@@ -22,6 +22,9 @@ ROWS_PER_GEMM = 2048
 (H200, D = 4096): its operands then stay in the L2 cache. The weight's gradient sums over a whole chunk."""
 ALIGNMENT = 64
 """Numbers; see [Note: Vocabularies that are no multiple of a vector]"""
+FEW_CLASSES = 4 * ALIGNMENT
+"""Below, a product takes no time to speak of, and the rest would be so large a part of the hidden states' gradient that
+its own rounding shows."""
 
 
 def row_stride(num_classes: int) -> int:
@@ -43,9 +46,9 @@ def logits_view(buffer: Tensor, num_rows: int, num_classes: int) -> Tensor:
 
 def class_slices(num_classes: int, itemsize: int) -> list[slice]:
     """The parts of a product over classes; see [Note: Vocabularies that are no multiple of a vector]."""
-    most = num_classes // ALIGNMENT * ALIGNMENT
-    if num_classes * itemsize % 16 == 0 or most == 0:
+    if num_classes * itemsize % 16 == 0 or num_classes < FEW_CLASSES:
         return [slice(0, num_classes)]
+    most = num_classes // ALIGNMENT * ALIGNMENT
     return [slice(0, most), slice(most, num_classes)]
 
 
@@ -67,12 +70,17 @@ def write_logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ou
     for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
         for classes in class_slices(len(weight_VD), out_cV.element_size()):
             weight_vD, out_rv = weight_VD[classes], out_rV[:, classes]
+            # A compiled graph takes no product into rows with something between them.
+            is_apart = torch.compiler.is_compiling() and not out_rv.is_contiguous()
+            into_rv = out_rv.new_empty(out_rv.shape) if is_apart else out_rv
             if bias_V is None:
-                write_product(hidden_rD, weight_vD.T, out_rv)
+                write_product(hidden_rD, weight_vD.T, into_rv)
             elif out_rv.dtype == hidden_rD.dtype:
-                torch.addmm(bias_V[classes], hidden_rD, weight_vD.T, out=out_rv)
+                torch.addmm(bias_V[classes], hidden_rD, weight_vD.T, out=into_rv)
             else:
-                write_product(hidden_rD, weight_vD.T, out_rv).add_(bias_V[classes])
+                write_product(hidden_rD, weight_vD.T, into_rv).add_(bias_V[classes])
+            if is_apart:
+                out_rv.copy_(into_rv)
     return out_cV
 
 
