@@ -123,6 +123,41 @@ def assert_gradients(
         assert relative_error(got, want) < tolerance, name
 
 
+VOCABULARIES = (2, 63, 64, 65, 127, 257, 264, 1001, 32001, 50257)
+"""with and without a rest of 64 classes, above and below the size from which products are split"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("V", VOCABULARIES)
+def test_every_vocabulary_matches_fp64(V: int, backend: str, dtype: torch.dtype) -> None:
+    """The scalar loss in two chunks, per-token outputs with kept and with recomputed logits, and scoring."""
+    if backend == "triton" and DEVICE == "cpu" and V > 2000:
+        pytest.skip("the interpreter takes minutes")
+    T, itemsize = 7, torch.finfo(dtype).bits // 8
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    hidden, weight, bias, labels = make_inputs(T, 12, V)
+    hidden, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight, bias))
+    # Labels among the last classes, which are computed apart.
+    labels = torch.where(labels >= 0, V - 1 - labels % min(V, 5), labels)
+    truth, leaves = truth_of(hidden, weight, bias, labels, reduction="none")
+    result = fused(hidden, weight, bias, labels, backend=backend, memory_budget=4 * V * itemsize, reduction="sum")
+    assert relative_error(result.loss, truth.loss.sum()) < tolerance
+    total = truth.loss.sum()
+    assert_gradients(result.loss, [hidden, weight, bias], total, leaves, tolerance)
+    upstream = torch.linspace(-1.0, 2.0, T, device=DEVICE).double().reshape(truth.log_prob.shape)
+    for budget in (None, 4 * V * itemsize):
+        truth, leaves = truth_of(hidden, weight, bias, labels, reduction="none")
+        names = ("log_prob", "entropy")
+        result = fused(hidden, weight, bias, labels, backend=backend, memory_budget=budget, outputs=names)
+        mine, true = (((one.log_prob + one.entropy).double() * upstream).sum() for one in (result, truth))
+        assert relative_error(mine, true) < tolerance
+        assert_gradients(mine, [hidden, weight, bias], true, leaves, tolerance)
+    with torch.no_grad():
+        scored = fused(hidden, weight, bias, labels, backend=backend, outputs=("log_prob",))
+    assert relative_error(scored.log_prob, truth.log_prob) < tolerance
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_matches_fp64(name: str, backend: str) -> None:
