@@ -439,9 +439,9 @@ def test_rotary_of_a_decorated_attention_is_swapped_with_its_decorators(
     expected.backward()
     assert relative_error(loss, expected) < 1e-6
     assert max(gradient_errors(model, reference).values()) < 1e-5
-    hidden = torch.randn(1, 4, model.config.hidden_size)
-    tables = model.model.rotary_emb(hidden, torch.arange(4)[None])
-    mask = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9)
+    hidden = torch.randn(1, 4, model.config.hidden_size, device=model.device)
+    tables = model.model.rotary_emb(hidden, torch.arange(4, device=model.device)[None])
+    mask = torch.full((4, 4), -1e9, device=model.device).triu(1)[None, None]
     if renaming in decorators:
         renamed, _ = model.model.layers[0].self_attn(hidden, tables, mask=mask)
         own, _ = reference.model.layers[0].self_attn(hidden, tables, attention_mask=mask)

@@ -233,11 +233,12 @@ def norm_bwd(
     T, D = x_TD.shape
     weight_D = dense(weight_D)
     block = triton.next_power_of_2(D)
-    is_wide, is_narrow = block >= 16384, block <= 1024
+    # From 513 to 768 columns much of a block is empty: two smaller programs then hide each other's loads.
+    is_wide, is_sparse = block >= 16384, 512 < D <= 768
     # By the block, not by D: what a thread holds are numbers of the block.
-    rows = max((4096 if is_narrow else 8192) // block, 1)
+    rows = max((4096 if is_sparse else 8192) // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
-    programs = max(min(_programs(x_TD) * (2 if is_narrow else 1), triton.cdiv(T, rows)), 1)
+    programs = max(min(_programs(x_TD) * (2 if is_sparse else 1), triton.cdiv(T, rows)), 1)
     d_x_TD = x_TD.new_empty((T, D))
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
     d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
