@@ -51,6 +51,9 @@ _SIZE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
 _TRANSPOSED_ATTRIBUTES = frozenset(("T", "mT", "H", "mH"))
 
 
+_LOGITS = object()
+
+
 class CarriedLoss(Protocol):
     """The loss that zero-width logits carry."""
 
@@ -138,7 +141,7 @@ class FusedLogits(Tensor):
         if name in _PASSING:
             return carrier
         attribute = getattr(getattr(func, "__self__", None), "__name__", None) if name == "__get__" else None
-        operation = _Operation(func, args, kwargs)
+        operation = _Operation.of(func, args, kwargs)
         if name in _RESHAPING or attribute in _TRANSPOSED_ATTRIBUTES:
             return carrier._after(operation)
         if name.strip("_") in SELECTIONS:
@@ -194,19 +197,27 @@ class FusedLogits(Tensor):
 
 @dataclass(frozen=True)
 class _Operation:
-    """A call of torch with fused logits among its operands."""
+    """A call of torch with fused logits among its operands, which it does not keep alive."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    """in both :data:`_LOGITS` stands for them"""
+
+    @staticmethod
+    def of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation:
+        """Takes note of a call."""
+        positional = tuple(_LOGITS if isinstance(value, FusedLogits) else value for value in args)
+        named = {name: _LOGITS if isinstance(value, FusedLogits) else value for name, value in kwargs.items()}
+        return _Operation(func, positional, named)
 
     def on(self, logits: Tensor) -> Any:
         """The same call with ``logits`` on the meta device. A mask is read: it decides the size."""
         if self.func.__name__ == "masked_select":
-            mask = next(value for value in (*self.args, *self.kwargs.values()) if not isinstance(value, FusedLogits))
+            mask = next(value for value in (*self.args, *self.kwargs.values()) if value is not _LOGITS)
             return logits.new_empty(int(mask.expand(logits.shape).sum()))
-        args = [logits if isinstance(value, FusedLogits) else _on_meta(value) for value in self.args]
-        kwargs = {n: logits if isinstance(v, FusedLogits) else _on_meta(v) for n, v in self.kwargs.items()}
+        args = [logits if value is _LOGITS else _on_meta(value) for value in self.args]
+        kwargs = {name: logits if value is _LOGITS else _on_meta(value) for name, value in self.kwargs.items()}
         return self.func(*args, **kwargs)
 
 
