@@ -3,6 +3,7 @@ second backwards, strides beyond 2**31, rows of more pieces than a GPU runs at o
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -18,7 +19,8 @@ from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist_kernels import RotaryLayout, rotate, scaled, sum_of_same_ids
-from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_terms
+from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
+from liger_dist_kernels.products import logits_buffer
 
 T, D, V = 7, 8, 83
 NAMES = ("log_prob", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp", "log_prob_at", "top_k")
@@ -239,3 +241,29 @@ def test_unsigned_labels_on_a_gpu() -> None:
     assert signed == unsigned
     with pytest.raises(liger_dist.LigerDistError, match="a label is 156"):
         model(input_ids=ids, labels=torch.full_like(ids, 156).to(torch.uint8))
+
+
+@pytest.mark.parametrize("classes", [(40, 40), (37, 37), (40, 37), (37, 35)], ids=str)
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_what_lies_between_the_rows_of_a_buffer_does_not_count(divergence: Any, classes: tuple[int, int]) -> None:
+    """Of a student's and of a teacher's logits: NaN there, in kernels that read whole vectors."""
+    generator = torch.Generator().manual_seed(0)
+    both = []
+    for count in classes:
+        buffer = logits_buffer(torch.empty(1, device=DEVICE), 5, count)
+        buffer._base.fill_(math.nan)  # type: ignore[union-attr]
+        both.append(buffer.copy_(torch.randn(5, count, generator=generator)))
+    student, teacher = both
+    labels = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    options = DivergenceOptions(divergence=divergence)
+    factor = torch.linspace(0.5, 1.5, 5, device=DEVICE)
+    found = []
+    for backend, is_padded in (("reference", False), ("triton", True), ("triton", False)):
+        named: Any = {"options": options, "is_padded": is_padded, "backend": backend}
+        terms = divergence_terms(student, teacher, **named)
+        out = logits_buffer(student, *student.shape)
+        divergence_bwd(student, teacher, labels, terms, factor, out_TV=out, **named)
+        found.append((terms.divergence_T, terms.entropy_T, out))
+    for mine in found[1:]:
+        for got, want in zip(mine, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

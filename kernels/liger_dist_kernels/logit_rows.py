@@ -268,11 +268,12 @@ def padded_weight(class_weight_V: Tensor | None, logits_TV: Tensor) -> Tensor | 
 
 
 def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, Any]:
-    """VECTOR, ALIGNED and TAIL for tensors ``[T, V]`` that are read and written together, the first of them logits;
-    see [Note: Whole vectors]."""
-    vector, V = 16 // rows[0].element_size(), rows[0].shape[1]
-    is_aligned = (V % vector == 0 or is_padded) and all(tensor.stride(0) % vector == 0 for tensor in rows)
-    return {"VECTOR": vector, "ALIGNED": is_aligned, "TAIL": is_aligned and V % vector != 0}
+    """VECTOR, ALIGNED and TAIL for tensors ``[T, V]`` that are read and written together, the first of them logits; a
+    teacher may have fewer classes. See [Note: Whole vectors]."""
+    vector = 16 // rows[0].element_size()
+    has_tail = any(tensor.shape[1] % vector != 0 for tensor in rows)
+    is_aligned = (is_padded or not has_tail) and all(tensor.stride(0) % vector == 0 for tensor in rows)
+    return {"VECTOR": vector, "ALIGNED": is_aligned, "TAIL": is_aligned and has_tail}
 
 
 def extra_of_statistics(options: LossOptions, outputs: TokenOutputs, class_weight_V: Tensor | None) -> int:

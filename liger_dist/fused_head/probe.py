@@ -361,8 +361,8 @@ class _Probe:
 def _alignments(
     labels: Tensor, attention_mask: Tensor, given: Tensor, is_aligned: bool
 ) -> Iterator[tuple[Targets, Tensor]]:
-    """The alignments by which a loss is ``given`` these targets of ``labels``, each with the indices of the tokens that
-    are scored."""
+    """Yields each alignment of ``labels`` to logits that explains the targets ``given`` to a loss, with the indices of
+    the scored tokens."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     attended = attention_mask[:, 1:] != 0
     every = torch.arange(labels.numel()).reshape(labels.shape)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,31 +128,17 @@ class HeadRows:
         bias_V: Tensor | None,
         problem: Problem,
         coefficients: GradientCoefficients,
+        logits_TV: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient."""
-        tokens, head = self.tokens(hidden_TD, problem, coefficients), self.head(weight_VD, bias_V, problem)
-        return recompute_gradients(tokens, head, scoring=problem.scoring, needs=problem.needs)
-
-    def gradients_of(
-        self,
-        logits_TV: Tensor,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        problem: Problem,
-        coefficients: GradientCoefficients,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As :meth:`recompute`, from kept logits, which are gone afterwards unless the graph is retained."""
-        return gradients_of_logits(
-            logits_TV,
-            hidden_TD,
-            self.head(weight_VD, bias_V, problem),
-            problem.targets,
-            coefficients,
-            scoring=problem.scoring,
-            needs=problem.needs,
-            overwrite=not (torch.compiler.is_compiling() or keeps_graph()),
-        )
+        """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient; from
+        ``logits_TV`` of :meth:`score`, which are overwritten unless the graph is retained."""
+        head = self.head(weight_VD, bias_V, problem)
+        described: dict[str, Any] = {"scoring": problem.scoring, "needs": problem.needs}
+        if logits_TV is None:
+            return recompute_gradients(self.tokens(hidden_TD, problem, coefficients), head, **described)
+        overwrite = not (torch.compiler.is_compiling() or keeps_graph())
+        targets = problem.targets
+        return gradients_of_logits(logits_TV, hidden_TD, head, targets, coefficients, overwrite=overwrite, **described)
 
     def diverge(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem

@@ -86,11 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
             hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
-            if logits_TV is None:
-                unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients)
-            else:
-                inputs = (hidden_TD, weight_VD, bias_V)
-                unscaled = problem.rows.gradients_of(logits_TV, *inputs, problem, coefficients)
+            unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients, logits_TV)
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
         return gradients[0], gradients[1], gradients[2], None
 
