@@ -59,9 +59,6 @@ def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torc
     return x.dtype
 
 
-_MOST_WARPS = 16
-
-
 # D is a constexpr: a model has few, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 
 
@@ -266,7 +263,7 @@ def norm_bwd(
         LOADS_TWICE=is_wide and options.subtract_mean,
         STAGES=1 if is_wide else _stages(x_TD, bytes_of_step),
         STEPS=0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
-        num_warps=min(max(rows * block // 1024, 4), _MOST_WARPS),
+        num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(
