@@ -17,9 +17,11 @@ from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist_kernels import (
     GradientCoefficients,
     LossOptions,
+    RowOptions,
     SoftmaxStatistics,
     TokenGradients,
     TokenOutputs,
+    TokenTargets,
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_fwd_bwd,
@@ -135,14 +137,13 @@ def test_vectors_that_are_columns_of_a_matrix(backend: Any) -> None:
         """Everything that reads a vector: statistics, terms, and the gradient in one pass and in two."""
         labels, gradient, z_gradient, class_weight = vectors
         upstream = TokenGradients(gradient, z_gradient)
-        given: dict[str, Any] = {"options": options, "class_weight_V": class_weight}
-        leaf, outs = logits.detach(), [torch.empty_like(logits) for _ in range(2)]
-        statistics = cross_entropy_fwd(leaf, labels, **given, backend=backend)
-        terms = token_terms(statistics, labels, **given, vocab_size=V, backend=backend)
-        coefficients = gradient_coefficients(terms, upstream, labels, **given, vocab_size=V)
+        rows = RowOptions(vocab_size=V, options=options, class_weight_V=class_weight, backend=backend)
+        leaf, outs, targets = logits.detach(), [torch.empty_like(logits) for _ in range(2)], TokenTargets(labels)
+        terms = token_terms(cross_entropy_fwd(leaf, targets, rows), targets, rows)
+        coefficients = gradient_coefficients(terms, upstream, targets, rows)
         coefficients = GradientCoefficients(*(None if c is None else column(c) for c in coefficients))
-        cross_entropy_bwd(leaf, labels, coefficients, out_TV=outs[0], **given, backend=backend)
-        cross_entropy_fwd_bwd(leaf, labels, upstream, out_TV=outs[1], **given, backend=backend)
+        cross_entropy_bwd(leaf, targets, coefficients, rows, out_TV=outs[0])
+        cross_entropy_fwd_bwd(leaf, targets, upstream, rows, out_TV=outs[1])
         return [terms.cross_entropy_T, *outs]
 
     vectors = (labels, gradient, z_gradient, class_weight)
@@ -165,18 +166,19 @@ def test_statistics_of_slices_make_those_of_whole_rows(bounds: tuple[int, ...], 
     if smoothing == 0:
         labels[5] = 70
         logits[5, :60] = float("-inf")
-    described: dict[str, Any] = {
-        "options": LossOptions(label_smoothing=smoothing),
-        "outputs": TokenOutputs(entropy=True, sum_sq_prob=True),
-        "backend": backend,
-    }
+    rows = RowOptions(
+        vocab_size=V,
+        options=LossOptions(label_smoothing=smoothing),
+        outputs=TokenOutputs(entropy=True, sum_sq_prob=True),
+        backend=backend,
+    )
     slices = []
     for start, end in pairwise(bounds):
         own = torch.where((labels >= start) & (labels < end), labels - start, end - start)
         own = torch.where(labels < 0, labels, own)
-        slices.append(cross_entropy_fwd(logits[:, start:end].contiguous(), own, **described))
+        slices.append(cross_entropy_fwd(logits[:, start:end].contiguous(), TokenTargets(own), rows))
     fields = [None if each[0] is None else torch.stack(each) for each in zip(*slices, strict=True)]
     got = merge_statistics(SoftmaxStatistics(*fields), backend)
-    want = cross_entropy_fwd(logits, labels, **described)
+    want = cross_entropy_fwd(logits, TokenTargets(labels), rows)
     for name, value in want._asdict().items():
         assert value is None or torch.allclose(getattr(got, name), value, rtol=1e-12, atol=1e-12), name

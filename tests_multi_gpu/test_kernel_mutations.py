@@ -23,49 +23,33 @@ from liger_dist.losses.cross_entropy import fused_cross_entropy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
 cross_entropy = import_module("liger_dist_kernels.cross_entropy")
-with_gradient = import_module("liger_dist_kernels.cross_entropy_fwd_bwd")
+one_launch = import_module("liger_dist_kernels.one_launch")
 logit_rows = import_module("liger_dist_kernels.logit_rows")
 own_load, own_write = logit_rows.load_logits, logit_rows.write_gradient_of_piece
 
 
 @triton.jit
-def zeros_beside_the_vocabulary(  # type: ignore[no-untyped-def]
-    row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    z, slope = own_load(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+def zeros_beside_the_vocabulary(row_ptr, offs_v, mask_v, *others):  # type: ignore[no-untyped-def]
+    z, slope = own_load(row_ptr, offs_v, mask_v, *others)
     return tl.where(mask_v, z, 0.0), slope
 
 
 @triton.jit
 def half_of_the_upstream_gradient(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, coefficients, *others
 ):
-    own_write(
-        out_row_ptr,
-        row_ptr,
-        label,
-        first,
-        last,
-        class_weight_ptr,
-        row_max,
-        log2_total,
-        anchor,
-        miss,
-        nll * 0.5,
-        *others,
-    )
+    halved = coefficients._replace(nll=coefficients.nll * 0.5)
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, halved, *others)
 
 
 @triton.jit
 def target_by_difference(  # type: ignore[no-untyped-def]
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, *others
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, coefficients, *others
 ):
-    probability = tl.exp2((tl.load(row_ptr + label) - row_max) * 1.4426950408889634 - log2_total)
-    own_write(
-        out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, 1.0 - probability, nll,
-        *others,
-    )  # fmt: skip
+    distance = tl.load(row_ptr + label) - softmax.row_max
+    probability = tl.exp2(distance * 1.4426950408889634 - softmax.log2_total)
+    changed = coefficients._replace(miss=1.0 - probability)
+    own_write(out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, changed, *others)
 
 
 def options_with_a_tail() -> None:
@@ -96,7 +80,7 @@ MUTATIONS: dict[str, tuple[str, Any, Callable[[], None]]] = {
 def test_a_changed_kernel_is_noticed(name: str) -> None:
     function, changed, compares = MUTATIONS[name]
     compares()
-    modules = [module for module in (logit_rows, cross_entropy, with_gradient) if hasattr(module, function)]
+    modules = [module for module in (logit_rows, cross_entropy, one_launch) if hasattr(module, function)]
     patches = [mock.patch.object(module, function, changed) for module in modules]
     for patch in patches:
         patch.start()

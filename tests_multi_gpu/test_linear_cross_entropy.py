@@ -13,8 +13,6 @@ import liger_dist
 from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist_kernels import GradientNeeds, Scoring, TokenGradients, TokenTargets
-from liger_dist_kernels import linear_cross_entropy as linear_cross_entropy_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("reference", "triton")
@@ -477,26 +475,3 @@ def test_a_number_below_one_is_refused(name: str) -> None:
     hidden, weight, _, labels = make_inputs(bias=False)
     with pytest.raises(liger_dist.LigerDistError, match=f"{name} is 0; expected a number of"):
         liger_dist.linear_cross_entropy(hidden, weight, labels, **{name: 0})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [100, 5], ids=["one chunk", "many chunks"])
-def test_the_weights_gradient_is_added_to_a_sum_of_the_callers(rows: int, backend: Any) -> None:
-    hidden, weight, _, labels = make_inputs(dtype=torch.bfloat16, bias=False)
-    labels = labels.clamp_min(0)
-    total = torch.ones(weight.shape, dtype=torch.float32, device=DEVICE)
-    scale = torch.full((labels.numel(),), 1.0 / labels.numel(), device=DEVICE)
-    result = linear_cross_entropy_kernel(
-        hidden.detach(),
-        weight.detach(),
-        TokenTargets(labels),
-        gradients=TokenGradients(scale, None),
-        scoring=Scoring(memory_budget=rows * 37 * 2, backend=backend),
-        needs=GradientNeeds(weight=True),
-        weight_gradient_VD=total,
-    )
-    truth, leaves = truth_of(hidden, weight, None, labels)
-    (want,) = torch.autograd.grad(truth.loss, leaves[1])
-    assert result.d_weight_VD is total
-    assert result.d_hidden_TD is None
-    assert relative_error(total - 1.0, want) < 8e-3

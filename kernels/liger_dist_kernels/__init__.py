@@ -9,13 +9,10 @@ from .chosen_logits import choose_logits as choose_logits
 from .chosen_logits import chosen_log_probs as chosen_log_probs
 from .chosen_logits import merge_chosen as merge_chosen
 from .chosen_logits import sum_of_same_ids as sum_of_same_ids
-from .cross_entropy import Anchors as Anchors
 from .cross_entropy import GradientCoefficients as GradientCoefficients
 from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
-from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
-from .divergence import DIVERGENCES as DIVERGENCES
 from .divergence import Divergence as Divergence
 from .divergence import DivergenceOptions as DivergenceOptions
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
@@ -27,7 +24,6 @@ from .linear_cross_entropy import HeadSlice as HeadSlice
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult
 from .linear_cross_entropy import Scoring as Scoring
 from .linear_cross_entropy import gradients_of_logits as gradients_of_logits
-from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import recompute_gradients as recompute_gradients
 from .linear_cross_entropy import score as score
 from .linear_cross_entropy import score_into as score_into
@@ -39,15 +35,13 @@ from .linear_divergence import linear_divergence as linear_divergence
 from .linear_divergence import plan_pairs as plan_pairs
 from .merge import merge_statistics as merge_statistics
 from .norm import NormOptions as NormOptions
-from .norm import NormOutput as NormOutput
 from .norm import norm_bwd as norm_bwd
 from .norm import norm_fwd as norm_fwd
+from .one_launch import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
 from .options import LossOptions as LossOptions
+from .options import RowOptions as RowOptions
 from .options import TokenOutputs as TokenOutputs
-from .products import WeightGradient as WeightGradient
 from .products import logits_buffer as logits_buffer
-from .products import write_hidden_gradient as write_hidden_gradient
-from .products import write_logits as write_logits
 from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
@@ -59,7 +53,6 @@ from .token_chunks import TokenChunks as TokenChunks
 from .token_chunks import TokenTargets as TokenTargets
 from .token_chunks import default_budget as default_budget
 from .token_chunks import plan_chunks as plan_chunks
-from .token_chunks import plan_tiles as plan_tiles
 from .token_loss import TokenGradients as TokenGradients
 from .token_loss import TokenTerms as TokenTerms
 from .token_loss import gradient_coefficients as gradient_coefficients

@@ -84,6 +84,13 @@ def exp_of_difference(x, y):
 
 
 @triton.jit
+def anchor_of(row_max):
+    """What exponentials are relative to: the maximum, and 0 where all logits are -inf, which must not turn into
+    inf - inf."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
 def probability(z, row_max, log2_total):
     """``exp(z - row_max) / total``. The row's maximum and the logarithm of its sum stay apart, so that the rounding of
     large logits does not reach it."""

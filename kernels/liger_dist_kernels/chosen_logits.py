@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ._triton_utils import statistics_dtype
 from .logit_rows import transformed
-from .options import LossOptions
+from .options import RowOptions
 from .token_chunks import TokenTargets
 
 
@@ -40,18 +40,10 @@ class ChosenLogProbs(NamedTuple):
     """the probability of all classes but the top k, in [0, 1]"""
 
 
-def choose_logits(
-    logits_TV: Tensor,
-    token_ids_TK: Tensor | None,
-    top_k: int,
-    *,
-    options: LossOptions,
-    first_class: int = 0,
-    temperature_T: Tensor | None = None,
-) -> ChosenLogits:
-    """``z`` of the classes ``token_ids_TK`` (int64 in the full vocabulary, negative for none) and of the ``top_k``
-    largest ones (0 for none); ``first_class`` is the vocabulary index of the first column."""
-    V = logits_TV.shape[1]
+def choose_logits(logits_TV: Tensor, targets: TokenTargets, top_k: int, rows: RowOptions) -> ChosenLogits:
+    """``z`` of the classes that ``targets`` name and of the ``top_k`` largest ones (0 for none)."""
+    V, options, first_class = logits_TV.shape[1], rows.options, rows.first_class
+    token_ids_TK, temperature_T = targets.token_ids_TK, targets.temperature_T
     at_TK = top_Tk = top_ids_Tk = None
     if token_ids_TK is not None:
         at_TK = logits_TV.new_zeros(token_ids_TK.shape, dtype=statistics_dtype(logits_TV.dtype))

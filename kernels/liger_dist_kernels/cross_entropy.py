@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import (
-    Backend,
+    anchor_of,
     dense,
     exp_of_difference,
     log2_of,
@@ -35,29 +35,35 @@ from ._triton_utils import (
     runs_triton,
     statistics_dtype,
 )
+from .launches import STATISTICS_COLUMNS
 from .logit_rows import (
+    Coefficients,
+    Flags,
+    Softmax,
+    Sums,
+    Terms,
     alignment_arguments,
-    extra_of_statistics,
-    inverse_temperature_of,
+    class_weights_of,
+    counted_logits,
     load_logits,
-    padded_weight,
+    num_extra_of,
     row_of,
     slope_of,
     statistics_of_piece,
+    store_statistics,
+    sum_arguments,
     target_logit,
     tile_arguments,
+    tile_offsets,
     transform_arguments,
+    transform_of,
     transformed,
-    weighted_logits,
     whole_vectors,
     write_gradient_of_piece,
     write_zeros_of_piece,
 )
-from .options import NO_OUTPUTS, LossOptions, TokenOutputs
-
-STATISTICS_COLUMNS = 2048
-"""Logits that a program of the statistics' sweep holds at once. With 8192 of them, 64 registers do not hold both the
-logits and their exponentials, which the entropy needs: 1.8 ms instead of 0.8 for 2**30 logits (H200)."""
+from .options import RowOptions
+from .token_chunks import TokenTargets
 
 
 class SoftmaxStatistics(NamedTuple):
@@ -120,78 +126,68 @@ class Anchors(NamedTuple):
 
 
 @triton.jit
-def _statistics_kernel(
-    logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
-    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
+def _cross_entropy_fwd_kernel(
+    logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, fields_ptr, T,
     V: tl.constexpr, scale, softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
+    FLAGS: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TRANSFORMS, HAS_SOFTCAP)
+    SUMS: tl.constexpr = Sums(WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT)
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED)
+    row_ptr = row_of(logits_ptr, row, stride_t, FLAGS)
     label = tl.load(labels_ptr + row).to(tl.int32) - first_class
-    inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
-    target = target_logit(
-        row_ptr, label, (label >= 0) & (label < V), scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP
-    )
+    transform = transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN, FP64)
+    target = target_logit(row_ptr, label, (label >= 0) & (label < V), transform, FLAGS)
     row_max, sum_other, dot_other, weighted_sum, square_other = statistics_of_piece(
-        row_ptr, label, 0, V, class_weight_ptr, scale, softcap, inverse, V, LANES, VECTOR, ALIGNED, TAIL, FP64,
-        TRANSFORMS, HAS_SOFTCAP, WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT,
-    )  # fmt: skip
-    tl.store(max_ptr + row, row_max)
-    tl.store(sum_other_ptr + row, sum_other)
-    tl.store(target_ptr + row, target)
-    if WITH_ENTROPY:
-        tl.store(dot_other_ptr + row, dot_other)
-    if WITH_SMOOTHING:
-        tl.store(weighted_sum_ptr + row, weighted_sum)
-    if WITH_SQUARES:
-        tl.store(square_other_ptr + row, square_other)
+        row_ptr, label, 0, V, class_weight_ptr, transform, V, FLAGS, SUMS
+    )
+    store_statistics(fields_ptr, T, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS)
 
 
 @triton.jit
-def _exponentials_kernel(
+def _cross_entropy_fwd_exponentials_kernel(
     logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, exponentials_ptr, stride_exponentials_t,
-    max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr,
-    V, scale, softcap, inverse_temperature,
+    fields_ptr, T, V, scale, softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     PER_TOKEN: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    # As _statistics_kernel, for rows of one tile: each logit is read once.
+    # As _cross_entropy_fwd_kernel, for rows of one tile: each logit is read once.
+    FLAGS: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TRANSFORMS, HAS_SOFTCAP)
+    SUMS: tl.constexpr = Sums(WITH_ENTROPY, WITH_SMOOTHING, WITH_SQUARES, HAS_CLASS_WEIGHT)
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int32) - first_class
-    inverse = inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64)
-    offs_v = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    mask_v = offs_v < whole_vectors(V, VECTOR, ALIGNED)
-    row_ptr = row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED)
-    z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse, FP64, TRANSFORMS, HAS_SOFTCAP)
+    transform = transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN, FP64)
+    offs_v = tile_offsets(FLAGS)
+    mask_v = offs_v < whole_vectors(V, FLAGS)
+    z, _ = load_logits(row_of(logits_ptr, row, stride_t, FLAGS), offs_v, mask_v, transform, FLAGS)
     if TAIL:
         z = tl.where(offs_v < V, z, float("-inf"))
     row_max = tl.max(tl.max(z, 1))
-    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
+    anchor = anchor_of(row_max)
     e = exp_of_difference(z, anchor)
-    out_row_ptr = row_of(exponentials_ptr, row, stride_exponentials_t, VECTOR, ALIGNED)
+    out_row_ptr = row_of(exponentials_ptr, row, stride_exponentials_t, FLAGS)
     tl.store(out_row_ptr + offs_v, e.to(out_row_ptr.dtype.element_ty), mask=mask_v)
     is_target = offs_v == label
     e = tl.where(is_target, 0.0, e)
-    tl.store(max_ptr + row, row_max)
-    tl.store(sum_other_ptr + row, tl.sum(tl.sum(e, 1)))
-    tl.store(target_ptr + row, tl.sum(tl.sum(tl.where(is_target & (offs_v < V), z, 0.0), 1)))
+    target = tl.sum(tl.sum(tl.where(is_target & (offs_v < V), z, 0.0), 1))
+    sum_other = tl.sum(tl.sum(e, 1))
+    dot_other = sum_other
+    weighted_sum = sum_other
+    square_other = sum_other
     if WITH_ENTROPY:
-        tl.store(dot_other_ptr + row, tl.sum(tl.sum(e * tl.maximum(z - anchor, -1e4), 1)))
+        dot_other = tl.sum(tl.sum(e * tl.maximum(z - anchor, -1e4), 1))
     if WITH_SMOOTHING:
-        counted = tl.where(offs_v < V, z, 0.0)
-        if HAS_CLASS_WEIGHT:
-            counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
-        tl.store(weighted_sum_ptr + row, tl.sum(tl.sum(counted, 1)))
+        weighted_sum = tl.sum(tl.sum(counted_logits(z, class_weight_ptr, offs_v, offs_v < V, mask_v, SUMS), 1))
     if WITH_SQUARES:
-        tl.store(square_other_ptr + row, tl.sum(tl.sum(e * e, 1)))
+        square_other = tl.sum(tl.sum(e * e, 1))
+    store_statistics(fields_ptr, T, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS)
 
 
 @triton.jit
-def _gradient_kernel(
+def _cross_entropy_bwd_kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
     max_ptr, log_total_ptr, anchor_ptr, stride_anchor_n, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, square_ptr,
     smoothing_ptr, V, scale, softcap, inverse_temperature,
@@ -200,12 +196,14 @@ def _gradient_kernel(
     HAS_MASS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
+    FLAGS: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TRANSFORMS, HAS_SOFTCAP)
+    TERMS: tl.constexpr = Terms(HAS_ENTROPY, HAS_SQUARE, HAS_SMOOTHING, HAS_CLASS_WEIGHT, ANCHOR_COLUMNS > 0)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * LANES * VECTOR
     label = tl.load(labels_ptr + row).to(tl.int32)
-    out_row_ptr = row_of(out_ptr, row, stride_out_t, VECTOR, ALIGNED)
+    out_row_ptr = row_of(out_ptr, row, stride_out_t, FLAGS)
     if label < 0:
-        write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, LANES, VECTOR, ALIGNED)
+        write_zeros_of_piece(out_row_ptr, first, V, LANES * VECTOR, FLAGS)
     else:
         row_max = tl.load(max_ptr + row)
         anchor = row_max
@@ -214,7 +212,8 @@ def _gradient_kernel(
         square = tl.zeros_like(row_max)
         smoothing = tl.zeros_like(row_max)
         if ANCHOR_COLUMNS > 0:
-            anchor = tl.load(anchor_ptr + (first // ANCHOR_COLUMNS) * stride_anchor_n + row)
+            # A program's tile lies in one tile of the anchors.
+            anchor = tl.load(anchor_ptr + first // ANCHOR_COLUMNS * stride_anchor_n + row)
         if HAS_MASS:
             mass = tl.load(mass_ptr + row)
         if HAS_ENTROPY:
@@ -223,216 +222,153 @@ def _gradient_kernel(
             square = tl.load(square_ptr + row)
         if HAS_SMOOTHING:
             smoothing = tl.load(smoothing_ptr + row)
-        last = tl.minimum(first + LANES * VECTOR, V)
+        softmax = Softmax(row_max, log2_of(tl.load(log_total_ptr + row)), anchor)
+        coefficients = Coefficients(
+            tl.load(miss_ptr + row), tl.load(nll_ptr + row), mass, entropy, square, smoothing
+        )  # fmt: skip
+        transform = transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN, FP64)
         write_gradient_of_piece(
-            out_row_ptr, row_of(logits_ptr, row, stride_t, VECTOR, ALIGNED), label - first_class, first, last,
-            class_weight_ptr, row_max, log2_of(tl.load(log_total_ptr + row)), anchor, tl.load(miss_ptr + row),
-            tl.load(nll_ptr + row), mass, entropy, square, smoothing, scale, softcap,
-            inverse_temperature_of(row, inverse_temperature, PER_TOKEN, FP64),
-            LANES * VECTOR, LANES, VECTOR, ALIGNED, FP64, TRANSFORMS, HAS_SOFTCAP, ANCHOR_COLUMNS > 0, HAS_ENTROPY,
-            HAS_SQUARE, HAS_SMOOTHING, HAS_CLASS_WEIGHT,
+            out_row_ptr, row_of(logits_ptr, row, stride_t, FLAGS), label - first_class, first,
+            tl.minimum(first + LANES * VECTOR, V), class_weight_ptr, softmax, coefficients, transform, LANES * VECTOR,
+            FLAGS, TERMS,
         )  # fmt: skip
 
 
-def statistics_of_fields(fields_FT: Tensor, options: LossOptions, outputs: TokenOutputs) -> SoftmaxStatistics:
-    """The fields as a kernel wrote them, ``[6, T]`` or ``[6, G, T]``, without those that were not asked for."""
+def statistics_of_fields(fields_FT: Tensor, rows: RowOptions) -> SoftmaxStatistics:
+    """The fields as a kernel wrote them, ``[6, T]``, without those that were not asked for."""
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T, square_other_T = fields_FT
     return SoftmaxStatistics(
         max_T,
         sum_other_T,
         target_T,
-        dot_other_T if outputs.entropy else None,
-        weighted_sum_T if outputs.sums_logits(options) else None,
-        square_other_T if outputs.sum_sq_prob else None,
+        dot_other_T if rows.outputs.entropy else None,
+        weighted_sum_T if rows.sums_logits else None,
+        square_other_T if rows.outputs.sum_sq_prob else None,
     )
 
 
 @on_its_device
 def cross_entropy_fwd(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    options: LossOptions,
-    first_class: int = 0,
-    temperature_T: Tensor | None = None,
-    class_weight_V: Tensor | None = None,
-    outputs: TokenOutputs = NO_OUTPUTS,
-    exponentials_TV: Tensor | None = None,
-    is_padded: bool = False,
-    backend: Backend = "auto",
+    logits_TV: Tensor, targets: TokenTargets, rows: RowOptions, *, exponentials_TV: Tensor | None = None
 ) -> SoftmaxStatistics:
     """Softmax statistics of each row, in one sweep over the logits.
 
     Args:
-        logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``options`` is applied here. May be
-            a slice of the vocabulary, even an empty one: see :func:`.merge.merge_statistics`.
-        labels_T: ``[T]`` int64 in the full vocabulary; a negative label marks an ignored token.
-        first_class: vocabulary index of the first column, of a slice.
-        temperature_T: ``[T]`` floating, instead of the one in ``options``.
-        class_weight_V: ``[V]`` floating, used for label smoothing.
-        outputs: also sum what these need.
+        logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``rows.options`` is applied here. May
+            be a slice of the vocabulary, even an empty one: see :func:`.merge.merge_statistics`.
+        targets: the labels, in the full vocabulary, and the temperatures.
         exponentials_TV: ``[T, V]`` of any floating dtype, where ``exp(z - max)`` is written; see [Note: Exponentials of
-            fp32 logits]. V is then small enough for one program, :data:`.token_chunks.TILE_COLUMNS`.
-        is_padded: True if logits and exponentials are of :func:`.products.logits_buffer`.
-        backend: see :func:`runs_triton`.
+            fp32 logits]. V is then small enough for one program, :data:`.token_chunks.EXPONENTIAL_COLUMNS`.
     """
     T, V = logits_TV.shape
     if V == 0:
         zeros_6T = logits_TV.new_zeros((6, T), dtype=statistics_dtype(logits_TV.dtype))
         zeros_6T[0] = float("-inf")
-        return statistics_of_fields(zeros_6T, options, outputs)
-    if not runs_triton(logits_TV, backend):
-        return cross_entropy_fwd_reference(
-            logits_TV,
-            labels_T,
-            options=options,
-            first_class=first_class,
-            temperature_T=temperature_T,
-            class_weight_V=class_weight_V,
-            outputs=outputs,
-            exponentials_TV=exponentials_TV,
-        )
+        return statistics_of_fields(zeros_6T, rows)
+    if not runs_triton(logits_TV, rows.backend):
+        return cross_entropy_fwd_reference(logits_TV, targets, rows, exponentials_TV=exponentials_TV)
     fields_6T = logits_TV.new_empty((6, T), dtype=statistics_dtype(logits_TV.dtype))
     if T > 0:
-        labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
-        row: tuple[Any, ...] = (logits_TV, logits_TV.stride(0), labels_T, first_class)
-        row += (class_weight_V if class_weight_V is not None else logits_TV,)
-        described: dict[str, Any] = {
-            "WITH_ENTROPY": outputs.entropy,
-            "WITH_SMOOTHING": outputs.sums_logits(options),
-            "WITH_SQUARES": outputs.sum_sq_prob,
-            "HAS_CLASS_WEIGHT": class_weight_V is not None,
-            **transform_arguments(options, temperature_T, logits_TV.dtype),
-        }
+        row: tuple[Any, ...] = logits_TV, logits_TV.stride(0), dense(targets.labels_T), rows.first_class
+        row += (class_weights_of(rows, logits_TV) if rows.sums_logits else None,)
+        described = sum_arguments(rows) | transform_arguments(rows.options, targets.temperature_T, logits_TV.dtype)
         if exponentials_TV is None:
             described |= tile_arguments(
-                logits_TV,
-                is_padded=is_padded,
-                most_columns=STATISTICS_COLUMNS,
-                num_extra=extra_of_statistics(options, outputs, class_weight_V),
+                logits_TV, is_padded=rows.is_padded, most_columns=STATISTICS_COLUMNS, num_extra=num_extra_of(rows)
             )
-            _statistics_kernel[(T,)](*row, *fields_6T, V, **described)
+            _cross_entropy_fwd_kernel[(T,)](*row, fields_6T, T, V, **described)
         else:
-            described |= alignment_arguments((logits_TV, exponentials_TV), is_padded)
+            described |= alignment_arguments((logits_TV, exponentials_TV), rows.is_padded)
             lanes = max(triton.next_power_of_2(V) // described["VECTOR"], 1)
             described |= {"LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
-            out = (exponentials_TV, exponentials_TV.stride(0))
-            _exponentials_kernel[(T,)](*row, *out, *fields_6T, V, **described)
-    return statistics_of_fields(fields_6T, options, outputs)
+            _cross_entropy_fwd_exponentials_kernel[(T,)](
+                *row, exponentials_TV, exponentials_TV.stride(0), fields_6T, T, V, **described
+            )
+    return statistics_of_fields(fields_6T, rows)
 
 
 @on_its_device
 def cross_entropy_bwd(
     logits_TV: Tensor,
-    labels_T: Tensor,
+    targets: TokenTargets,
     coefficients: GradientCoefficients,
+    rows: RowOptions,
     *,
-    options: LossOptions,
-    first_class: int = 0,
-    temperature_T: Tensor | None = None,
-    token_ids_TK: Tensor | None = None,
     token_logits_TK: Tensor | None = None,
-    class_weight_V: Tensor | None = None,
     anchors: Anchors | None = None,
     out_TV: Tensor,
-    is_padded: bool = False,
-    backend: Backend = "auto",
 ) -> Tensor:
     """Gradient by the raw logits, written to ``out_TV`` (``logits_TV`` itself for an in-place pass) and returned.
 
     Args:
         logits_TV: ``[T, V]``, as given to :func:`cross_entropy_fwd`; with ``anchors``, the exponentials that it wrote.
-        labels_T: ``[T]`` int64 in the full vocabulary; rows with a negative label get zeros.
-        first_class: as for :func:`cross_entropy_fwd`.
+        targets: as for :func:`cross_entropy_fwd`, and the classes of ``coefficients.at_TK``. Rows with a negative label
+            get zeros.
         coefficients: see :class:`GradientCoefficients`; with ``anchors`` only those of a scalar loss.
-        token_ids_TK: ``[T, K]`` int64, the classes of ``coefficients.at_TK`` in the full vocabulary, negative for none.
-        token_logits_TK: ``z`` of these classes; None to read it from ``logits_TV``. Required with ``anchors``.
+        token_logits_TK: ``z`` of the chosen classes; None to read it from ``logits_TV``. Required with ``anchors``.
         out_TV: ``[T, V]``, any floating dtype, unit stride along V.
-        is_padded: True if logits and gradient are of :func:`.products.logits_buffer`.
     """
-    described: dict[str, Any] = {
-        "options": options,
-        "temperature_T": temperature_T,
-        "class_weight_V": class_weight_V,
-    }
     if coefficients.at_TK is not None and logits_TV.numel() > 0:
-        assert token_ids_TK is not None
-        local_ids_TK = token_ids_TK - first_class
-        if token_logits_TK is None:
-            raw_TK = logits_TV.gather(1, local_ids_TK.clamp(0, logits_TV.shape[1] - 1))
-            token_logits_TK, _ = transformed(raw_TK, options, temperature_T)
-        entries = gradient_at(token_logits_TK, labels_T - first_class, local_ids_TK, coefficients, **described)
-        entries.masked_fill_(labels_T[:, None] < 0, 0.0)
-        described |= {"first_class": first_class, "anchors": anchors, "is_padded": is_padded}
-        cross_entropy_bwd(
-            logits_TV, labels_T, coefficients._replace(at_TK=None), out_TV=out_TV, backend=backend, **described
-        )
-        return put_entries(out_TV, local_ids_TK, entries)
-    if not runs_triton(logits_TV, backend):
-        return cross_entropy_bwd_reference(
-            logits_TV,
-            labels_T,
-            coefficients,
-            first_class=first_class,
-            anchors=anchors,
-            out_TV=out_TV,
-            **described,
-        )
+        entries_TK = entries_of_classes(logits_TV, targets, coefficients, rows, token_logits_TK)
+        cross_entropy_bwd(logits_TV, targets, coefficients._replace(at_TK=None), rows, anchors=anchors, out_TV=out_TV)
+        return put_entries(out_TV, targets, entries_TK, rows)
+    if not runs_triton(logits_TV, rows.backend):
+        return cross_entropy_bwd_reference(logits_TV, targets, coefficients, rows, anchors=anchors, out_TV=out_TV)
     T, V = logits_TV.shape
     if T == 0 or V == 0:
         return out_TV
-    columns = None if anchors is None else anchors.columns
-    extra = (options.softcap, coefficients.entropy_T, coefficients.square_T, class_weight_V)
-    num_extra = sum(given is not None for given in extra)
-    tile = tile_arguments(logits_TV, out_TV, is_padded=is_padded, most_columns=columns, num_extra=num_extra)
-    labels_T, class_weight_V = dense(labels_T), padded_weight(class_weight_V, logits_TV)
     max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
-    _gradient_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
+    weight_V = None if smoothing_T is None else class_weights_of(rows, logits_TV)
+    num_extra = sum(given is not None for given in (rows.options.softcap, entropy_T, square_T, weight_V))
+    tile = tile_arguments(
+        logits_TV,
+        out_TV,
+        is_padded=rows.is_padded,
+        most_columns=None if anchors is None else anchors.columns,
+        num_extra=num_extra,
+    )
+    _cross_entropy_bwd_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
         logits_TV,
         logits_TV.stride(0),
-        labels_T,
-        first_class,
-        class_weight_V if class_weight_V is not None else logits_TV,
+        dense(targets.labels_T),
+        rows.first_class,
+        weight_V,
         max_T,
         log_total_T,
-        max_T if anchors is None else anchors.max_NT,
+        None if anchors is None else anchors.max_NT,
         0 if anchors is None else anchors.max_NT.stride(0),
         miss_T,
         nll_T,
-        *(max_T if given is None else given for given in (mass_T, entropy_T, square_T, smoothing_T)),
+        mass_T,
+        entropy_T,
+        square_T,
+        smoothing_T,
         V,
         ANCHOR_COLUMNS=0 if anchors is None else anchors.columns,
         HAS_MASS=mass_T is not None,
         HAS_ENTROPY=entropy_T is not None,
         HAS_SQUARE=square_T is not None,
         HAS_SMOOTHING=smoothing_T is not None,
-        HAS_CLASS_WEIGHT=class_weight_V is not None,
-        **transform_arguments(options, temperature_T, logits_TV.dtype),
+        HAS_CLASS_WEIGHT=weight_V is not None,
+        **transform_arguments(rows.options, targets.temperature_T, logits_TV.dtype),
         **tile,
     )
     return out_TV
 
 
-def _is_target(logits_TV: Tensor, labels_T: Tensor, first_class: int) -> Tensor:
-    return labels_T[:, None] - first_class == torch.arange(logits_TV.shape[1], device=logits_TV.device)
+def _is_target(logits_TV: Tensor, targets: TokenTargets, rows: RowOptions) -> Tensor:
+    classes_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    return targets.labels_T[:, None] - rows.first_class == classes_V
 
 
 def cross_entropy_fwd_reference(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    options: LossOptions,
-    first_class: int = 0,
-    temperature_T: Tensor | None = None,
-    class_weight_V: Tensor | None = None,
-    outputs: TokenOutputs = NO_OUTPUTS,
-    exponentials_TV: Tensor | None = None,
+    logits_TV: Tensor, targets: TokenTargets, rows: RowOptions, *, exponentials_TV: Tensor | None = None
 ) -> SoftmaxStatistics:
     """:func:`cross_entropy_fwd` in plain torch: the path on CPU."""
-    z_TV, _ = transformed(logits_TV, options, temperature_T)
-    is_target = _is_target(logits_TV, labels_T, first_class)
+    z_TV, _ = transformed(logits_TV, rows.options, targets.temperature_T)
+    is_target = _is_target(logits_TV, targets, rows)
     max_T = z_TV.amax(-1)
     # A slice whose logits are all -inf must not turn into inf - inf.
     distance_TV = z_TV - torch.where(max_T == float("-inf"), 0.0, max_T)[:, None]
@@ -441,33 +377,31 @@ def cross_entropy_fwd_reference(
         exponentials_TV.copy_(e_TV)
     e_TV.masked_fill_(is_target, 0.0)
     dot_other_T = weighted_sum_T = None
-    if outputs.entropy:
+    if rows.outputs.entropy:
         dot_other_T = (e_TV * distance_TV).masked_fill_(e_TV == 0, 0.0).sum(-1)
-    if outputs.sums_logits(options):
+    if rows.sums_logits:
+        weight_V = rows.class_weights(logits_TV.shape[1])
         weighted_TV = z_TV
-        if class_weight_V is not None:
-            weight_V = class_weight_V.to(z_TV.dtype)
+        if weight_V is not None:
             # 0 where the weight is 0, whatever the logit.
-            weighted_TV = torch.where(weight_V == 0, 0.0, z_TV * weight_V)
+            weighted_TV = torch.where(weight_V == 0, 0.0, z_TV * weight_V.to(z_TV.dtype))
         weighted_sum_T = weighted_TV.sum(-1)
     target_T = z_TV.masked_fill(~is_target, 0.0).sum(-1)
-    square_other_T = e_TV.square().sum(-1) if outputs.sum_sq_prob else None
+    square_other_T = e_TV.square().sum(-1) if rows.outputs.sum_sq_prob else None
     return SoftmaxStatistics(max_T, e_TV.sum(-1), target_T, dot_other_T, weighted_sum_T, square_other_T)
 
 
 def cross_entropy_bwd_reference(
     logits_TV: Tensor,
-    labels_T: Tensor,
+    targets: TokenTargets,
     coefficients: GradientCoefficients,
+    rows: RowOptions,
     *,
-    options: LossOptions,
-    first_class: int = 0,
-    temperature_T: Tensor | None = None,
-    class_weight_V: Tensor | None = None,
     anchors: Anchors | None = None,
     out_TV: Tensor,
 ) -> Tensor:
-    """:func:`cross_entropy_bwd` in plain torch: the path on CPU."""
+    """:func:`cross_entropy_bwd` in plain torch, without chosen classes: the path on CPU."""
+    options, temperature_T = rows.options, targets.temperature_T
     if anchors is None:
         z_TV, slope = transformed(logits_TV, options, temperature_T)
         log_p_TV = coefficients.log_probs(z_TV)
@@ -478,7 +412,7 @@ def cross_entropy_bwd_reference(
         # Without a soft-cap the derivative is that of any logit.
         slope = transformed(logits_TV[:, :1], options, temperature_T)[1]
     nll_T1 = coefficients.nll_T[:, None]
-    is_target = _is_target(logits_TV, labels_T, first_class)
+    is_target = _is_target(logits_TV, targets, rows)
     gradient_TV = torch.where(is_target, -nll_T1 * coefficients.miss_T[:, None], nll_T1 * p_TV)
     if coefficients.mass_T is not None:
         gradient_TV += coefficients.mass_T[:, None] * p_TV
@@ -487,31 +421,33 @@ def cross_entropy_bwd_reference(
     if coefficients.square_T is not None:
         gradient_TV += coefficients.square_T[:, None] * p_TV.square()
     if coefficients.smoothing_T is not None:
-        weight = 1.0 if class_weight_V is None else class_weight_V.to(p_TV.dtype)
+        weight_V = rows.class_weights(logits_TV.shape[1])
+        weight = 1.0 if weight_V is None else weight_V.to(p_TV.dtype)
         gradient_TV -= coefficients.smoothing_T[:, None] * weight
     gradient_TV *= slope
-    return out_TV.copy_(gradient_TV.masked_fill_(labels_T[:, None] < 0, 0.0))
+    return out_TV.copy_(gradient_TV.masked_fill_(targets.labels_T[:, None] < 0, 0.0))
 
 
-def gradient_at(
-    z_TK: Tensor,
-    labels_T: Tensor,
-    token_ids_TK: Tensor,
+def entries_of_classes(
+    logits_TV: Tensor,
+    targets: TokenTargets,
     coefficients: GradientCoefficients,
-    *,
-    options: LossOptions,
-    temperature_T: Tensor | None,
-    class_weight_V: Tensor | None,
+    rows: RowOptions,
+    token_logits_TK: Tensor | None = None,
 ) -> Tensor:
-    """``[T, K]``: the entries of the gradient by the raw logits at ``token_ids_TK``, whose transformed logits are
-    ``z_TK``, in the dtype of the statistics; labels and ids are relative to the columns of ``class_weight_V``. An entry
-    of the gradient in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two as
-    the class's probability nears 1. Entries of classes whose ``z`` is not known here mean nothing."""
-    slope = slope_of(z_TK, options, temperature_T)
+    """``[T, K]``: the entries of the gradient by the raw logits at the chosen classes, whose ``z`` are
+    ``token_logits_TK`` (None to read them from ``logits_TV``), in the dtype of the statistics. An entry of the gradient
+    in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two as the class's
+    probability nears 1. Entries of classes of other blocks mean nothing."""
+    labels_T, temperature_T, token_ids_TK, *_ = targets
     _, _, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, at_TK = coefficients
     assert at_TK is not None
+    assert token_ids_TK is not None
+    local_ids_TK = (token_ids_TK - rows.first_class).clamp(0, logits_TV.shape[1] - 1)
+    if token_logits_TK is None:
+        token_logits_TK, _ = transformed(logits_TV.gather(1, local_ids_TK), rows.options, temperature_T)
     is_label_TK = token_ids_TK == labels_T[:, None]
-    log_p_TK = coefficients.log_probs(z_TK)
+    log_p_TK = coefficients.log_probs(token_logits_TK)
     p_TK = torch.where(is_label_TK, 1.0 - miss_T[:, None], log_p_TK.exp())
     gradient_TK = torch.where(is_label_TK, -miss_T[:, None], p_TK) * nll_T[:, None] + at_TK
     if mass_T is not None:
@@ -523,15 +459,16 @@ def gradient_at(
     if square_T is not None:
         gradient_TK += square_T[:, None] * p_TK.square()
     if smoothing_T is not None:
-        weight: Tensor | float = 1.0
-        if class_weight_V is not None:
-            weight = class_weight_V[token_ids_TK.clamp(0, len(class_weight_V) - 1)]
-        gradient_TK -= smoothing_T[:, None] * weight
-    return gradient_TK * slope
+        weight_V = rows.class_weights(logits_TV.shape[1])
+        gradient_TK -= smoothing_T[:, None] * (1.0 if weight_V is None else weight_V[local_ids_TK])
+    gradient_TK *= slope_of(token_logits_TK, rows.options, temperature_T)
+    return gradient_TK.masked_fill_(labels_T[:, None] < 0, 0.0)
 
 
-def put_entries(out_TV: Tensor, token_ids_TK: Tensor, entries_TK: Tensor) -> Tensor:
-    """Writes ``entries_TK`` at those of ``token_ids_TK`` that are in ``[0, V)``, into ``out_TV``, which is returned."""
+def put_entries(out_TV: Tensor, targets: TokenTargets, entries_TK: Tensor, rows: RowOptions) -> Tensor:
+    """Writes those of ``entries_TK`` whose classes are in this block into ``out_TV``, which is returned."""
+    assert targets.token_ids_TK is not None
+    token_ids_TK = targets.token_ids_TK - rows.first_class
     is_here_TK = (token_ids_TK >= 0) & (token_ids_TK < out_TV.shape[1])
     # A class that is not here repeats one of its row that is, or else what column 0 holds.
     first_T1 = is_here_TK.to(torch.int8).argmax(1, keepdim=True)

@@ -26,10 +26,12 @@ from torch import Tensor
 
 from ._triton_utils import (
     Backend,
+    anchor_of,
     dense,
     exp_of_difference,
     host_number,
     log2_of,
+    number,
     on_its_device,
     probability,
     rounded_product,
@@ -37,14 +39,22 @@ from ._triton_utils import (
     shrunk,
     statistics_dtype,
 )
-from .logit_rows import load_logits, row_of, tile_arguments, transform_arguments, transformed, whole_vectors
+from .launches import DIVERGENCE_COLUMNS
+from .logit_rows import (
+    Flags,
+    load_logits,
+    row_of,
+    tile_arguments,
+    tile_offsets,
+    transform_arguments,
+    transform_of,
+    transformed,
+    whole_vectors,
+)
 from .options import LossOptions
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-_TILE_COLUMNS = 2048
-"""Columns of one tile, with logits and exponentials of both models: with 1024 of them the sweeps of the JSD take 10 %
-more (H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +113,30 @@ class HardTerms(NamedTuple):
 
 
 @triton.jit
-def _pair_statistics_kernel(
+def _load_pair(
+    student_row_ptr, teacher_row_ptr, offs_v, V, student, teacher, STUDENT: tl.constexpr, TEACHER: tl.constexpr
+):
+    """``z`` of student and teacher."""
+    mask_v = offs_v < whole_vectors(V, STUDENT)
+    z_student, _ = load_logits(student_row_ptr, offs_v, mask_v, student, STUDENT)
+    z_teacher, _ = load_logits(teacher_row_ptr, offs_v, mask_v, teacher, TEACHER)
+    if STUDENT.TAIL:
+        z_student = tl.where(offs_v < V, z_student, float("-inf"))
+        z_teacher = tl.where(offs_v < V, z_teacher, float("-inf"))
+    return z_student, z_teacher
+
+
+@triton.jit
+def _moved(max_l, anchor_l, sum_l):
+    """What a larger maximum does to sums that are relative to ``anchor_l``: the new anchor, the distance to it, and the
+    factor of the sums."""
+    anchor = anchor_of(max_l)
+    shift = anchor_l - anchor
+    return anchor, shift, tl.where(sum_l == 0.0, 0.0, exp_of_difference(anchor_l, anchor))
+
+
+@triton.jit
+def _divergence_statistics_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, fields_ptr, T, V: tl.constexpr,
     student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
@@ -111,10 +144,12 @@ def _pair_statistics_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     WITH_FORWARD: tl.constexpr, WITH_REVERSE: tl.constexpr,
 ):  # fmt: skip
+    STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
+    TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    # Sums are relative to these: the largest logits so far, 0 while all are -inf.
+    offs = tile_offsets(STUDENT)
+    # Sums are relative to the anchors.
     student_max = tl.full((LANES,), float("-inf"), dtype)
     teacher_max = tl.full((LANES,), float("-inf"), dtype)
     student_anchor = tl.zeros((LANES,), dtype)
@@ -123,33 +158,21 @@ def _pair_statistics_kernel(
     teacher_sum = tl.zeros((LANES,), dtype)
     dot = tl.zeros((LANES,), dtype)
     mean = tl.zeros((LANES,), dtype)
-    inverse = tl.full((), inverse_temperature, dtype)
-    student_row_ptr = row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED)
-    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED)
+    of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
+    of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
+    student_row_ptr = row_of(student_ptr, row, stride_student_t, STUDENT)
+    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, TEACHER)
     for start in range(0, V, LANES * VECTOR):
-        mask = start + offs < whole_vectors(V, VECTOR, ALIGNED)
-        student, _ = load_logits(
-            student_row_ptr, start + offs, mask, student_scale, student_softcap, inverse, FP64, STUDENT_TRANSFORMS,
-            STUDENT_SOFTCAP,
-        )  # fmt: skip
-        teacher, _ = load_logits(
-            teacher_row_ptr, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64, TEACHER_TRANSFORMS,
-            TEACHER_SOFTCAP,
-        )  # fmt: skip
-        if TAIL:
-            student = tl.where(start + offs < V, student, float("-inf"))
-            teacher = tl.where(start + offs < V, teacher, float("-inf"))
+        student, teacher = _load_pair(
+            student_row_ptr, teacher_row_ptr, start + offs, V, of_student, of_teacher, STUDENT, TEACHER
+        )
         student_max = tl.maximum(student_max, tl.max(student, 1))
         teacher_max = tl.maximum(teacher_max, tl.max(teacher, 1))
-        new_student = tl.where(student_max == float("-inf"), 0.0, student_max)
-        new_teacher = tl.where(teacher_max == float("-inf"), 0.0, teacher_max)
-        student_shift = student_anchor - new_student
-        teacher_shift = teacher_anchor - new_teacher
-        student_shrink = tl.where(student_sum == 0.0, 0.0, exp_of_difference(student_anchor, new_student))
-        teacher_shrink = tl.where(teacher_sum == 0.0, 0.0, exp_of_difference(teacher_anchor, new_teacher))
+        student_anchor, student_shift, student_shrink = _moved(student_max, student_anchor, student_sum)
+        teacher_anchor, teacher_shift, teacher_shrink = _moved(teacher_max, teacher_anchor, teacher_sum)
         # Each logit less its own maximum, so that what both logits have in common does not cost digits of the rest.
-        student -= new_student[:, None]
-        teacher -= new_teacher[:, None]
+        student -= student_anchor[:, None]
+        teacher -= teacher_anchor[:, None]
         e_student = exp_of_difference(student, 0.0)
         e_teacher = exp_of_difference(teacher, 0.0)
         mean = shrunk(student_shrink, mean, student_sum, student_shift)
@@ -162,19 +185,13 @@ def _pair_statistics_kernel(
             dot += tl.sum(tl.where(e_student == 0.0, 0.0, e_student * (student - teacher)), 1)
         student_sum = student_shrink * student_sum + tl.sum(e_student, 1)
         teacher_sum = teacher_shrink * teacher_sum + tl.sum(e_teacher, 1)
-        student_anchor = new_student
-        teacher_anchor = new_teacher
-    total_student = tl.max(student_max)
-    total_teacher = tl.max(teacher_max)
-    new_student_row = tl.where(total_student == float("-inf"), 0.0, total_student)
-    new_teacher_row = tl.where(total_teacher == float("-inf"), 0.0, total_teacher)
-    student_shift = student_anchor - new_student_row
-    teacher_shift = teacher_anchor - new_teacher_row
-    student_shrink = tl.where(student_sum == 0.0, 0.0, exp_of_difference(student_anchor, new_student_row))
-    teacher_shrink = tl.where(teacher_sum == 0.0, 0.0, exp_of_difference(teacher_anchor, new_teacher_row))
-    tl.store(fields_ptr + row, total_student)
+    row_student_max = tl.max(student_max)
+    row_teacher_max = tl.max(teacher_max)
+    _, student_shift, student_shrink = _moved(row_student_max, student_anchor, student_sum)
+    _, teacher_shift, teacher_shrink = _moved(row_teacher_max, teacher_anchor, teacher_sum)
+    tl.store(fields_ptr + row, row_student_max)
     tl.store(fields_ptr + T + row, tl.sum(student_shrink * student_sum))
-    tl.store(fields_ptr + 2 * T + row, total_teacher)
+    tl.store(fields_ptr + 2 * T + row, row_teacher_max)
     tl.store(fields_ptr + 3 * T + row, tl.sum(teacher_shrink * teacher_sum))
     tl.store(fields_ptr + 5 * T + row, tl.sum(shrunk(student_shrink, mean, student_sum, student_shift)))
     if WITH_FORWARD:
@@ -192,7 +209,7 @@ def _log_of_mixture(p, q, beta):
 
 
 @triton.jit
-def _mixture_kernel(
+def _divergence_mixture_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_max_ptr, student_log_total_ptr,
     teacher_max_ptr, teacher_log_total_ptr, fields_ptr, T, V: tl.constexpr, beta, student_scale, student_softcap,
     teacher_scale, teacher_softcap, inverse_temperature,
@@ -200,45 +217,39 @@ def _mixture_kernel(
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
+    STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
+    TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    offs = tile_offsets(STUDENT)
     student_max = tl.load(student_max_ptr + row)
     student_log_total = tl.load(student_log_total_ptr + row)
     teacher_max = tl.load(teacher_max_ptr + row)
     teacher_log_total = tl.load(teacher_log_total_ptr + row)
-    inverse = tl.full((), inverse_temperature, dtype)
-    beta = tl.full((), beta, dtype)
-    of_student = tl.zeros((LANES,), dtype)
-    of_teacher = tl.zeros((LANES,), dtype)
-    student_row_ptr = row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED)
-    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED)
+    beta = number(beta, dtype)
+    sum_student = tl.zeros((LANES,), dtype)
+    sum_teacher = tl.zeros((LANES,), dtype)
+    of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
+    of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
+    student_row_ptr = row_of(student_ptr, row, stride_student_t, STUDENT)
+    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, TEACHER)
     for start in range(0, V, LANES * VECTOR):
-        mask = start + offs < whole_vectors(V, VECTOR, ALIGNED)
-        student, _ = load_logits(
-            student_row_ptr, start + offs, mask, student_scale, student_softcap, inverse, FP64, STUDENT_TRANSFORMS,
-            STUDENT_SOFTCAP,
-        )  # fmt: skip
-        teacher, _ = load_logits(
-            teacher_row_ptr, start + offs, mask, teacher_scale, teacher_softcap, inverse, FP64, TEACHER_TRANSFORMS,
-            TEACHER_SOFTCAP,
-        )  # fmt: skip
-        if TAIL:
-            student = tl.where(start + offs < V, student, float("-inf"))
-            teacher = tl.where(start + offs < V, teacher, float("-inf"))
+        student, teacher = _load_pair(
+            student_row_ptr, teacher_row_ptr, start + offs, V, of_student, of_teacher, STUDENT, TEACHER
+        )
         q = probability(student, student_max, log2_of(student_log_total))
         p = probability(teacher, teacher_max, log2_of(teacher_log_total))
         log_mixture = _log_of_mixture(p, q, beta)
         log_q = student - student_max - student_log_total
         log_p = teacher - teacher_max - teacher_log_total
-        of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
-        of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
-    tl.store(fields_ptr + row, tl.sum(of_student))
-    tl.store(fields_ptr + T + row, tl.sum(of_teacher))
+        sum_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
+        sum_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
+    tl.store(fields_ptr + row, tl.sum(sum_student))
+    tl.store(fields_ptr + T + row, tl.sum(sum_teacher))
 
 
 @triton.jit
-def _divergence_gradient_kernel(
+def _divergence_bwd_kernel(
     out_ptr, stride_out_t, student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, labels_ptr, first_class,
     factor_ptr, student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, expectation_ptr,
     hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr,
@@ -248,31 +259,31 @@ def _divergence_gradient_kernel(
     TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr,
     REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
 ):  # fmt: skip
+    STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
+    TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
-    offs_v = tl.program_id(1) * LANES * VECTOR
-    offs_v += tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    mask_v = offs_v < whole_vectors(V, VECTOR, ALIGNED)
+    offs_v = tl.program_id(1) * LANES * VECTOR + tile_offsets(STUDENT)
+    mask_v = offs_v < whole_vectors(V, STUDENT)
     label = tl.load(labels_ptr + row).to(tl.int32)
-    out_row_ptr = row_of(out_ptr, row, stride_out_t, VECTOR, ALIGNED)
+    out_row_ptr = row_of(out_ptr, row, stride_out_t, STUDENT)
     if label < 0:
         tl.store(out_row_ptr + offs_v, tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty), mask=mask_v)
     else:
-        inverse = tl.full((), inverse_temperature, dtype)
+        of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
+        of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
         student_max = tl.load(student_max_ptr + row)
         student_log_total = tl.load(student_log_total_ptr + row)
         teacher_max = tl.load(teacher_max_ptr + row)
         teacher_log_total = tl.load(teacher_log_total_ptr + row)
         student, slope = load_logits(
-            row_of(student_ptr, row, stride_student_t, VECTOR, ALIGNED), offs_v, mask_v, student_scale,
-            student_softcap, inverse, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP,
-        )  # fmt: skip
+            row_of(student_ptr, row, stride_student_t, STUDENT), offs_v, mask_v, of_student, STUDENT
+        )
         is_common = offs_v < TEACHER_V
+        mask_common = offs_v < whole_vectors(TEACHER_V, TEACHER)
         teacher, _ = load_logits(
-            row_of(teacher_ptr, row, stride_teacher_t, VECTOR, ALIGNED), offs_v,
-            offs_v < whole_vectors(TEACHER_V, VECTOR, ALIGNED), teacher_scale, teacher_softcap, inverse, FP64,
-            TEACHER_TRANSFORMS, TEACHER_SOFTCAP,
-        )  # fmt: skip
+            row_of(teacher_ptr, row, stride_teacher_t, TEACHER), offs_v, mask_common, of_teacher, TEACHER
+        )
         if TAIL:
             teacher = tl.where(is_common, teacher, float("-inf"))
         q = tl.where(is_common, probability(student, student_max, log2_of(student_log_total)), 0.0)
@@ -281,16 +292,16 @@ def _divergence_gradient_kernel(
             gradient = q - p
         else:
             log_p = teacher - teacher_max - teacher_log_total
-            other = log_p if REVERSE else _log_of_mixture(p, q, tl.full((), beta, dtype))
+            other = log_p if REVERSE else _log_of_mixture(p, q, number(beta, dtype))
             brackets = student - student_max - student_log_total - other - tl.load(expectation_ptr + row)
             gradient = tl.where(q == 0.0, 0.0, q * brackets)
             if not REVERSE:
-                gradient *= 1.0 - tl.full((), beta, dtype)
+                gradient *= 1.0 - number(beta, dtype)
         factor = tl.load(factor_ptr + row)
         # A divergence that has no part in the loss may be infinite.
         gradient = tl.where(factor == 0.0, 0.0, gradient * factor)
         if HAS_HARD:
-            tau = tl.full((), temperature, dtype)
+            tau = number(temperature, dtype)
             hard_log2_total = log2_of(tl.load(hard_log_total_ptr + row))
             student_at_1 = rounded_product(student, tl.zeros_like(student) + tau)
             hard = probability(student_at_1, tl.load(hard_max_ptr + row), hard_log2_total)
@@ -369,7 +380,7 @@ def divergence_bwd(
         is_padded: True if logits and gradient are of :func:`.products.logits_buffer`.
     """
     if not runs_triton(student_TV, backend):
-        gradient_TV = _gradient_reference(
+        gradient_TV = divergence_bwd_reference(
             student_TV, teacher_TV, labels_T - first_class, terms, factor_T, options, hard
         )
         return out_TV.copy_(gradient_TV.masked_fill_(labels_T[:, None] < 0, 0.0))
@@ -378,7 +389,7 @@ def divergence_bwd(
         return out_TV
     described = _described(student_TV, teacher_TV, options, is_padded, out_TV)
     max_T = dense(terms.student.max_T)
-    _divergence_gradient_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
+    _divergence_bwd_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
         out_TV,
         out_TV.stride(0),
         student_TV,
@@ -392,7 +403,7 @@ def divergence_bwd(
         dense(terms.student.log_total_T),
         *map(dense, terms.teacher),
         dense(terms.expectation_T),
-        *((max_T, max_T, max_T, max_T) if hard is None else map(dense, hard)),
+        *((None, None, None, None) if hard is None else map(dense, hard)),
         V=V,
         TEACHER_V=teacher_TV.shape[1],
         beta=host_number(options.beta, max_T.dtype),
@@ -415,7 +426,7 @@ def _described(
     # Their transforms share the temperature, so one that is not 1 makes both transform.
     others = (teacher_TV,) if out_TV is None else (teacher_TV, out_TV)
     # Logits and exponentials of both models: with the comparisons of TAIL they need eight warps.
-    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=_TILE_COLUMNS, num_extra=1)
+    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=1)
     return tile | {
         "FP64": statistics_dtype(dtype) == torch.float64,
         "inverse_temperature": student["inverse_temperature"],
@@ -443,7 +454,7 @@ def _pair_statistics(
         fields_6T[0] = fields_6T[2] = float("-inf")
         return fields_6T
     if runs_triton(common_TV, backend):
-        _pair_statistics_kernel[(T,)](
+        _divergence_statistics_kernel[(T,)](
             common_TV,
             common_TV.stride(0),
             teacher_TV,
@@ -518,7 +529,7 @@ def _mixture(
     if V == 0 or T == 0:
         return fields_2T
     if runs_triton(common_TV, backend):
-        _mixture_kernel[(T,)](
+        _divergence_mixture_kernel[(T,)](
             common_TV,
             common_TV.stride(0),
             teacher_TV,
@@ -549,7 +560,7 @@ def _log_probabilities(
     return log_q_TV, log_p_TV, mixture_TV.clamp_min(1e-37).log()
 
 
-def _gradient_reference(
+def divergence_bwd_reference(
     student_TV: Tensor,
     teacher_TV: Tensor,
     labels_T: Tensor,

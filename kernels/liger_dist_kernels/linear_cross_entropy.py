@@ -33,9 +33,9 @@ from .cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
 )
-from .cross_entropy_fwd_bwd import cross_entropy_fwd_bwd
 from .merge import merge_statistics
-from .options import LossOptions, TokenOutputs
+from .one_launch import cross_entropy_fwd_bwd
+from .options import LossOptions, RowOptions, TokenOutputs
 from .products import (
     HiddenGradient,
     WeightGradient,
@@ -48,10 +48,8 @@ from .products import (
 from .token_chunks import (
     DEFAULT_MEMORY_BUDGET,
     TILE_ROWS,
-    LocalTokens,
     TokenChunks,
     TokenTargets,
-    plan_chunks,
     plan_exponentials,
     plan_tiles,
 )
@@ -80,6 +78,18 @@ class Scoring:
         """True if the logits of ``hidden`` are wider than it."""
         return self.logits_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
+    def row_options(self, vocab_size: int, first_class: int = 0) -> RowOptions:
+        """Of a block of logits in a buffer."""
+        return RowOptions(
+            vocab_size=vocab_size,
+            options=self.options,
+            outputs=self.outputs,
+            class_weight_V=self.class_weight_V,
+            first_class=first_class,
+            is_padded=True,
+            backend=self.backend,
+        )
+
     def needs_recomputation(self, hidden: Tensor) -> bool:
         """True if :func:`score_with_gradients` does not do it; see [Note: Exponentials of fp32 logits]."""
         return self.keeps_fp32(hidden) and self.options.softcap is not None
@@ -92,7 +102,7 @@ class LinearCrossEntropyResult(NamedTuple):
     chosen: ChosenLogProbs
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
-    """in the weight's dtype, or fp32 for fp16 weights; the caller's own sum where one was given"""
+    """in the weight's dtype, or fp32 for fp16 weights"""
     d_bias_V: Tensor | None
     """fp32 (fp64 for fp64 weights)"""
 
@@ -137,51 +147,9 @@ class HeadSlice:
         """Weight and bias as the products take them."""
         return self.weight_VD.to(dtype), None if self.bias_V is None else self.bias_V.to(dtype)
 
-    def class_weight(self, scoring: Scoring, columns: slice | None = None) -> Tensor | None:
-        """The class weights of these rows, or of some of them."""
-        if scoring.class_weight_V is None:
-            return None
-        V = self.weight_VD.shape[0]
-        first, last = (0, V) if columns is None else (columns.start, columns.stop)
-        return scoring.class_weight_V[self.start + first : self.start + last]
-
-
-def linear_cross_entropy(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    targets: TokenTargets,
-    *,
-    gradients: TokenGradients | None = None,
-    bias_V: Tensor | None = None,
-    scoring: Scoring = Scoring(),
-    needs: GradientNeeds = GradientNeeds(),
-    weight_gradient_VD: Tensor | None = None,
-) -> LinearCrossEntropyResult:
-    """Per-token terms of the loss and, for given upstream gradients of those terms, the gradients of the inputs.
-
-    No autograd, no reduction and no host sync: the caller decides what a token counts (``gradients``).
-
-    Args:
-        hidden_TD: ``[T, D]``, floating.
-        weight_VD: ``[V, D]``, the dtype of ``hidden_TD``.
-        gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]``; required when ``needs`` names a
-            gradient.
-        bias_V: ``[V]``, the dtype of ``hidden_TD``.
-        needs: the gradients to compute.
-        weight_gradient_VD: ``[V, D]``, a sum (usually fp32) to which the weight's gradient is added, instead of a
-            separate gradient: no further memory, and nothing is rounded between micro-batches.
-    """
-    head = HeadSlice.full(weight_VD, bias_V)
-    if not needs.any:
-        return score(LocalTokens(hidden_TD, targets), head, targets, scoring=scoring)
-    if gradients is None:
-        raise ValueError(f"{needs} was asked for without upstream gradients; pass gradients=TokenGradients(...).")
-    shape = len(hidden_TD), weight_VD.shape[0], hidden_TD.element_size()
-    plan = plan_chunks(*shape, scoring.memory_budget, trains_weight=needs.weight)
-    tokens = LocalTokens(hidden_TD, targets, gradients, plan.rows)
-    return score_with_gradients(
-        tokens, head, targets, scoring=scoring, needs=needs, weight_gradient_VD=weight_gradient_VD
-    )
+    def row_options(self, scoring: Scoring, first_column: int = 0) -> RowOptions:
+        """Of a block of logits in a buffer, whose first column is that of ``first_column`` of these rows."""
+        return scoring.row_options(self.vocab_size, self.start + first_column)
 
 
 def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring) -> LinearCrossEntropyResult:
@@ -201,17 +169,9 @@ def score_into(
 ) -> LinearCrossEntropyResult:
     """As :func:`score` for a full head, with all logits in ``logits_TV`` of :func:`.products.logits_buffer`."""
     write_logits(hidden_TD, *head.operands(hidden_TD.dtype), logits_TV)
-    located: dict[str, Any] = {"options": scoring.options, "temperature_T": targets.temperature_T}
-    statistics = cross_entropy_fwd(
-        logits_TV,
-        targets.labels_T,
-        class_weight_V=scoring.class_weight_V,
-        outputs=scoring.outputs,
-        is_padded=True,
-        backend=scoring.backend,
-        **located,
-    )
-    chosen = choose_logits(logits_TV, targets.token_ids_TK, scoring.top_k, **located)
+    rows = head.row_options(scoring)
+    statistics = cross_entropy_fwd(logits_TV, targets, rows)
+    chosen = choose_logits(logits_TV, targets, scoring.top_k, rows)
     return _result([(statistics, chosen)], targets, head, scoring)
 
 
@@ -228,18 +188,8 @@ def gradients_of_logits(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`recompute_gradients`, from the logits of :func:`score_into`, over which ``overwrite`` writes."""
     may_overwrite = overwrite and logits_TV.dtype == hidden_TD.dtype
-    d_logits_TV = cross_entropy_bwd(
-        logits_TV,
-        targets.labels_T,
-        coefficients,
-        options=scoring.options,
-        temperature_T=targets.temperature_T,
-        token_ids_TK=targets.token_ids_TK,
-        class_weight_V=scoring.class_weight_V,
-        out_TV=logits_TV if may_overwrite else logits_buffer(hidden_TD, *logits_TV.shape),
-        is_padded=True,
-        backend=scoring.backend,
-    )
+    out_TV = logits_TV if may_overwrite else logits_buffer(hidden_TD, *logits_TV.shape)
+    d_logits_TV = cross_entropy_bwd(logits_TV, targets, coefficients, head.row_options(scoring), out_TV=out_TV)
     sums = GradientSums(head, needs, 1)
     sums.add(d_logits_TV, hidden_TD, 0)
     d_hidden_TD = None
@@ -256,7 +206,6 @@ def score_with_gradients(
     *,
     scoring: Scoring,
     needs: GradientNeeds,
-    weight_gradient_VD: Tensor | None = None,
 ) -> LinearCrossEntropyResult:
     """The terms of the caller's own tokens, and the gradients for upstream gradients of the loss alone
     (``tokens.gradients`` are :class:`TokenGradients` of the cross entropy and of the z-loss).
@@ -265,7 +214,7 @@ def score_with_gradients(
         ValueError: fp32 logits of 16-bit operands with a soft-cap.
     """
     weight_VD = head.weight_VD
-    sums = GradientSums(head, needs, tokens.num_chunks, weight_gradient_VD)
+    sums = GradientSums(head, needs, tokens.num_chunks)
     parts, buffer_cV = [], None
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
@@ -294,7 +243,7 @@ def recompute_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias for known coefficients of the logits' gradient
     (``tokens.gradients`` are :class:`GradientCoefficients`)."""
-    sums = GradientSums(head, needs, tokens.num_chunks, None)
+    sums = GradientSums(head, needs, tokens.num_chunks)
     V = head.weight_VD.shape[0]
     for chunk in range(tokens.num_chunks):
         hidden_cD, targets_c, coefficients = tokens.hidden(chunk), tokens.targets(chunk), tokens.gradients(chunk)
@@ -312,16 +261,10 @@ def recompute_gradients(
             bias_v = None if bias_V is None else bias_V[columns]
             d_logits_cv = cross_entropy_bwd(
                 write_logits(hidden_cD, weight_VD[columns], bias_v, logits_view(logits, c, v)),
-                targets_c.labels_T,
+                targets_c,
                 coefficients,
-                options=scoring.options,
-                first_class=head.start + columns.start,
-                temperature_T=targets_c.temperature_T,
-                token_ids_TK=targets_c.token_ids_TK,
-                class_weight_V=head.class_weight(scoring, columns),
+                head.row_options(scoring, columns.start),
                 out_TV=logits_view(gradient, c, v),
-                is_padded=True,
-                backend=scoring.backend,
             )
             if d_hidden is not None:
                 d_hidden.add(d_logits_cv, weight_VD[columns], number)
@@ -342,55 +285,31 @@ def _logits_to_gradient(
     scoring: Scoring,
 ) -> tuple[SoftmaxStatistics, ChosenLogits]:
     """Statistics of full rows, and in ``d_logits_cV`` the gradient by the raw logits; None leaves it as it is."""
-    options, labels_c, anchors = scoring.options, targets_c.labels_T, None
-    located: dict[str, Any] = {
-        "options": options,
-        "first_class": head.start,
-        "temperature_T": targets_c.temperature_T,
-    }
-    described: dict[str, Any] = {
-        "class_weight_V": head.class_weight(scoring),
-        "is_padded": True,
-        "backend": scoring.backend,
-    }
+    rows, anchors = head.row_options(scoring), None
     if scoring.keeps_fp32(hidden_cD):
         # See [Note: Exponentials of fp32 logits].
         statistics, chosen, anchors = _score_tiles(hidden_cD, operands, targets_c, head, scoring, d_logits_cV)
     else:
         write_logits(hidden_cD, *operands, d_logits_cV)
-        chosen = choose_logits(d_logits_cV, targets_c.token_ids_TK, scoring.top_k, **located)
-        if head.complete_statistics is None and upstream is not None and targets_c.soft_TK is None:
-            del located["first_class"]
+        chosen = choose_logits(d_logits_cV, targets_c, scoring.top_k, rows)
+        if head.complete_statistics is None and upstream is not None:
             statistics = cross_entropy_fwd_bwd(
-                d_logits_cV,
-                labels_c,
-                upstream,
-                outputs=scoring.outputs,
-                out_TV=d_logits_cV,
-                **located,
-                **described,
+                d_logits_cV, targets_c, upstream, rows, token_logits_TK=chosen.at_TK, out_TV=d_logits_cV
             )
             return statistics, chosen
-        statistics = cross_entropy_fwd(d_logits_cV, labels_c, outputs=scoring.outputs, **located, **described)
+        statistics = cross_entropy_fwd(d_logits_cV, targets_c, rows)
     statistics, chosen = _completed(statistics, chosen, head)
     if upstream is not None:
-        full: dict[str, Any] = {
-            "options": options,
-            "vocab_size": head.vocab_size,
-            "class_weight_V": scoring.class_weight_V,
-        }
-        terms = token_terms(statistics, labels_c, **full, backend=scoring.backend)
-        coefficients = gradient_coefficients(terms, upstream, labels_c, **full, targets=targets_c)
+        terms = token_terms(statistics, targets_c, rows)
+        coefficients = gradient_coefficients(terms, upstream, targets_c, rows)
         cross_entropy_bwd(
             d_logits_cV,
-            labels_c,
+            targets_c,
             coefficients,
-            token_ids_TK=targets_c.token_ids_TK,
+            rows,
             token_logits_TK=chosen.at_TK,
             anchors=anchors,
             out_TV=d_logits_cV,
-            **located,
-            **described,
         )
     return statistics, chosen
 
@@ -417,28 +336,16 @@ def _score_tiles(
         r = rows.stop - rows.start
         for columns in plan.column_slices(V):
             v = columns.stop - columns.start
-            located: dict[str, Any] = {
-                "options": scoring.options,
-                "first_class": head.start + columns.start,
-                "temperature_T": targets_r.temperature_T,
-            }
+            row_options = head.row_options(scoring, columns.start)
             logits_rv = write_logits(
                 hidden_cD[rows],
                 weight_VD[columns],
                 None if bias_V is None else bias_V[columns],
                 logits_view(buffer, r, v),
             )
-            statistics = cross_entropy_fwd(
-                logits_rv,
-                targets_r.labels_T,
-                class_weight_V=head.class_weight(scoring, columns),
-                outputs=scoring.outputs,
-                exponentials_TV=None if exponentials_cV is None else exponentials_cV[rows, columns],
-                is_padded=True,
-                backend=scoring.backend,
-                **located,
-            )
-            chosen = choose_logits(logits_rv, targets_r.token_ids_TK, scoring.top_k, **located)
+            exponentials_rv = None if exponentials_cV is None else exponentials_cV[rows, columns]
+            statistics = cross_entropy_fwd(logits_rv, targets_r, row_options, exponentials_TV=exponentials_rv)
+            chosen = choose_logits(logits_rv, targets_r, scoring.top_k, row_options)
             tiles.append((statistics, chosen))
         stacked = _columns([statistics for statistics, _ in tiles], torch.stack)
         merged = merge_statistics(SoftmaxStatistics(*stacked), scoring.backend) if len(tiles) > 1 else tiles[0][0]
@@ -455,13 +362,12 @@ class GradientSums:
         head: HeadSlice,
         needs: GradientNeeds,
         num_chunks: int,
-        sum_VD: Tensor | None = None,
         *,
         direct_chunks: int = 2,
     ) -> None:
         weight_VD, self._weight = head.weight_VD, None
         if needs.weight:
-            self._weight = WeightGradient(weight_VD, num_chunks, sum_VD, direct_chunks=direct_chunks)
+            self._weight = WeightGradient(weight_VD, num_chunks, direct_chunks=direct_chunks)
         self.bias: Tensor | None = None
         if needs.bias:
             self.bias = weight_VD.new_zeros(weight_VD.shape[0], dtype=statistics_dtype(weight_VD.dtype))
@@ -511,14 +417,7 @@ def _result(
     parts: list[tuple[SoftmaxStatistics, ChosenLogits]], targets: TokenTargets, head: HeadSlice, scoring: Scoring
 ) -> LinearCrossEntropyResult:
     statistics, chosen = _joined(parts)
-    terms = token_terms(
-        statistics,
-        targets.labels_T,
-        options=scoring.options,
-        vocab_size=head.vocab_size,
-        class_weight_V=scoring.class_weight_V,
-        backend=scoring.backend,
-    )
-    terms = with_soft_labels(terms, chosen, targets, options=scoring.options, vocab_size=head.vocab_size)
+    rows = head.row_options(scoring)
+    terms = with_soft_labels(token_terms(statistics, targets, rows), chosen, targets, rows)
     log_probs = chosen_log_probs(chosen, terms.log_probs, targets)
     return LinearCrossEntropyResult(terms, log_probs, None, None, None)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .cross_entropy import SoftmaxStatistics, cross_entropy_fwd
 from .divergence import DivergenceOptions, HardTerms, divergence_bwd, divergence_terms
 from .linear_cross_entropy import GradientNeeds, GradientSums, HeadSlice, Scoring
+from .options import RowOptions
 from .products import logits_buffer, write_hidden_gradient, write_logits
 from .token_chunks import DEFAULT_MEMORY_BUDGET, ChunkPlan, TokenChunks, TokenTargets, plan_chunks
 from .token_loss import TokenTerms, token_terms
@@ -187,20 +188,14 @@ class _Buffers:
 
 def _hard_terms(student_cV: Tensor, targets_c: TokenTargets, head: HeadSlice, scoring: Scoring) -> TokenTerms:
     """The cross entropy of the labels."""
-    statistics: SoftmaxStatistics = cross_entropy_fwd(
-        student_cV,
-        targets_c.labels_T,
+    rows = RowOptions(
+        vocab_size=head.vocab_size,
         options=scoring.options,
         first_class=head.start,
         is_padded=True,
         backend=scoring.backend,
     )
+    statistics: SoftmaxStatistics = cross_entropy_fwd(student_cV, targets_c, rows)
     if head.complete_statistics is not None:
         statistics = head.complete_statistics(statistics)
-    return token_terms(
-        statistics,
-        targets_c.labels_T,
-        options=scoring.options,
-        vocab_size=head.vocab_size,
-        backend=scoring.backend,
-    )
+    return token_terms(statistics, targets_c, rows)

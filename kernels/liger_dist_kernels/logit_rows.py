@@ -2,8 +2,8 @@
 """The transform of raw logits, and device functions over a piece of one row of them, which the kernels of the cross
 entropy share.
 
-Legend: V vocabulary, T tokens. ``z`` are transformed logits (see :class:`LossOptions`). V is a constexpr: a model has
-one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
+Legend: V vocabulary, T tokens. ``z`` are transformed logits (see :class:`LossOptions`). V is a constexpr where a
+program loops over it: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 
 A tile is [LANES, VECTOR]: VECTOR logits are the 16 bytes that a thread loads at once, so that maxima and sums over a
 lane stay in one thread, and a row's threads synchronise only once, after its last tile.
@@ -14,11 +14,15 @@ otherwise it takes two bytes at a time, and the addresses take registers that th
 of 16 numbers by itself. ALIGNED promises row strides of whole vectors, and that a row may be read and written up to the
 next whole vector: V is a multiple of one, or the buffer's rows are padded (:func:`.products.logits_buffer`). With TAIL,
 V is no multiple: what lies beside it is read, and replaced by -inf.
+
+[Note: Named tuples in kernels]
+Device functions take constants and numbers of a launch as named tuples. A kernel itself takes them one by one: Inductor
+passes no tuple to a kernel. Constants stay constants only in a tuple that is annotated as constexpr.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import (
+    anchor_of,
     capped,
     exp_of_difference,
     host_number,
@@ -35,65 +40,121 @@ from ._triton_utils import (
     shrunk,
     statistics_dtype,
 )
-from .options import LossOptions, TokenOutputs
+from .launches import REGISTERS, TILE_BYTES, UNALIGNED_COLUMNS, UNALIGNED_REGISTERS
+from .options import LossOptions, RowOptions
 
-UNALIGNED_COLUMNS = 1024
-"""Logits of a tile whose rows are no whole vectors: each is loaded by itself, and their addresses take registers."""
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
+class Flags(NamedTuple):
+    """Constants of a launch over logits: the tile, and which parts the transform has."""
+
+    LANES: tl.constexpr
+    VECTOR: tl.constexpr
+    ALIGNED: tl.constexpr
+    TAIL: tl.constexpr
+    FP64: tl.constexpr
+    TRANSFORMS: tl.constexpr
+    HAS_SOFTCAP: tl.constexpr
+
+
+class Sums(NamedTuple):
+    """What is summed over a row beside its exponentials."""
+
+    ENTROPY: tl.constexpr
+    LOGITS: tl.constexpr
+    SQUARES: tl.constexpr
+    CLASS_WEIGHT: tl.constexpr
+
+
+class Terms(NamedTuple):
+    """Terms of the gradient that are not 0, and whether the pass reads exponentials instead of logits."""
+
+    ENTROPY: tl.constexpr
+    SQUARE: tl.constexpr
+    SMOOTHING: tl.constexpr
+    CLASS_WEIGHT: tl.constexpr
+    EXPONENTIALS: tl.constexpr
+
+
+class Transform(NamedTuple):
+    """Numbers of the transform of a row, in the dtype of the statistics."""
+
+    scale: Any
+    softcap: Any
+    inverse_temperature: Any
+
+
+class Softmax(NamedTuple):
+    """Of a full row: its maximum, the logarithm to base 2 of its sum, and what the exponentials of this piece of it are
+    relative to where the pass reads exponentials."""
+
+    row_max: Any
+    log2_total: Any
+    anchor: Any
+
+
+class Coefficients(NamedTuple):
+    """Of the gradient of a row: see :class:`.GradientCoefficients`."""
+
+    miss: Any
+    nll: Any
+    mass: Any
+    entropy: Any
+    square: Any
+    smoothing: Any
+
+
 @triton.jit
-def row_of(ptr, row, stride, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+def row_of(ptr, row, stride, FLAGS: tl.constexpr):
     """Where a row begins; see [Note: Whole vectors]."""
-    return ptr + row * ((stride // VECTOR) * VECTOR if ALIGNED else stride)
+    return ptr + row * ((stride // FLAGS.VECTOR) * FLAGS.VECTOR if FLAGS.ALIGNED else stride)
 
 
 @triton.jit
-def whole_vectors(last, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+def whole_vectors(last, FLAGS: tl.constexpr):
     """The end of what may be read of a row that ends at ``last``."""
-    return (last + VECTOR - 1) // VECTOR * VECTOR if ALIGNED else last
+    return (last + FLAGS.VECTOR - 1) // FLAGS.VECTOR * FLAGS.VECTOR if FLAGS.ALIGNED else last
 
 
 @triton.jit
-def inverse_temperature_of(row, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
-    """1 / temperature of a row: a number, or a vector with one for each token."""
+def tile_offsets(FLAGS: tl.constexpr):
+    """The columns of the first tile, ``[LANES, VECTOR]``."""
+    return tl.arange(0, FLAGS.LANES)[:, None] * FLAGS.VECTOR + tl.arange(0, FLAGS.VECTOR)[None, :]
+
+
+@triton.jit
+def transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
+    """The transform of a row; the inverse of its temperature is a number, or with PER_TOKEN one of a vector."""
     dtype = tl.float64 if FP64 else tl.float32
-    return tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
+    inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
+    return Transform(number(scale, dtype), number(softcap, dtype), inverse)
 
 
 @triton.jit
-def load_logits(
-    row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def load_logits(row_ptr, offs_v, mask_v, transform, FLAGS: tl.constexpr):
     """``z`` and its derivative by the raw logit. What lies outside the vocabulary is -inf, never 0."""
-    dtype = tl.float64 if FP64 else tl.float32
+    dtype = tl.float64 if FLAGS.FP64 else tl.float32
     raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
-    if TRANSFORMS:
-        scale = number(scale, dtype)
-        capped_logit, slope = capped(raw, scale, number(softcap, dtype), HAS_SOFTCAP)
-        z = rounded_product(capped_logit, tl.zeros_like(capped_logit) + inverse_temperature)
-        return tl.where(mask_v, z, float("-inf")), slope * scale * inverse_temperature
+    if FLAGS.TRANSFORMS:
+        capped_logit, slope = capped(raw, transform.scale, transform.softcap, FLAGS.HAS_SOFTCAP)
+        z = rounded_product(capped_logit, tl.zeros_like(capped_logit) + transform.inverse_temperature)
+        return tl.where(mask_v, z, float("-inf")), slope * transform.scale * transform.inverse_temperature
     return raw, tl.full(raw.shape, 1.0, dtype)
 
 
 @triton.jit
-def load_probabilities(
-    row_ptr, offs_v, mask_v, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64: tl.constexpr,
-    TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr,
-):  # fmt: skip
+def load_probabilities(row_ptr, offs_v, mask_v, softmax, transform, FLAGS: tl.constexpr, EXPONENTIALS: tl.constexpr):
     """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``
-    without a soft-cap: then ``z`` is not used. ``row_max`` and ``log2_total`` are those of the full row."""
-    dtype = tl.float64 if FP64 else tl.float32
+    without a soft-cap: then ``z`` is not used."""
+    dtype = tl.float64 if FLAGS.FP64 else tl.float32
     if EXPONENTIALS:
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
-        p = e * probability(anchor, row_max, log2_total)
-        z, slope = p, tl.zeros_like(p) + inverse_temperature * number(scale, dtype)
+        p = e * probability(softmax.anchor, softmax.row_max, softmax.log2_total)
+        z, slope = p, tl.zeros_like(p) + transform.inverse_temperature * transform.scale
     else:
-        z, slope = load_logits(
-            row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP
-        )
-        p = probability(z, row_max, log2_total)
+        z, slope = load_logits(row_ptr, offs_v, mask_v, transform, FLAGS)
+        p = probability(z, softmax.row_max, softmax.log2_total)
     return p, z, slope
 
 
@@ -101,8 +162,7 @@ def load_probabilities(
 def merged(max_x, sum_x, dot_x, square_x):
     """Maximum and sums of parts whose own ones are relative to their own maxima."""
     total_max = tl.max(max_x)
-    # Parts, or a row, whose logits are all -inf must not turn into inf - inf.
-    anchor = tl.where(total_max == float("-inf"), 0.0, total_max)
+    anchor = anchor_of(total_max)
     shrink = exp_of_difference(max_x, anchor)
     dot = tl.sum(shrunk(shrink, dot_x, sum_x, max_x - anchor))
     return total_max, tl.sum(shrink * sum_x), dot, tl.sum(shrink * shrink * square_x)
@@ -110,43 +170,40 @@ def merged(max_x, sum_x, dot_x, square_x):
 
 @triton.jit
 def statistics_of_piece(
-    row_ptr, label, first, last, class_weight_ptr, scale, softcap, inverse_temperature,
-    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
-    FP64: tl.constexpr, TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    row_ptr, label, first, last, class_weight_ptr, transform, PIECE: tl.constexpr, FLAGS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Fields of :class:`SoftmaxStatistics`, but the target, of the columns ``[first, last)``, at most PIECE of them."""
-    dtype = tl.float64 if FP64 else tl.float32
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    max_l = tl.full((LANES,), float("-inf"), dtype)
-    sum_l = tl.zeros((LANES,), dtype)
-    dot_l = tl.zeros((LANES,), dtype)
-    square_l = tl.zeros((LANES,), dtype)
-    weighted_l = tl.zeros((LANES,), dtype)
-    end = whole_vectors(last, VECTOR, ALIGNED)
-    for start in range(0, PIECE, LANES * VECTOR):
+    dtype = tl.float64 if FLAGS.FP64 else tl.float32
+    offs = tile_offsets(FLAGS)
+    columns: tl.constexpr = FLAGS.LANES * FLAGS.VECTOR
+    max_l = tl.full((FLAGS.LANES,), float("-inf"), dtype)
+    sum_l = tl.zeros((FLAGS.LANES,), dtype)
+    dot_l = tl.zeros((FLAGS.LANES,), dtype)
+    square_l = tl.zeros((FLAGS.LANES,), dtype)
+    weighted_l = tl.zeros((FLAGS.LANES,), dtype)
+    end = whole_vectors(last, FLAGS)
+    for start in range(0, PIECE, columns):
         offs_v = first + start + offs
         mask_v = offs_v < end
-        z, _ = load_logits(row_ptr, offs_v, mask_v, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
-        if TAIL:
+        z, _ = load_logits(row_ptr, offs_v, mask_v, transform, FLAGS)
+        if FLAGS.TAIL:
             z = tl.where(offs_v < last, z, float("-inf"))
+        # Online softmax, after Milakov and Gimelshein 2018.
         new_max = tl.maximum(max_l, tl.max(z, 1))
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        anchor = anchor_of(new_max)
         shrink = exp_of_difference(max_l, anchor)
         e = exp_of_difference(z, anchor[:, None])
-        if (label >= first + start) & (label < first + start + LANES * VECTOR):
+        if (label >= first + start) & (label < first + start + columns):
             e = tl.where(offs == label - first - start, 0.0, e)
-        if WITH_ENTROPY:
+        if SUMS.ENTROPY:
             # exp(-1e4) is 0 in every dtype: the bound keeps a logit of -inf from turning into 0 * inf.
             distances = tl.sum(e * tl.maximum(z - anchor[:, None], -1e4), 1)
             dot_l = shrunk(shrink, dot_l, sum_l, max_l - anchor) + distances
-        if WITH_SQUARES:
+        if SUMS.SQUARES:
             square_l = shrink * shrink * square_l + tl.sum(e * e, 1)
-        if WITH_SMOOTHING:
-            counted = tl.where(offs_v < last, z, 0.0)
-            if HAS_CLASS_WEIGHT:
-                counted = weighted_logits(counted, class_weight_ptr, offs_v, mask_v)
-            weighted_l += tl.sum(counted, 1)
+        if SUMS.LOGITS:
+            weighted_l += tl.sum(counted_logits(z, class_weight_ptr, offs_v, offs_v < last, mask_v, SUMS), 1)
         sum_l = shrink * sum_l + tl.sum(e, 1)
         max_l = new_max
     row_max, sum_other, dot_other, square_other = merged(max_l, sum_l, dot_l, square_l)
@@ -154,75 +211,85 @@ def statistics_of_piece(
 
 
 @triton.jit
-def weighted_logits(z, class_weight_ptr, offs_v, mask_v):
-    """``z`` times the class weights; 0 where the weight is 0, whatever the logit."""
-    weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
-    return tl.where(weight == 0.0, 0.0, z * weight)
+def counted_logits(z, class_weight_ptr, offs_v, is_class, mask_v, SUMS: tl.constexpr):
+    """``z`` of classes, times the class weights; 0 where the weight is 0, whatever the logit."""
+    counted = tl.where(is_class, z, 0.0)
+    if SUMS.CLASS_WEIGHT:
+        weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
+        counted = tl.where(weight == 0.0, 0.0, counted * weight)
+    return counted
 
 
 @triton.jit
-def target_logit(
-    row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64: tl.constexpr, TRANSFORMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def target_logit(row_ptr, label, is_here, transform, FLAGS: tl.constexpr):
     """``z`` of the label, and 0 where it is not here."""
-    z, _ = load_logits(row_ptr, label, is_here, scale, softcap, inverse_temperature, FP64, TRANSFORMS, HAS_SOFTCAP)
+    z, _ = load_logits(row_ptr, label, is_here, transform, FLAGS)
     return tl.where(is_here, z, 0.0)
 
 
 @triton.jit
+def store_statistics(
+    fields_ptr, stride_f, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS: tl.constexpr
+):
+    """The fields of :class:`SoftmaxStatistics` of a row."""
+    tl.store(fields_ptr + row, row_max)
+    tl.store(fields_ptr + stride_f + row, sum_other)
+    tl.store(fields_ptr + 2 * stride_f + row, target)
+    if SUMS.ENTROPY:
+        tl.store(fields_ptr + 3 * stride_f + row, dot_other)
+    if SUMS.LOGITS:
+        tl.store(fields_ptr + 4 * stride_f + row, weighted_sum)
+    if SUMS.SQUARES:
+        tl.store(fields_ptr + 5 * stride_f + row, square_other)
+
+
+@triton.jit
 def write_gradient_of_piece(
-    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, row_max, log2_total, anchor, miss, nll, mass, entropy,
-    square, smoothing, scale, softcap, inverse_temperature,
-    PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, FP64: tl.constexpr,
-    TRANSFORMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXPONENTIALS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_SQUARE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, coefficients, transform,
+    PIECE: tl.constexpr, FLAGS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
-    dtype = tl.float64 if FP64 else tl.float32
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    dtype = tl.float64 if FLAGS.FP64 else tl.float32
+    offs = tile_offsets(FLAGS)
+    miss, nll, mass, entropy, square, smoothing = coefficients
     is_here = (label >= first) & (label < last)
     # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
     p_target, target, target_slope = load_probabilities(
-        row_ptr, label, is_here, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
-        HAS_SOFTCAP, EXPONENTIALS,
-    )  # fmt: skip
-    if TRANSFORMS or HAS_ENTROPY:
+        row_ptr, label, is_here, softmax, transform, FLAGS, TERMS.EXPONENTIALS
+    )
+    if FLAGS.TRANSFORMS or TERMS.ENTROPY:
         # Every thread reads the label's logit, over which another warp may write its gradient in the loop below.
         tl.debug_barrier()
     target_gradient = mass * (1.0 - miss) - nll * miss
-    log_total = log2_total * _LN_2
-    if HAS_ENTROPY:
+    log_total = softmax.log2_total * _LN_2
+    if TERMS.ENTROPY:
         # p itself, which is exactly 0 for a logit of -inf; 1 - miss has the rounding of a division.
-        target_gradient += entropy * p_target * tl.maximum(target - row_max - log_total, -1e4)
-    if HAS_SQUARE:
+        target_gradient += entropy * p_target * tl.maximum(target - softmax.row_max - log_total, -1e4)
+    if TERMS.SQUARE:
         target_gradient += square * (1.0 - miss) * (1.0 - miss)
-    if HAS_SMOOTHING:
-        if HAS_CLASS_WEIGHT:
+    if TERMS.SMOOTHING:
+        if TERMS.CLASS_WEIGHT:
             target_gradient -= smoothing * tl.load(class_weight_ptr + label, mask=is_here, other=0.0).to(dtype)
         else:
             target_gradient -= smoothing
-    if TRANSFORMS:
+    if FLAGS.TRANSFORMS:
         target_gradient *= target_slope
-    end = whole_vectors(last, VECTOR, ALIGNED)
-    for start in range(0, PIECE, LANES * VECTOR):
+    end = whole_vectors(last, FLAGS)
+    for start in range(0, PIECE, FLAGS.LANES * FLAGS.VECTOR):
         offs_v = first + start + offs
         mask_v = offs_v < end
-        p, z, slope = load_probabilities(
-            row_ptr, offs_v, mask_v, row_max, log2_total, anchor, scale, softcap, inverse_temperature, FP64, TRANSFORMS,
-            HAS_SOFTCAP, EXPONENTIALS,
-        )  # fmt: skip
+        p, z, slope = load_probabilities(row_ptr, offs_v, mask_v, softmax, transform, FLAGS, TERMS.EXPONENTIALS)
         gradient = (nll + mass) * p
-        if HAS_ENTROPY:
-            gradient += entropy * p * tl.maximum(z - row_max - log_total, -1e4)
-        if HAS_SQUARE:
+        if TERMS.ENTROPY:
+            gradient += entropy * p * tl.maximum(z - softmax.row_max - log_total, -1e4)
+        if TERMS.SQUARE:
             gradient += square * p * p
-        if HAS_SMOOTHING:
-            if HAS_CLASS_WEIGHT:
+        if TERMS.SMOOTHING:
+            if TERMS.CLASS_WEIGHT:
                 gradient -= smoothing * tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
             else:
                 gradient -= smoothing
-        if TRANSFORMS:
+        if FLAGS.TRANSFORMS:
             gradient *= slope
         tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
     tl.debug_barrier()
@@ -230,14 +297,12 @@ def write_gradient_of_piece(
 
 
 @triton.jit
-def write_zeros_of_piece(
-    out_row_ptr, first, last, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+def write_zeros_of_piece(out_row_ptr, first, last, PIECE: tl.constexpr, FLAGS: tl.constexpr):
     """The gradient of a token that counts nothing, whose logits need not be finite: they are not read."""
-    offs = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    zeros = tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty)
-    end = whole_vectors(last, VECTOR, ALIGNED)
-    for start in range(0, PIECE, LANES * VECTOR):
+    offs = tile_offsets(FLAGS)
+    zeros = tl.zeros((FLAGS.LANES, FLAGS.VECTOR), out_row_ptr.dtype.element_ty)
+    end = whole_vectors(last, FLAGS)
+    for start in range(0, PIECE, FLAGS.LANES * FLAGS.VECTOR):
         offs_v = first + start + offs
         tl.store(out_row_ptr + offs_v, zeros, mask=offs_v < end)
 
@@ -259,12 +324,23 @@ def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtyp
     }
 
 
-def padded_weight(class_weight_V: Tensor | None, logits_TV: Tensor) -> Tensor | None:
-    """Class weights that may be read in whole vectors; see [Note: Whole vectors]."""
-    if class_weight_V is None:
+def sum_arguments(rows: RowOptions) -> dict[str, bool]:
+    """The flags of :class:`Sums`."""
+    return {
+        "WITH_ENTROPY": rows.outputs.entropy,
+        "WITH_SMOOTHING": rows.sums_logits,
+        "WITH_SQUARES": rows.outputs.sum_sq_prob,
+        "HAS_CLASS_WEIGHT": rows.class_weight_V is not None and rows.sums_logits,
+    }
+
+
+def class_weights_of(rows: RowOptions, logits_TV: Tensor) -> Tensor | None:
+    """Class weights of the block's columns, which may be read in whole vectors; see [Note: Whole vectors]."""
+    weight_V = rows.class_weights(logits_TV.shape[1])
+    if weight_V is None:
         return None
-    missing = -len(class_weight_V) % (16 // logits_TV.element_size())
-    return torch.nn.functional.pad(class_weight_V, (0, missing)) if missing else class_weight_V.contiguous()
+    missing = -len(weight_V) % (16 // logits_TV.element_size())
+    return torch.nn.functional.pad(weight_V, (0, missing)) if missing else weight_V.contiguous()
 
 
 def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, Any]:
@@ -276,11 +352,10 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
     return {"VECTOR": vector, "ALIGNED": is_aligned, "TAIL": is_aligned and has_tail}
 
 
-def extra_of_statistics(options: LossOptions, outputs: TokenOutputs, class_weight_V: Tensor | None) -> int:
-    """How many things beside probabilities a sweep computes of each logit."""
-    sums = outputs.sums_logits(options)
-    extra = (options.softcap is not None, outputs.entropy, outputs.sum_sq_prob, sums)
-    return sum(extra) + (1 if sums and class_weight_V is not None else 0)
+def num_extra_of(rows: RowOptions) -> int:
+    """How many things beside probabilities a sweep for statistics computes of each logit."""
+    extra = (rows.options.softcap is not None, *sum_arguments(rows).values())
+    return sum(extra)
 
 
 def tile_arguments(
@@ -294,18 +369,17 @@ def tile_arguments(
     """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
     vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
-    # With TAIL the comparisons take registers as well. Tiles of 16, 8 or 4 KiB.
+    # With TAIL the comparisons take registers as well.
     num_extra += 1 if alignment["TAIL"] else 0
-    columns = min(triton.next_power_of_2(logits_TV.shape[1]), 2 ** (14 - min(num_extra, 2)) // itemsize)
+    columns = min(triton.next_power_of_2(logits_TV.shape[1]), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
     columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)
-    is_large = columns * itemsize >= (2**12 if num_extra > 1 else 2**13)
+    is_large = columns * itemsize >= TILE_BYTES // (4 if num_extra > 1 else 2)
     launch = {"num_warps": 8 if is_large and alignment["ALIGNED"] else 4}
     if logits_TV.device.type != "xpu" and torch.version.hip is None:
-        # Four programs of eight warps on a multiprocessor, which hide each other's reductions. Triton has this option
-        # for NVIDIA's GPUs alone.
-        launch["maxnreg"] = 64 if alignment["ALIGNED"] else 128
+        # Triton has this option for NVIDIA's GPUs alone.
+        launch["maxnreg"] = REGISTERS if alignment["ALIGNED"] else UNALIGNED_REGISTERS
     return {
         **alignment,
         "LANES": max(columns // vector, 1),

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, on_its_device, runs_triton, shrunk
+from ._triton_utils import Backend, anchor_of, on_its_device, runs_triton, shrunk
 from .cross_entropy import SoftmaxStatistics
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_statistics_kernel(
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, stride_g, merged_ptr, T,
     G: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -28,8 +28,7 @@ def _merge_kernel(
     row_max = tl.load(max_ptr + offs, mask=mask, other=0.0)
     for g in tl.static_range(1, G):
         row_max = tl.maximum(row_max, tl.load(max_ptr + g * stride_g + offs, mask=mask, other=0.0))
-    # A slice, or a row, whose logits are all -inf must not turn into inf - inf.
-    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
+    anchor = anchor_of(row_max)
     sum_other = tl.zeros_like(row_max)
     target = tl.zeros_like(row_max)
     dot_other = tl.zeros_like(row_max)
@@ -72,7 +71,7 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
     G, T = max_GT.shape
     merged = max_GT.new_empty((6, T))
     if T > 0:
-        _merge_kernel[(triton.cdiv(T, 128),)](
+        _merge_statistics_kernel[(triton.cdiv(T, 128),)](
             *slices,
             max_GT.stride(0),
             merged,

@@ -1,9 +1,17 @@
-"""The numbers that define a cross entropy, and the outputs of each token that need a sum of their own."""
+"""What defines a cross entropy: its numbers, the outputs of each token that need a sum of their own, and the classes
+that a block of logits has.
+
+Legend: V vocabulary, v classes of a block.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from ._triton_utils import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,4 +75,30 @@ class TokenOutputs:
         return self.mean_logit or options.label_smoothing > 0
 
 
-NO_OUTPUTS = TokenOutputs()
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """What is computed of each row of a block of logits, whose columns are a slice of the vocabulary or all of it."""
+
+    vocab_size: int
+    """V"""
+    options: LossOptions = LossOptions()
+    outputs: TokenOutputs = TokenOutputs()
+    class_weight_V: Tensor | None = None
+    """``[V]`` floating, of the full vocabulary"""
+    first_class: int = 0
+    """vocabulary index of the block's first column"""
+    is_padded: bool = False
+    """True if logits, and what is written beside or over them, are of :func:`.products.logits_buffer`"""
+    backend: Backend = "auto"
+    """see :func:`.runs_triton`"""
+
+    @property
+    def sums_logits(self) -> bool:
+        """True if the sum of each token's z over the vocabulary is needed."""
+        return self.outputs.sums_logits(self.options)
+
+    def class_weights(self, num_classes: int) -> Tensor | None:
+        """``[v]``: those of the block's columns."""
+        if self.class_weight_V is None:
+            return None
+        return self.class_weight_V[self.first_class : self.first_class + num_classes]

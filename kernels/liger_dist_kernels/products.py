@@ -121,29 +121,24 @@ class HiddenGradient:
 class WeightGradient:
     """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for up to ``direct_chunks`` chunks,
     otherwise in the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which
-    could overflow. A caller's own sum is added to in its dtype."""
+    could overflow."""
 
-    def __init__(self, weight_VD: Tensor, num_chunks: int, sum_VD: Tensor | None, *, direct_chunks: int = 2) -> None:
-        self._is_own, self._weight_dtype = sum_VD is None, weight_VD.dtype
-        if sum_VD is None:
-            is_direct = num_chunks <= direct_chunks and weight_VD.dtype != torch.float16
-            dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
-            sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
-            if num_chunks == 0:
-                sum_VD.zero_()
-        self._sum_VD = sum_VD
+    def __init__(self, weight_VD: Tensor, num_chunks: int, *, direct_chunks: int = 2) -> None:
+        self._weight_dtype = weight_VD.dtype
+        is_direct = num_chunks <= direct_chunks and weight_VD.dtype != torch.float16
+        dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
+        self._sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
+        if num_chunks == 0:
+            self._sum_VD.zero_()
 
     def add(self, d_logits_cv: Tensor, hidden_cD: Tensor, chunk: int, first_class: int = 0) -> None:
         """Adds the product of a chunk of at least one token, in ascending order of the chunks, to the rows from
         ``first_class`` on."""
         out_vD = self._sum_VD[first_class : first_class + d_logits_cv.shape[1]]
         for classes in class_slices(len(out_vD), d_logits_cv.element_size()):
-            adds = chunk > 0 or not self._is_own
-            write_product(d_logits_cv[:, classes].T, hidden_cD, out_vD[classes], adds=adds)
+            write_product(d_logits_cv[:, classes].T, hidden_cD, out_vD[classes], adds=chunk > 0)
 
     def total(self) -> Tensor:
         """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by
         the number of tokens first."""
-        if self._is_own and self._weight_dtype != torch.float16:
-            return self._sum_VD.to(self._weight_dtype)
-        return self._sum_VD
+        return self._sum_VD if self._weight_dtype == torch.float16 else self._sum_VD.to(self._weight_dtype)

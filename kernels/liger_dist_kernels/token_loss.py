@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, host_number, number, on_its_device, runs_triton
+from ._triton_utils import dense, host_number, number, on_its_device, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
-from .options import LossOptions
+from .options import RowOptions
 from .token_chunks import TokenTargets
 
 
@@ -71,18 +71,58 @@ class TokenGradients(NamedTuple):
         return TokenGradients(*(None if field is None else field * factor for field in self))
 
 
-def _class_weights(
-    labels_T: Tensor, class_weight_V: Tensor | None, vocab_size: int, dtype: torch.dtype
-) -> tuple[Tensor | float, Tensor | float]:
-    """Weight of each token's label, and the sum over the vocabulary."""
-    if class_weight_V is None:
-        return 1.0, float(vocab_size)
-    weight_V = class_weight_V.to(dtype)
-    return weight_V[labels_T.clamp_min(0)], weight_V.sum()
+class LossCoefficients(NamedTuple):
+    """Coefficients of the gradient of a loss that follow from upstream gradients alone, before any softmax is known; as
+    those of :class:`GradientCoefficients`."""
+
+    nll_T: Tensor | None
+    mass_T: Tensor | None
+    d_lse_T: Tensor | None
+    """upstream gradient of the log-sum-exp: times the log-sum-exp itself, a further part of ``mass``"""
+    smoothing_T: Tensor | None
+    at_TK: Tensor | None
+
+    def of_softmax(self, max_T: Tensor, log_total_T: Tensor, miss_T: Tensor) -> GradientCoefficients:
+        """With those that need the softmax."""
+        mass_T = self.mass_T
+        if self.d_lse_T is not None:
+            mass_T = _plus(mass_T, self.d_lse_T * (max_T + log_total_T))
+        return GradientCoefficients(
+            max_T=max_T,
+            log_total_T=log_total_T,
+            miss_T=miss_T,
+            nll_T=torch.zeros_like(max_T) if self.nll_T is None else self.nll_T,
+            mass_T=mass_T,
+            entropy_T=None,
+            square_T=None,
+            smoothing_T=self.smoothing_T,
+            at_TK=self.at_TK,
+        )
+
+    def of_statistics(self, statistics: SoftmaxStatistics) -> GradientCoefficients:
+        """As :meth:`of_softmax`; NaN or Inf for ignored tokens."""
+        total_T = statistics.sum_other_T + torch.exp(statistics.target_T - statistics.max_T)
+        return self.of_softmax(statistics.max_T, total_T.log(), statistics.sum_other_T / total_T)
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
+
+
+def _label_weights(targets: TokenTargets, rows: RowOptions, dtype: torch.dtype) -> Tensor | None:
+    """``[T]``: the class weight of each label."""
+    if rows.class_weight_V is None:
+        return None
+    return rows.class_weight_V[targets.labels_T.clamp_min(0)].to(dtype)
+
+
+def _total_weight(rows: RowOptions, dtype: torch.dtype) -> Tensor | float:
+    """The sum of the class weights over the vocabulary."""
+    return float(rows.vocab_size) if rows.class_weight_V is None else rows.class_weight_V.to(dtype).sum()
 
 
 @triton.jit
-def _terms_kernel(
+def _token_terms_kernel(
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, labels_ptr,
     class_weight_ptr, class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, row_max_ptr,
     log_total_ptr, miss_ptr, sum_sq_prob_ptr, is_top1_ptr, T, vocab_size, label_smoothing, z_loss,
@@ -138,22 +178,13 @@ def _terms_kernel(
 
 
 @on_its_device
-def token_terms(
-    statistics: SoftmaxStatistics,
-    labels_T: Tensor,
-    *,
-    options: LossOptions,
-    vocab_size: int,
-    class_weight_V: Tensor | None = None,
-    backend: Backend = "auto",
-) -> TokenTerms:
-    """Per-token terms of the loss from complete (merged over all vocabulary slices) statistics."""
+def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
+    """Per-token terms of the loss from complete (merged over all vocabulary slices) statistics, without soft labels:
+    see :func:`with_soft_labels`."""
     max_T = statistics.max_T
-    if not runs_triton(max_T, backend):
-        return token_terms_reference(
-            statistics, labels_T, options=options, vocab_size=vocab_size, class_weight_V=class_weight_V
-        )
-    T, dtype = max_T.numel(), max_T.dtype
+    if not runs_triton(max_T, rows.backend):
+        return token_terms_reference(statistics, targets, rows)
+    T, dtype, options = max_T.numel(), max_T.dtype, rows.options
     # Tensors of their own, which callers may change in place; none is a view.
     cross_entropy_T, z_loss_T, log_prob_T, entropy_T, row_max_T, log_total_T, miss_T, sum_sq_prob_T = (
         max_T.new_empty(T) for _ in range(8)
@@ -162,9 +193,9 @@ def token_terms(
     with_smoothing = options.label_smoothing > 0
     with_entropy, with_squares = statistics.dot_other_T is not None, statistics.square_other_T is not None
     if T > 0:
-        _terms_kernel[(triton.cdiv(T, 128),)](
-            *map(dense, (*statistics, labels_T, class_weight_V)),
-            None if class_weight_V is None or not with_smoothing else class_weight_V.to(dtype).sum(),
+        _token_terms_kernel[(triton.cdiv(T, 128),)](
+            *map(dense, (*statistics, targets.labels_T, rows.class_weight_V)),
+            _total_weight(rows, dtype) if with_smoothing and rows.class_weight_V is not None else None,
             cross_entropy_T,
             z_loss_T,
             log_prob_T,
@@ -175,13 +206,13 @@ def token_terms(
             sum_sq_prob_T,
             is_top1_T.view(torch.uint8),
             T,
-            float(vocab_size),
+            float(rows.vocab_size),
             host_number(options.label_smoothing, dtype),
             host_number(options.z_loss, dtype),
             WITH_ENTROPY=with_entropy,
             WITH_SMOOTHING=with_smoothing,
             WITH_SQUARES=with_squares,
-            HAS_CLASS_WEIGHT=class_weight_V is not None,
+            HAS_CLASS_WEIGHT=rows.class_weight_V is not None,
             BLOCK=128,
             num_warps=4,
         )
@@ -194,27 +225,21 @@ def token_terms(
         max_T=row_max_T,
         log_total_T=log_total_T,
         miss_T=miss_T,
-        mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
+        mean_logit_T=_mean_logit(statistics, targets, rows),
         sum_sq_prob_T=sum_sq_prob_T if with_squares else None,
     )
 
 
-def _mean_logit(statistics: SoftmaxStatistics, labels_T: Tensor, vocab_size: int) -> Tensor | None:
+def _mean_logit(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> Tensor | None:
     """Also where the sum was made for label smoothing alone."""
     if statistics.weighted_sum_T is None:
         return None
-    return torch.where(labels_T >= 0, statistics.weighted_sum_T / vocab_size, 0.0)
+    return torch.where(targets.labels_T >= 0, statistics.weighted_sum_T / rows.vocab_size, 0.0)
 
 
-def token_terms_reference(
-    statistics: SoftmaxStatistics,
-    labels_T: Tensor,
-    *,
-    options: LossOptions,
-    vocab_size: int,
-    class_weight_V: Tensor | None = None,
-) -> TokenTerms:
+def token_terms_reference(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
     """:func:`token_terms` in plain torch: the path on CPU."""
+    labels_T, options = targets.labels_T, rows.options
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T, square_other_T = statistics
     counts_T = labels_T >= 0
     # Rows without a target: pretend that it is the maximum, which keeps every formula finite.
@@ -227,14 +252,13 @@ def token_terms_reference(
     # log1p keeps the loss exact as p_y nears 1; it would overflow where the label is unlikely.
     likely_T = e_target_T > sum_other_T
     nll_T = torch.where(likely_T, torch.log1p(sum_other_T / e_target_T), log_sum_T + (max_T - target_T))
-    label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, lse_T.dtype)
-    # A label of weight 0 has no part in the loss, though its logit may be -inf.
-    cross_entropy_T = nll_T
-    if isinstance(label_weight, Tensor):
-        cross_entropy_T = torch.where(label_weight == 0, 0.0, nll_T * label_weight)
+    cross_entropy_T, label_weight_T = nll_T, _label_weights(targets, rows, lse_T.dtype)
+    if label_weight_T is not None:
+        # A label of weight 0 has no part in the loss, though its logit may be -inf.
+        cross_entropy_T = torch.where(label_weight_T == 0, 0.0, nll_T * label_weight_T)
     if options.label_smoothing > 0:
         assert weighted_sum_T is not None
-        smooth_T = (total_weight * lse_T - weighted_sum_T) / vocab_size
+        smooth_T = (_total_weight(rows, lse_T.dtype) * lse_T - weighted_sum_T) / rows.vocab_size
         cross_entropy_T = (1.0 - options.label_smoothing) * cross_entropy_T + options.label_smoothing * smooth_T
     entropy_T = None
     if dot_other_T is not None:
@@ -253,75 +277,64 @@ def token_terms_reference(
         max_T=max_T,
         log_total_T=log_sum_T,
         miss_T=miss_T,
-        mean_logit_T=_mean_logit(statistics, labels_T, vocab_size),
+        mean_logit_T=_mean_logit(statistics, targets, rows),
         sum_sq_prob_T=sum_sq_prob_T,
     )
 
 
-def gradient_coefficients(
-    terms: TokenTerms,
-    gradients: TokenGradients,
-    labels_T: Tensor,
-    *,
-    options: LossOptions,
-    vocab_size: int,
-    class_weight_V: Tensor | None = None,
-    targets: TokenTargets | None = None,
-) -> GradientCoefficients:
-    """Coefficients of the logits' gradient for given upstream gradients of the terms; ``targets`` name the classes of
-    ``gradients.at_TK`` and of soft labels."""
-    label_weight, total_weight = _class_weights(labels_T, class_weight_V, vocab_size, terms.max_T.dtype)
-    hard_weight = 1.0 - options.soft_weight
-    nll_T = torch.zeros_like(terms.max_T)
-    mass_T = entropy_coefficient_T = square_T = smoothing_T = None
-    if gradients.cross_entropy_T is not None:
-        nll_T = nll_T + gradients.cross_entropy_T * (hard_weight * (1.0 - options.label_smoothing) * label_weight)
+def coefficients_of_loss(gradients: TokenGradients, targets: TokenTargets, rows: RowOptions) -> LossCoefficients:
+    """Coefficients of the logits' gradient for given upstream gradients of the cross entropy, of the z-loss, and of the
+    log-probabilities of the classes of ``targets``."""
+    options, cross_entropy_T = rows.options, gradients.cross_entropy_T
+    nll_T = mass_T = d_lse_T = smoothing_T = None
+    if cross_entropy_T is not None:
+        hard_weight = 1.0 - options.soft_weight
+        factor = hard_weight * (1.0 - options.label_smoothing)
+        nll_T = cross_entropy_T if factor == 1.0 else cross_entropy_T * factor
+        label_weight_T = _label_weights(targets, rows, nll_T.dtype)
+        if label_weight_T is not None:
+            nll_T = nll_T * label_weight_T
         if options.label_smoothing > 0:
-            smoothing_T = gradients.cross_entropy_T * (hard_weight * options.label_smoothing / vocab_size)
-            mass_T = smoothing_T * total_weight
-        if targets is not None and targets.uniform_T is not None:
-            uniform_T = gradients.cross_entropy_T * targets.uniform_T
-            smoothing_T = uniform_T if smoothing_T is None else smoothing_T + uniform_T
-            mass_T = smoothing_T * vocab_size
+            smoothing_T = cross_entropy_T * (hard_weight * options.label_smoothing / rows.vocab_size)
+            mass_T = smoothing_T * _total_weight(rows, nll_T.dtype)
+        if targets.uniform_T is not None:
+            smoothing_T = _plus(smoothing_T, cross_entropy_T * targets.uniform_T)
+            mass_T = smoothing_T * rows.vocab_size
+    if gradients.z_loss_T is not None and options.z_loss != 0:
+        d_lse_T = gradients.z_loss_T * (2.0 * options.z_loss)
+    at_TK = _gradients_of_classes(gradients, targets)
+    if at_TK is not None:
+        assert targets.token_ids_TK is not None
+        mass_T = _plus(mass_T, -at_TK.sum(1))
+        at_TK = sum_of_same_ids(at_TK, targets.token_ids_TK)
+    return LossCoefficients(nll_T, mass_T, d_lse_T, smoothing_T, at_TK)
+
+
+def gradient_coefficients(
+    terms: TokenTerms, gradients: TokenGradients, targets: TokenTargets, rows: RowOptions
+) -> GradientCoefficients:
+    """Coefficients of the logits' gradient for given upstream gradients of the terms."""
+    known = coefficients_of_loss(gradients, targets, rows)
+    coefficients = known.of_softmax(terms.max_T, terms.log_total_T, terms.miss_T)
+    nll_T, mass_T = coefficients.nll_T, coefficients.mass_T
+    entropy_T = square_T = None
     if gradients.log_prob_T is not None:
         nll_T = nll_T - gradients.log_prob_T
-    if gradients.z_loss_T is not None and options.z_loss != 0:
-        z_mass_T = gradients.z_loss_T * (2.0 * options.z_loss) * terms.lse_T
-        mass_T = z_mass_T if mass_T is None else mass_T + z_mass_T
     if gradients.entropy_T is not None:
         assert terms.entropy_T is not None
         # d entropy / d z_v = -p_v (log(p_v) + entropy)
-        entropy_mass_T = -gradients.entropy_T * terms.entropy_T
-        mass_T = entropy_mass_T if mass_T is None else mass_T + entropy_mass_T
-        entropy_coefficient_T = -gradients.entropy_T
+        entropy_T = -gradients.entropy_T
+        mass_T = _plus(mass_T, entropy_T * terms.entropy_T)
     if gradients.sum_sq_prob_T is not None:
         assert terms.sum_sq_prob_T is not None
         square_T = 2.0 * gradients.sum_sq_prob_T
-        square_mass_T = -square_T * terms.sum_sq_prob_T
-        mass_T = square_mass_T if mass_T is None else mass_T + square_mass_T
-    at_TK = _gradients_of_classes(gradients, targets)
-    if at_TK is not None:
-        assert targets is not None
-        assert targets.token_ids_TK is not None
-        at_mass_T = -at_TK.sum(1)
-        at_TK = sum_of_same_ids(at_TK, targets.token_ids_TK)
-        mass_T = at_mass_T if mass_T is None else mass_T + at_mass_T
-    return GradientCoefficients(
-        max_T=terms.max_T,
-        log_total_T=terms.log_total_T,
-        miss_T=terms.miss_T,
-        nll_T=nll_T,
-        mass_T=mass_T,
-        entropy_T=entropy_coefficient_T,
-        square_T=square_T,
-        smoothing_T=smoothing_T,
-        at_TK=at_TK,
-    )
+        mass_T = _plus(mass_T, -square_T * terms.sum_sq_prob_T)
+    return coefficients._replace(nll_T=nll_T, mass_T=mass_T, entropy_T=entropy_T, square_T=square_T)
 
 
-def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets | None) -> Tensor | None:
+def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets) -> Tensor | None:
     """``[T, K]``: upstream gradients of the log-probabilities of all classes of ``targets``; None where all are 0."""
-    if targets is None or targets.token_ids_TK is None:
+    if targets.token_ids_TK is None:
         return None
     asked_TK = soft_TK = None
     if gradients.at_TK is not None and targets.asked_ids_TK is not None:
@@ -339,9 +352,7 @@ def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets | Non
     return torch.cat([asked_TK, soft_TK], 1)
 
 
-def with_soft_labels(
-    terms: TokenTerms, chosen: ChosenLogits, targets: TokenTargets, *, options: LossOptions, vocab_size: int
-) -> TokenTerms:
+def with_soft_labels(terms: TokenTerms, chosen: ChosenLogits, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
     """``terms`` with the cross entropy of soft labels; ``chosen`` are complete logits of the classes of ``targets``."""
     if targets.soft_TK is None:
         return terms
@@ -351,9 +362,10 @@ def with_soft_labels(
     soft_T = torch.where(targets.soft_TK == 0, 0.0, -targets.soft_TK * terms.log_probs(z_TK)).sum(1)
     if targets.uniform_T is not None:
         assert terms.mean_logit_T is not None
-        soft_T += targets.uniform_T * vocab_size * (terms.lse_T - terms.mean_logit_T)
+        soft_T += targets.uniform_T * rows.vocab_size * (terms.lse_T - terms.mean_logit_T)
     soft_T = torch.where(targets.labels_T >= 0, soft_T, 0.0)
-    if options.soft_weight == 1.0:
+    soft_weight = rows.options.soft_weight
+    if soft_weight == 1.0:
         # The hard label has no part in the loss, though its logit may be -inf.
         return terms._replace(cross_entropy_T=soft_T)
-    return terms._replace(cross_entropy_T=(1.0 - options.soft_weight) * terms.cross_entropy_T + soft_T)
+    return terms._replace(cross_entropy_T=(1.0 - soft_weight) * terms.cross_entropy_T + soft_T)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import (
+    RowOptions,
     TokenGradients,
     TokenTargets,
     choose_logits,
@@ -23,11 +24,11 @@ from liger_dist_kernels import (
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_fwd_bwd,
+    gradient_coefficients,
     statistics_dtype,
+    token_terms,
     with_soft_labels,
 )
-from liger_dist_kernels import gradient_coefficients as coefficients_of
-from liger_dist_kernels import token_terms as terms_of
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .labels import check_labels, select_targets
@@ -45,6 +46,7 @@ from .scales import Scales, scaled, token_scales
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
     targets: TokenTargets
+    rows: RowOptions
     scales: Scales
     loss: LossArguments
     execution: Execution
@@ -54,34 +56,30 @@ class _Problem:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, ...]:
-        loss, backend, V = problem.loss, problem.execution.backend, logits_TV.shape[1]
-        labels_T, temperature_T, token_ids_TK, *_ = problem.targets
-        described: dict[str, Any] = {"options": loss.options, "class_weight_V": loss.class_weight}
-        swept: dict[str, Any] = {"temperature_T": temperature_T, "outputs": token_outputs(loss), "backend": backend}
-        chosen = choose_logits(
-            logits_TV, token_ids_TK, loss.top_k or 0, options=loss.options, temperature_T=temperature_T
-        )
+        loss, targets, rows = problem.loss, problem.targets, problem.rows
+        chosen = choose_logits(logits_TV, targets, loss.top_k or 0, rows)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         if problem.gradient_in_forward:
             overwrites = problem.execution.overwrite_logits
             d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
             upstream = problem.scales.upstream()
-            statistics = cross_entropy_fwd_bwd(logits_TV, labels_T, upstream, out_TV=d_logits_TV, **described, **swept)
+            statistics = cross_entropy_fwd_bwd(
+                logits_TV, targets, upstream, rows, token_logits_TK=chosen.at_TK, out_TV=d_logits_TV
+            )
             if overwrites:
                 # Autograd then refuses a backward of whatever else was computed from these logits.
                 torch.autograd.graph.increment_version(logits_TV)
         else:
-            statistics = cross_entropy_fwd(logits_TV, labels_T, **described, **swept)
-        terms = terms_of(statistics, labels_T, vocab_size=V, **described, backend=backend)
-        terms = with_soft_labels(terms, chosen, problem.targets, options=loss.options, vocab_size=V)
+            statistics = cross_entropy_fwd(logits_TV, targets, rows)
+        terms = with_soft_labels(token_terms(statistics, targets, rows), chosen, targets, rows)
         if problem.gradient_in_forward:
             ctx.save_for_backward(d_logits_TV)
         else:
             ctx.save_for_backward(logits_TV, *saved_terms(terms))
         value, z_loss = problem.scales.reduce(terms, loss.reduction)
-        log_probs = chosen_log_probs(chosen, terms.log_probs, problem.targets)
-        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, labels_T)
+        log_probs = chosen_log_probs(chosen, terms.log_probs, targets)
+        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, targets.labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
 
@@ -92,33 +90,17 @@ class _CrossEntropy(torch.autograd.Function):
         d_loss = gradients[0]
         if d_loss is not None and problem.scales.factor is not None:
             d_loss = d_loss * problem.scales.factor
-        backend = problem.execution.backend
         if problem.gradient_in_forward:
             (d_logits_TV,) = ctx.saved_tensors
-            return None if d_loss is None else scaled(d_logits_TV, d_loss, d_logits_TV.dtype, backend=backend), None
+            if d_loss is None:
+                return None, None
+            return scaled(d_logits_TV, d_loss, d_logits_TV.dtype, backend=problem.execution.backend), None
         logits_TV, *terms = ctx.saved_tensors
         upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
-        coefficients = coefficients_of(
-            terms_of_saved(*terms),
-            with_gradients_of_outputs(upstream, gradients, problem.loss),
-            problem.targets.labels_T,
-            options=problem.loss.options,
-            vocab_size=logits_TV.shape[1],
-            class_weight_V=problem.loss.class_weight,
-            targets=problem.targets,
-        )
-        d_logits_TV = cross_entropy_bwd(
-            logits_TV,
-            problem.targets.labels_T,
-            coefficients,
-            options=problem.loss.options,
-            temperature_T=problem.targets.temperature_T,
-            token_ids_TK=problem.targets.token_ids_TK,
-            class_weight_V=problem.loss.class_weight,
-            out_TV=torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device),
-            backend=backend,
-        )
-        return d_logits_TV, None
+        upstream = with_gradients_of_outputs(upstream, gradients, problem.loss)
+        coefficients = gradient_coefficients(terms_of_saved(*terms), upstream, problem.targets, problem.rows)
+        d_logits_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+        return cross_entropy_bwd(logits_TV, problem.targets, coefficients, problem.rows, out_TV=d_logits_TV), None
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
@@ -142,6 +124,13 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
     token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
     problem = _Problem(
         targets=loss.token_targets(targets, labels.shape, vocab_size=vocab_size, dtype=statistics_dtype(logits.dtype)),
+        rows=RowOptions(
+            vocab_size=vocab_size,
+            options=loss.options,
+            outputs=token_outputs(loss),
+            class_weight_V=loss.class_weight,
+            backend=execution.backend,
+        ),
         scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
         loss=loss,
         execution=execution,
@@ -149,7 +138,6 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         and logits.requires_grad
         and loss.reduction != "none"
         and not loss.differentiable_outputs
-        and loss.soft_labels is None
         and vocab_size > 0,
     )
     logits_TV = logits.reshape(-1, vocab_size)

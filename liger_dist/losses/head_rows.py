@@ -205,15 +205,7 @@ class Problem:
 
     def coefficients(self, terms: TokenTerms, upstream: TokenGradients) -> GradientCoefficients:
         """Of the logits' gradient, for upstream gradients of the terms."""
-        return gradient_coefficients(
-            terms,
-            upstream,
-            self.targets.labels_T,
-            options=self.loss.options,
-            vocab_size=self.rows.vocab_size,
-            class_weight_V=self.loss.class_weight,
-            targets=self.targets,
-        )
+        return gradient_coefficients(terms, upstream, self.targets, self.scoring.row_options(self.rows.vocab_size))
 
 
 def scaled_gradients(

@@ -27,7 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import liger_dist_kernels as kernels
-from liger_dist_kernels import GradientCoefficients, LossOptions, NormOptions, TokenGradients, TokenOutputs
+from liger_dist_kernels import (
+    GradientCoefficients,
+    LossOptions,
+    NormOptions,
+    RowOptions,
+    TokenGradients,
+    TokenOutputs,
+    TokenTargets,
+)
 from liger_dist_kernels.products import logits_buffer
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
@@ -169,19 +177,23 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
         like = vector(dtype, 1)
         logits = logits_buffer(like, TOKENS, V) if is_padded else like.new_empty(TOKENS, V)
         tile = logits_buffer(like, TOKENS, V % 16384) if is_padded else like.new_empty(TOKENS, V % 16384)
-        loss: dict[str, Any] = {"options": options, "temperature_T": vector() if per_token else None}
-        loss |= {"is_padded": is_padded}
-        weight = {"class_weight_V": vector(size=V) if is_weighted else None}
-        tile_weight = {"class_weight_V": vector(size=V % 16384) if is_weighted else None}
+        targets = TokenTargets(labels, vector() if per_token else None)
+        rows = RowOptions(
+            vocab_size=V,
+            options=options,
+            outputs=outputs,
+            class_weight_V=vector(size=V) if is_weighted else None,
+            is_padded=is_padded,
+        )
         names = [str(dtype)[6:], str(V), options_name, outputs_name, "class weight" * is_weighted]
         name = ", ".join(filter(None, [*names, "temperatures" * per_token, "padded" * is_padded]))
 
-        def in_one(logits: Tensor = logits, loss: Any = loss | weight, outputs: TokenOutputs = outputs) -> None:
-            kernels.cross_entropy_fwd_bwd(logits, labels, gradients, outputs=outputs, out_TV=logits, **loss)
+        def in_one(logits: Tensor = logits, targets: TokenTargets = targets, rows: RowOptions = rows) -> None:
+            kernels.cross_entropy_fwd_bwd(logits, targets, gradients, rows, out_TV=logits)
 
-        def tiles(tile: Tensor = tile, loss: Any = loss | tile_weight, outputs: TokenOutputs = outputs) -> None:
-            kernels.cross_entropy_fwd(tile, labels, outputs=outputs, **loss)
-            smooths = loss["options"].label_smoothing > 0
+        def tiles(tile: Tensor = tile, targets: TokenTargets = targets, rows: RowOptions = rows) -> None:
+            kernels.cross_entropy_fwd(tile, targets, rows)
+            outputs, smooths = rows.outputs, rows.options.label_smoothing > 0
             coefficients = GradientCoefficients(
                 max_T=vector(),
                 log_total_T=vector(),
@@ -192,7 +204,7 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
                 square_T=vector() if outputs.sum_sq_prob else None,
                 smoothing_T=vector() if smooths else None,
             )
-            kernels.cross_entropy_bwd(tile, labels, coefficients, out_TV=tile, **loss)
+            kernels.cross_entropy_bwd(tile, targets, coefficients, rows, out_TV=tile)
 
         yield f"one launch, {name}", in_one
         yield f"tile, {name}", tiles
