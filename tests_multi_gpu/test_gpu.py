@@ -107,6 +107,22 @@ def test_the_host_never_waits_in_a_wrapped_model() -> None:
         model(**batch).loss.backward()
 
 
+def test_a_plain_mean_launches_little_beside_its_kernels_and_products() -> None:
+    hidden, weight, labels = make_inputs(512, 1024, 32000)
+    liger_dist.linear_cross_entropy(hidden, weight, labels).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        liger_dist.linear_cross_entropy(hidden, weight, labels).backward()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [name for name in names if re.match(r"_\w+_kernel", name)]
+    products = [name for name in names if re.search("gemm|nvjet|cutlass|splitK", name)]
+    small = [name for name in names if name not in ours and name not in products]
+    assert len(ours) == 5, ours
+    assert 3 <= len(products) <= 6, products
+    # An assertion, a reciprocal, counters, sum and product of the loss, the gradient of 1; two sums of the leaves.
+    assert len(small) <= 8, small
+
+
 @pytest.mark.parametrize(("T", "D", "V"), SHAPES)
 def test_memory_holds_no_full_logits(T: int, D: int, V: int) -> None:
     hidden, weight, labels = make_inputs(T, D, V)

@@ -18,7 +18,7 @@ from liger_dist.fused_layers.gated_mlp import gated_activation
 from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist_kernels import RotaryLayout, rotate, scaled, sum_of_same_ids
+from liger_dist_kernels import RotaryLayout, label_facts, rotate, scaled, sum_of_same_ids
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
 from liger_dist_kernels.products import logits_buffer
 
@@ -48,6 +48,38 @@ def test_overwritten_logits_of_a_wider_buffer(backend: Any) -> None:
     assert truth.grad is not None
     assert torch.allclose(leaf.grad.double(), truth.grad, rtol=1e-5, atol=1e-8)
     assert torch.equal(wide[:, V:], beyond)
+
+
+LABELS: dict[str, list[int]] = {
+    "none": [],
+    "all ignored": [-100] * 5,
+    "some ignored": [3, -100, 0, 82, -100],
+    "one below": [3, -1, 5],
+    "one above": [3, 83, 5],
+    "more than a block": list(range(83)) * 100 + [-100] * 7,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
+@pytest.mark.parametrize("name", LABELS)
+def test_facts_of_labels(name: str, dtype: torch.dtype, backend: Any) -> None:
+    labels = torch.tensor(LABELS[name], dtype=dtype, device=DEVICE)
+    column = labels[:, None].repeat(1, 3)[:, 1]
+    for given in (labels, column):
+        facts = label_facts(given, ignore_index=-100, vocab_size=V, backend=backend)
+        valid = [label for label in LABELS[name] if label != -100]
+        assert facts.labels_T.tolist() == [-1 if label == -100 else label for label in LABELS[name]]
+        limits = torch.iinfo(torch.int64)
+        smallest, largest = min(valid, default=limits.max), max(valid, default=limits.min)
+        in_range = not valid or (smallest >= 0 and largest < V)
+        assert facts.facts_5.tolist() == [len(valid), smallest, largest, int(in_range), max(len(valid), 1)]
+
+
+def test_an_unsigned_label_is_not_the_ignored_one() -> None:
+    """156 as a number of 8 bits is -100."""
+    facts = label_facts(torch.tensor([156, 3], dtype=torch.uint8, device=DEVICE), ignore_index=-100)
+    assert facts.labels_T.tolist() == [156, 3]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

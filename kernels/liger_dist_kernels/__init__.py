@@ -19,6 +19,7 @@ from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
 from .gated_activation import gated_activation_fwd as gated_activation_fwd
+from .labels import label_facts as label_facts
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import HeadSlice as HeadSlice
 from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropyResult

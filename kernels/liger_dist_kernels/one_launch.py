@@ -72,7 +72,7 @@ from .token_loss import TokenGradients, coefficients_of_loss, gradient_coefficie
 
 @triton.jit
 def _cross_entropy_fwd_bwd_kernel(
-    out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr, nll_ptr, mass_ptr, d_lse_ptr,
+    out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr, nll_ptr, stride_nll, mass_ptr, d_lse_ptr,
     smoothing_ptr, fields_ptr, T, piece_ptr, arrived_ptr, ticket_ptr,
     V: tl.constexpr, scale, softcap, inverse_temperature,
     PIECES: tl.constexpr, PIECES_POWER: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
@@ -138,7 +138,7 @@ def _cross_entropy_fwd_bwd_kernel(
             mass += tl.load(d_lse_ptr + row) * (row_max + log_total)
         smoothing = tl.load(smoothing_ptr + row) if HAS_SMOOTHING else zero
         softmax = Softmax(row_max, log2_of(log_total), row_max)
-        coefficients = Coefficients(sum_other / total, tl.load(nll_ptr + row), mass, zero, zero, smoothing)
+        coefficients = Coefficients(sum_other / total, tl.load(nll_ptr + row * stride_nll), mass, zero, zero, smoothing)
         write_gradient_of_piece(
             out_row_ptr, row_ptr, label, first, end, class_weight_ptr, softmax, coefficients, transform, PIECE, FLAGS,
             TERMS,
@@ -174,6 +174,7 @@ def cross_entropy_fwd_bwd(
     if T == 0:
         return statistics
     known = coefficients_of_loss(gradients, targets, rows)
+    assert known.nll_T is not None
     weight_V = class_weights_of(rows, logits_TV) if rows.sums_logits else None
     pieces = _num_pieces(logits_TV)
     counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
@@ -186,7 +187,8 @@ def cross_entropy_fwd_bwd(
         logits_TV.stride(0),
         dense(targets.labels_T),
         weight_V,
-        dense(known.nll_T),
+        known.nll_T,
+        known.nll_T.stride(0),
         known.mass_T,
         known.d_lse_T,
         known.smoothing_T,

@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         if problem.gradient_in_forward:
             overwrites = problem.execution.overwrite_logits
             d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
-            upstream = problem.scales.upstream()
+            upstream = problem.scales.upstream(targets.labels_T)
             statistics = cross_entropy_fwd_bwd(
                 logits_TV, targets, upstream, rows, token_logits_TK=chosen.at_TK, out_TV=d_logits_TV
             )
@@ -96,7 +96,9 @@ class _CrossEntropy(torch.autograd.Function):
                 return None, None
             return scaled(d_logits_TV, d_loss, d_logits_TV.dtype, backend=problem.execution.backend), None
         logits_TV, *terms = ctx.saved_tensors
-        upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
+        upstream = TokenGradients(None, None)
+        if d_loss is not None:
+            upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
         upstream = with_gradients_of_outputs(upstream, gradients, problem.loss)
         coefficients = gradient_coefficients(terms_of_saved(*terms), upstream, problem.targets, problem.rows)
         d_logits_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
@@ -120,6 +122,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         device=logits.device,
         summary=execution.label_summary,
         may_drop=False,
+        backend=execution.backend,
     )
     token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
     problem = _Problem(
@@ -131,7 +134,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
             class_weight_V=loss.class_weight,
             backend=execution.backend,
         ),
-        scales=token_scales(targets.labels_T, token_weight_T, loss, execution, logits.dtype),
+        scales=token_scales(targets, token_weight_T, loss, execution, logits.dtype),
         loss=loss,
         execution=execution,
         gradient_in_forward=torch.is_grad_enabled()

@@ -146,7 +146,7 @@ class HeadRows:
         """The divergence of this rank's tokens from their teacher, and the gradients of the inputs."""
         distillation = problem.distillation
         assert distillation is not None
-        upstream = problem.scales.upstream() if problem.needs.any else None
+        upstream = problem.scales.upstream(problem.targets.labels_T) if problem.needs.any else None
         tokens, teacher_tokens = self.token_pairs(hidden_TD, distillation.teacher.hidden, problem, upstream)
         return linear_divergence(
             tokens,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist_kernels import Backend, label_facts
 
 from .collectives import device_assert
 
@@ -25,13 +26,9 @@ class LabelSummary:
     """
 
     def __init__(self, labels: Tensor, ignore_index: int) -> None:
-        # As int64: an unsigned label may equal ignore_index in its own dtype alone.
-        labels = labels.long()
-        valid = labels != ignore_index
-        smallest = torch.where(valid, labels, torch.iinfo(labels.dtype).max).min()
-        largest = torch.where(valid, labels, torch.iinfo(labels.dtype).min).max()
+        facts = label_facts(labels.reshape(-1), ignore_index=ignore_index)
         self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(torch.stack([valid.sum(), smallest, largest]), non_blocking=True)
+        self._host.copy_(facts.facts_5[:3], non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record()
 
@@ -57,6 +54,8 @@ class Targets:
     """int64, on the device of the hidden states; -1 for an ignored token"""
     index_T: Tensor | None
     """positions of these tokens among all tokens, negative for padding to a fixed number; None for all tokens"""
+    divisor: Tensor | int
+    """number of labels that are not ignored, but at least 1; 0-d int64 where only the device knows it"""
 
     def take(self, values_T: Tensor) -> Tensor:
         """``[K, ...]``: the rows of these tokens; differentiable."""
@@ -102,6 +101,7 @@ def select_targets(
     summary: LabelSummary | None = None,
     max_valid_tokens: int | None = None,
     may_drop: bool = True,
+    backend: Backend = "auto",
 ) -> Targets:
     """Flattened labels of the tokens that count (with ``may_drop=False``: of all), checked to lie in ``[0,
     vocab_size)``.
@@ -116,30 +116,32 @@ def select_targets(
         index_T = valid_T.nonzero()[:, 0]
         kept_T = labels_T[index_T]
         check_range(kept_T, vocab_size=vocab_size, ignore_index=ignore_index)
+        divisor = max(kept_T.numel(), 1)
         if not may_drop or kept_T.numel() == labels_T.numel():
-            return Targets(torch.where(valid_T, labels_T, -1).to(device, non_blocking=True), None)
-        return Targets(kept_T.to(device, non_blocking=True), index_T.to(device, non_blocking=True))
+            return Targets(torch.where(valid_T, labels_T, -1).to(device, non_blocking=True), None, divisor)
+        return Targets(kept_T.to(device, non_blocking=True), index_T.to(device, non_blocking=True), divisor)
     labels_T = labels_T.to(device)
-    valid_T = labels_T != ignore_index
     if summary is None:
-        in_range_T = ~valid_T | ((labels_T >= 0) & (labels_T < vocab_size))
+        facts = label_facts(labels_T, ignore_index=ignore_index, vocab_size=vocab_size, backend=backend)
         device_assert(
-            in_range_T.all(), f"a label lies outside [0, {vocab_size}) and is not ignore_index {ignore_index}"
+            facts.is_in_range, f"a label lies outside [0, {vocab_size}) and is not ignore_index {ignore_index}"
         )
         if max_valid_tokens is None or max_valid_tokens >= labels_T.numel() or not may_drop:
-            return Targets(torch.where(valid_T, labels_T, -1), None)
+            return Targets(facts.labels_T, None, facts.divisor)
         device_assert(
-            valid_T.sum() <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
+            facts.divisor <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
         )
-        index_T = torch.nonzero_static(valid_T, size=max_valid_tokens, fill_value=-1)[:, 0]
-        return Targets(torch.where(index_T < 0, -1, labels_T[index_T.clamp_min(0)]), index_T)
+        index_T = torch.nonzero_static(facts.labels_T >= 0, size=max_valid_tokens, fill_value=-1)[:, 0]
+        kept_T = torch.where(index_T < 0, -1, labels_T[index_T.clamp_min(0)])
+        return Targets(kept_T, index_T, facts.divisor)
     count, smallest, largest = summary.read()
     if count > 0:
         _check_range(smallest, largest, vocab_size, ignore_index)
+    valid_T = labels_T != ignore_index
     if not may_drop or count == labels_T.numel():
-        return Targets(torch.where(valid_T, labels_T, -1), None)
+        return Targets(torch.where(valid_T, labels_T, -1), None, max(count, 1))
     index_T = torch.nonzero_static(valid_T, size=count)[:, 0]
-    return Targets(labels_T[index_T], index_T)
+    return Targets(labels_T[index_T], index_T, max(count, 1))
 
 
 def check_range(labels: Tensor, *, vocab_size: int, ignore_index: int) -> None:
@@ -185,4 +187,4 @@ def put_rows(values_K: Tensor, index_K: Tensor, num_rows: int) -> Tensor:
     """``[num_rows, ...]``: ``values_K`` in the rows ``index_K``, zeros elsewhere; differentiable."""
     # The last row takes the padding.
     rows = values_K.new_zeros((num_rows + 1, *values_K.shape[1:]))
-    return rows.index_copy(0, torch.where(index_K < 0, num_rows, index_K), values_K)[:num_rows]
+    return rows.index_copy_(0, torch.where(index_K < 0, num_rows, index_K), values_K)[:num_rows]

@@ -54,7 +54,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
-        upstream = problem.scales.upstream() if problem.gradients_in_forward else None
+        labels_T = problem.targets.labels_T
+        upstream = problem.scales.upstream(labels_T) if problem.gradients_in_forward else None
         logits_TV = problem.rows.logits_to_keep(hidden_TD, weight_VD, problem)
         result = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream, logits_TV)
         if problem.gradients_in_forward:
@@ -62,9 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *saved_terms(result.terms))
         loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
-        tensors, reports = returned_tensors(
-            loss, z_loss, result.terms, result.chosen, problem.loss, problem.targets.labels_T
-        )
+        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.loss, labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
 
@@ -82,7 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             if d_loss is not None and problem.scales.factor is not None:
                 d_loss = d_loss * problem.scales.factor
-            upstream = TokenGradients(None, None) if d_loss is None else problem.scales.upstream(d_loss)
+            upstream = TokenGradients(None, None)
+            if d_loss is not None:
+                upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
             hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
@@ -128,6 +129,7 @@ def fused_linear_cross_entropy(
         device=hidden_states.device,
         summary=execution.label_summary,
         max_valid_tokens=execution.max_valid_tokens,
+        backend=execution.backend,
     )
     hidden_TD = targets.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
     problem = _problem(targets, hidden_TD, weight, bias, labels.shape, rows=rows, loss=loss, execution=execution)
@@ -200,4 +202,4 @@ def _scales(targets: Targets, hidden_TD: Tensor, rows: HeadRows, loss: LossArgum
     divisor = None
     if hidden_TD.dtype == torch.float16 and loss.reduction == "mean":
         divisor = rows.common_divisor(len(hidden_TD))
-    return token_scales(targets.labels_T, token_weight_T, loss, execution, hidden_TD.dtype, common_divisor=divisor)
+    return token_scales(targets, token_weight_T, loss, execution, hidden_TD.dtype, common_divisor=divisor)

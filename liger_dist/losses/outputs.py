@@ -15,8 +15,8 @@ from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, Tok
 
 from .arguments import LossArguments, LossOutput, TopK
 
-_ALWAYS = ("loss", "log_prob", "is_top1", "z_loss")
-_ASKED_FOR = ("entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")
+_ALWAYS = ("loss", "log_prob", "is_top1")
+_ASKED_FOR = ("z_loss", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")
 _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 
 
@@ -63,7 +63,7 @@ def terms_of_saved(
 
 def returned_tensors(
     value: Tensor,
-    z_loss: Tensor,
+    z_loss: Tensor | None,
     terms: TokenTerms,
     chosen: ChosenLogProbs,
     loss: LossArguments,
@@ -71,6 +71,8 @@ def returned_tensors(
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The tensors by :func:`tensor_names`, and those among them that carry no gradient."""
     log_sum_exp_T = None
+    if z_loss is None and "z_loss" in loss.outputs:
+        z_loss = torch.zeros_like(value)
     if "log_sum_exp" in loss.outputs:
         # The backward reads the others' too.
         log_sum_exp_T = torch.where(labels_T >= 0, terms.lse_T, 0.0)
@@ -117,9 +119,9 @@ def as_loss_output(tensors: Sequence[Tensor], loss: LossArguments, spread: Calla
     """The outputs that ``loss`` names; ``spread`` gives per-token values the labels' shape."""
     given = dict(zip(tensor_names(loss), tensors, strict=True))
     per_token = loss.reduction == "none"
-    value, z_loss = given.pop("loss"), given.pop("z_loss")
+    value, z_loss = given.pop("loss"), given.pop("z_loss", None)
     top = [spread(given.pop(name)) for name in _TOP_K if name in given]
     named = {name: spread(values_T) for name, values_T in given.items() if name in loss.outputs}
-    if "z_loss" in loss.outputs:
+    if z_loss is not None:
         named["z_loss"] = spread(z_loss) if per_token else z_loss
     return LossOutput(loss=spread(value) if per_token else value, top_k=TopK(*top) if top else None, **named)

@@ -16,41 +16,47 @@ from liger_dist_kernels import Backend, TokenGradients, TokenTerms
 from liger_dist_kernels import scaled as scaled_into
 
 from .arguments import Execution, LossArguments, Reduction
+from .labels import Targets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Reduction, token weight and validity of each token as one factor per term, ``[T]``."""
+    """Reduction and token weight as one factor per term: ``[T]``, or 0-d for all tokens. The terms of ignored tokens
+    are 0."""
 
-    cross_entropy_T: Tensor
-    z_loss_T: Tensor
+    cross_entropy: Tensor
+    z_loss: Tensor
+    has_z_loss: bool
     factor: Tensor | None = None
     """0-d common factor that gradients get in the backward only; None for 1"""
 
-    def upstream(self, gradient: Tensor | None = None) -> TokenGradients:
+    def upstream(self, labels_T: Tensor, gradient: Tensor | None = None) -> TokenGradients:
         """Gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
-        if gradient is None:
-            return TokenGradients(self.cross_entropy_T, self.z_loss_T)
-        return TokenGradients(self.cross_entropy_T * gradient, self.z_loss_T * gradient)
+        scales = (self.cross_entropy, self.z_loss if self.has_z_loss else None)
+        gradients = (None if s is None else s if gradient is None else s * gradient for s in scales)
+        return TokenGradients(*(None if g is None else g.expand(labels_T.shape) for g in gradients))
 
     def total(self, values_T: Tensor) -> Tensor:
         """The sum or mean of ``values_T``, 0-d, as of the cross entropy."""
-        total = (self.cross_entropy_T * values_T).sum()
+        return self._total(self.cross_entropy, values_T)
+
+    def _total(self, scale: Tensor, values_T: Tensor) -> Tensor:
+        total = values_T.sum() * scale if scale.dim() == 0 else (values_T * scale).sum()
         return total if self.factor is None else total * self.factor
 
-    def reduce(self, terms: TokenTerms, reduction: Reduction) -> tuple[Tensor, Tensor]:
-        """The loss and the z-loss part of it: 0-d, or ``[T]`` for "none"."""
-        z_loss = self.z_loss_T * terms.z_loss_T
-        loss = self.cross_entropy_T * terms.cross_entropy_T + z_loss
+    def reduce(self, terms: TokenTerms, reduction: Reduction) -> tuple[Tensor, Tensor | None]:
+        """The loss and the z-loss part of it (None for 0): 0-d, or ``[T]`` for "none"."""
         if reduction == "none":
-            return loss, z_loss
-        if self.factor is None:
-            return loss.sum(), z_loss.sum()
-        return loss.sum() * self.factor, z_loss.sum() * self.factor
+            loss = self.cross_entropy * terms.cross_entropy_T
+            z_loss = self.z_loss * terms.z_loss_T if self.has_z_loss else None
+        else:
+            loss = self.total(terms.cross_entropy_T)
+            z_loss = self._total(self.z_loss, terms.z_loss_T) if self.has_z_loss else None
+        return loss if z_loss is None else loss + z_loss, z_loss
 
 
 def token_scales(
-    labels_T: Tensor,
+    targets: Targets,
     token_weight_T: Tensor | None,
     loss: LossArguments,
     execution: Execution,
@@ -58,22 +64,24 @@ def token_scales(
     *,
     common_divisor: float | None = None,
 ) -> Scales:
-    """Scales of tokens with ``labels_T`` (negative: ignored), in fp32, or fp64 for an fp64 ``dtype``.
+    """Scales of the tokens of ``targets``, in fp32, or fp64 for an fp64 ``dtype``.
 
     For an fp16 ``dtype`` the divisor is kept apart as ``factor``: a gradient divided by the number of tokens would
     underflow in fp16 before the loss scale multiplies it. A ``common_divisor``, alike on all ranks, replaces it there.
     """
     keeps_apart = dtype == torch.float16 and loss.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    counts_T = (labels_T >= 0).to(dtype)
+    labels_T = targets.labels_T
+    weight_T = None
     if token_weight_T is not None:
         # The weight of an ignored token may be anything: 1 / (labels of its sequence) is infinite without labels.
-        counts_T = torch.where(labels_T >= 0, token_weight_T.to(dtype), 0.0)
+        weight_T = torch.where(labels_T >= 0, token_weight_T.to(dtype), 0.0)
 
     def divisor(weights_T: Tensor | None) -> Tensor:
         return denominator(
             weights_T,
             labels_T,
+            count=targets.divisor,
             reduction=loss.reduction,
             num_items_in_batch=loss.num_items_in_batch,
             dtype=dtype,
@@ -85,20 +93,25 @@ def token_scales(
     if loss.class_weight is not None:
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
         by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
-    if keeps_apart and common_divisor is not None:
-        lifted_T = counts_T * common_divisor
-        factor = torch.full((), 1.0 / common_divisor, dtype=dtype, device=labels_T.device)
-        return Scales(cross_entropy_T=lifted_T / by_class, z_loss_T=lifted_T / z_divisor, factor=factor)
+    by_token, by_label, factor = z_divisor, by_class, None
     if keeps_apart:
-        return Scales(cross_entropy_T=counts_T, z_loss_T=counts_T * (by_class / z_divisor), factor=1.0 / by_class)
-    scale_T = counts_T / z_divisor
-    return Scales(cross_entropy_T=scale_T if by_class is z_divisor else counts_T / by_class, z_loss_T=scale_T)
+        # What the loss, but not yet its gradient, is divided by.
+        kept = (
+            by_class if common_divisor is None else torch.full((), common_divisor, dtype=dtype, device=labels_T.device)
+        )
+        by_token, by_label, factor = z_divisor / kept, by_class / kept, torch.reciprocal(kept)
+    z_scale = torch.reciprocal(by_token) if weight_T is None else weight_T / by_token
+    scale = z_scale
+    if by_label is not by_token:
+        scale = torch.reciprocal(by_label) if weight_T is None else weight_T / by_label
+    return Scales(cross_entropy=scale, z_loss=z_scale, has_z_loss=loss.options.z_loss != 0, factor=factor)
 
 
 def denominator(
     weights_T: Tensor | None,
     labels_T: Tensor,
     *,
+    count: Tensor | int | None = None,
     reduction: Reduction,
     num_items_in_batch: Tensor | float | None,
     dtype: torch.dtype,
@@ -113,6 +126,9 @@ def denominator(
 
     With ``groups``, the tokens of all their ranks are counted (one all-reduce of one number per group), and the count
     is divided by ``divide_factor``, as the framework divides summed gradients afterwards. Nothing is read by the host.
+
+    Args:
+        count: number of valid tokens, but at least 1; None to count them.
     """
     device = labels_T.device
     if reduction != "mean":
@@ -121,12 +137,16 @@ def denominator(
         return num_items_in_batch.to(device=device, dtype=dtype, non_blocking=True).reshape(())
     if num_items_in_batch is not None:
         return torch.full((), float(num_items_in_batch), dtype=dtype, device=device)
+    if weights_T is None and count is not None and not groups:
+        divisor = count if isinstance(count, Tensor) else torch.full((), float(count), dtype=dtype, device=device)
+        # A launch less: what divides by an int64 tensor gets fp32.
+        return divisor if dtype == torch.float32 else divisor.to(dtype)
     valid_T = labels_T >= 0
-    count = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
+    total = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
     for group in groups:
-        dist.all_reduce(count, group=group)
-    count = count / divide_factor
-    return torch.where(count == 0, 1.0, count)
+        dist.all_reduce(total, group=group)
+    total = total / divide_factor
+    return torch.where(total == 0, 1.0, total)
 
 
 def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
