@@ -1,5 +1,5 @@
-"""Kernels are compiled as the library launches them, for GPUs that need not be there: nothing spills, and logits are
-loaded 16 bytes at a time."""
+"""Kernels are compiled as the library launches them, for GPUs that need not be there: nothing spills, logits are loaded
+16 bytes at a time, and no number of tokens compiles a kernel anew."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs/registers.py"
+PROGRAMS = Path(__file__).parent / "programs"
 SOME = (
     r"one launch, bfloat16, (128256|128257|128264), (plain|soft-cap|smoothing),.* padded",
     r"tile, float32, (128256|128257), (plain|smoothing, soft-cap),.* padded",
@@ -41,13 +42,28 @@ def test_all_launches_spill_nothing(arch: str) -> None:
     check(arch, "")
 
 
-def check(arch: str, pattern: str) -> None:
+def test_no_number_of_tokens_compiles_a_kernel_anew() -> None:
+    """After the first three, of 1k to 131k tokens: below and above what fits the memory budget, and the largest."""
+    lines = lines_of("variants.py")
+    assert len({line["op"] for line in lines}) == 15
+    first = {line["tokens"] for line in lines[:3]}
+    for line in lines:
+        assert line["launched"] > 0, line
+        assert line["new"] == [] or line["tokens"] in first, line
+
+
+def lines_of(program: str, *arguments: str) -> list[Any]:
+    """What a program of tests_multi_gpu/programs prints, each line as JSON, with kernels that compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, str(PROGRAM), arch, pattern]
+    command = [sys.executable, str(PROGRAMS / program), *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    launches = [json.loads(line) for line in finished.stdout.splitlines()]
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def check(arch: str, pattern: str) -> None:
+    launches = lines_of("registers.py", arch, pattern)
     assert launches, pattern
     for launch in launches:
         most = max((size for name, size in ALLOWED.items() if re.search(name, launch["launch"])), default=0)

@@ -72,6 +72,29 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+ANY_LENGTH: dict[str, Any] = {
+    "do_not_specialize": ("T", "tokens", "num_parts", "stride_g", "stride_nll", "stride_anchor_n"),
+    "do_not_specialize_on_alignment": (
+        *("labels_ptr", "marked_ptr", "facts_ptr", "nll_ptr", "mass_ptr", "d_lse_ptr", "smoothing_ptr", "fields_ptr"),
+        *(
+            "arrived_ptr",
+            "ticket_ptr",
+            "max_ptr",
+            "log_total_ptr",
+            "anchor_ptr",
+            "miss_ptr",
+            "entropy_ptr",
+            "square_ptr",
+        ),
+        *("sum_other_ptr", "target_ptr", "dot_other_ptr", "weighted_sum_ptr", "square_other_ptr", "merged_ptr"),
+        *("cross_entropy_ptr", "z_loss_ptr", "log_prob_ptr", "row_max_ptr", "sum_sq_prob_ptr", "is_top1_ptr"),
+        *("factor_ptr", "student_max_ptr", "student_log_total_ptr", "teacher_max_ptr", "teacher_log_total_ptr"),
+        *("expectation_ptr", "hard_max_ptr", "hard_log_total_ptr", "hard_miss_ptr", "hard_factor_ptr"),
+        *("mean_ptr", "rstd_ptr", "inverse_temperature"),
+    ),
+}
+"""Options of :func:`triton.jit` for kernels that are compiled once for all numbers of tokens. Triton would compile them
+for multiples of 16 and for others, and for chunks whose per-token numbers begin at one and elsewhere."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import (
+    ANY_LENGTH,
     anchor_of,
     dense,
     exp_of_difference,
@@ -125,7 +126,7 @@ class Anchors(NamedTuple):
     """classes of one tile, a power of two; the last one may have fewer"""
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _cross_entropy_fwd_kernel(
     logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, fields_ptr, T,
     V: tl.constexpr, scale, softcap, inverse_temperature,
@@ -146,7 +147,7 @@ def _cross_entropy_fwd_kernel(
     store_statistics(fields_ptr, T, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS)
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _cross_entropy_fwd_exponentials_kernel(
     logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr, exponentials_ptr, stride_exponentials_t,
     fields_ptr, T, V, scale, softcap, inverse_temperature,
@@ -186,7 +187,7 @@ def _cross_entropy_fwd_exponentials_kernel(
     store_statistics(fields_ptr, T, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS)
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _cross_entropy_bwd_kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, first_class, class_weight_ptr,
     max_ptr, log_total_ptr, anchor_ptr, stride_anchor_n, miss_ptr, nll_ptr, mass_ptr, entropy_ptr, square_ptr,
@@ -326,6 +327,7 @@ def cross_entropy_bwd(
         is_padded=rows.is_padded,
         most_columns=None if anchors is None else anchors.columns,
         num_extra=num_extra,
+        num_classes=rows.vocab_size,
     )
     _cross_entropy_bwd_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
         out_TV,

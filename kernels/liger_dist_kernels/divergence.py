@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import (
+    ANY_LENGTH,
     Backend,
     anchor_of,
     dense,
@@ -135,7 +136,7 @@ def _moved(max_l, anchor_l, sum_l):
     return anchor, shift, tl.where(sum_l == 0.0, 0.0, exp_of_difference(anchor_l, anchor))
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _divergence_statistics_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, fields_ptr, T, V: tl.constexpr,
     student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
@@ -208,7 +209,7 @@ def _log_of_mixture(p, q, beta):
     return tl.log(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _divergence_mixture_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, student_max_ptr, student_log_total_ptr,
     teacher_max_ptr, teacher_log_total_ptr, fields_ptr, T, V: tl.constexpr, beta, student_scale, student_softcap,
@@ -248,7 +249,7 @@ def _divergence_mixture_kernel(
     tl.store(fields_ptr + T + row, tl.sum(sum_teacher))
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _divergence_bwd_kernel(
     out_ptr, stride_out_t, student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, labels_ptr, first_class,
     factor_ptr, student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, expectation_ptr,

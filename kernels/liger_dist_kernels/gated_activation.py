@@ -55,7 +55,7 @@ def _activated(g, KIND: tl.constexpr):
 
 
 @triton.jit
-def _fwd_kernel(
+def _gated_activation_fwd_kernel(
     gate_ptr, up_ptr, y_ptr, stride_gt, stride_ut, F, FP64: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +69,7 @@ def _fwd_kernel(
 
 
 @triton.jit
-def _bwd_kernel(
+def _gated_activation_bwd_kernel(
     d_y_ptr,
     gate_ptr,
     up_ptr,
@@ -108,7 +108,7 @@ def gated_activation_fwd(
     T, num_features = gate_TF.shape
     y_TF = gate_TF.new_empty((T, num_features))
     if y_TF.numel() > 0:
-        _fwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+        _gated_activation_fwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
             gate_TF,
             up_TF,
             y_TF,
@@ -148,7 +148,7 @@ def gated_activation_bwd(
         d_up_TF.copy_(d_y * activated)
         d_gate_TF.copy_(slope)
     elif d_gate_TF.numel() > 0:
-        _bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+        _gated_activation_bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
             d_y_TF,
             gate_TF,
             up_TF,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, on_its_device, runs_triton
+from ._triton_utils import ANY_LENGTH, Backend, dense, on_its_device, runs_triton
 
 BLOCK = 4096
 _SMALLEST, _LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
@@ -39,7 +39,7 @@ class LabelFacts(NamedTuple):
         return self.facts_5[4]
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _label_facts_kernel(labels_ptr, marked_ptr, facts_ptr, T, ignore_index, vocab_size, BLOCK: tl.constexpr):
     count = tl.zeros((BLOCK,), tl.int64)
     smallest = tl.full((BLOCK,), _LARGEST, tl.int64)

@@ -359,19 +359,27 @@ def num_extra_of(rows: RowOptions) -> int:
 
 
 def tile_arguments(
-    logits_TV: Tensor, *others_TV: Tensor, is_padded: bool, most_columns: int | None = None, num_extra: int = 0
+    logits_TV: Tensor,
+    *others_TV: Tensor,
+    is_padded: bool,
+    most_columns: int | None = None,
+    num_extra: int = 0,
+    num_classes: int | None = None,
 ) -> dict[str, Any]:
     """The largest tile whose logits and what is computed of them fit the registers, and the launch that suits it.
 
     Args:
         num_extra: how many things beside probabilities are computed of each logit: soft-caps, entropies, squares,
             sums, class weights
+        num_classes: classes that a row has, or as many for blocks of any width, which one compilation then serves; None
+            for those of ``logits_TV``
     """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
     vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
     # With TAIL the comparisons take registers as well.
     num_extra += 1 if alignment["TAIL"] else 0
-    columns = min(triton.next_power_of_2(logits_TV.shape[1]), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
+    columns = logits_TV.shape[1] if num_classes is None else num_classes
+    columns = min(triton.next_power_of_2(columns), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
     columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)

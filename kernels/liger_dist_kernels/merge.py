@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, anchor_of, on_its_device, runs_triton, shrunk
+from ._triton_utils import ANY_LENGTH, Backend, anchor_of, on_its_device, runs_triton, shrunk
 from .cross_entropy import SoftmaxStatistics
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _merge_statistics_kernel(
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, stride_g, merged_ptr, T,
     G: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SMOOTHING: tl.constexpr, WITH_SQUARES: tl.constexpr,

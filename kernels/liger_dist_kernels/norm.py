@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, dense, host_number, number, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, dense, host_number, number, on_its_device, runs_triton, statistics_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torc
 # D is a constexpr: a model has few, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _norm_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xt, T,
     D: tl.constexpr, eps, offset, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -90,7 +90,7 @@ def _norm_fwd_kernel(
     tl.store(y_ptr + row[:, None] * D + offs_d, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _norm_bwd_kernel(
     d_y_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, d_x_ptr, d_weight_ptr, d_bias_ptr,
     stride_yt, stride_xt, T, D: tl.constexpr, offset,
@@ -150,13 +150,15 @@ def _norm_bwd_kernel(
         tl.store(d_bias_ptr + program * D + column, tl.sum(d_bias, 0), mask=column < D)
 
 
-@triton.jit
-def _sum_kernel(parts_ptr, total_ptr, D, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit(**ANY_LENGTH)
+def _norm_bwd_sum_kernel(parts_ptr, total_ptr, num_parts, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_D), parts_ptr.dtype.element_ty)
-    for start in range(0, PARTS, BLOCK_P):
+    start = tl.program_id(1)
+    while start < num_parts:
         part = start + tl.arange(0, BLOCK_P)[:, None]
-        total += tl.load(parts_ptr + part * D + offs_d, mask=(part < PARTS) & (offs_d < D), other=0.0)
+        total += tl.load(parts_ptr + part * D + offs_d, mask=(part < num_parts) & (offs_d < D), other=0.0)
+        start += BLOCK_P
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(total_ptr + column, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=column < D)
 
@@ -175,7 +177,7 @@ def norm_fwd(
     weight_D, bias_D: ``[D]``, any floating dtype.
     """
     if not runs_triton(x_TD, backend):
-        return reference_fwd(x_TD, weight_D, bias_D, options=options)
+        return norm_fwd_reference(x_TD, weight_D, bias_D, options=options)
     T, D = x_TD.shape
     weight_D, bias_D = dense(weight_D), dense(bias_D)
     statistics = statistics_dtype(x_TD.dtype)
@@ -224,7 +226,7 @@ def norm_bwd(
     """Gradients for the gradient ``d_y_TD`` of ``y``. Those of the parameters have the weight's dtype (without a
     weight, that of the statistics)."""
     if not runs_triton(d_y_TD, backend):
-        return reference_bwd(
+        return norm_bwd_reference(
             d_y_TD, x_TD, mean_T, rstd_T, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
         )
     T, D = x_TD.shape
@@ -276,7 +278,7 @@ def norm_bwd(
 def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     P, D = parts_PD.shape
     total_D = parts_PD.new_empty(D, dtype=dtype)
-    _sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, D, PARTS=P, BLOCK_P=64, BLOCK_D=32, num_warps=4)
+    _norm_bwd_sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, P, D, BLOCK_P=64, BLOCK_D=32, num_warps=4)
     return total_D
 
 
@@ -301,7 +303,9 @@ def _stages(tensor: Tensor, bytes_of_step: int) -> int:
     return min(max(shared // bytes_of_step, 1), 3)
 
 
-def reference_fwd(x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions) -> NormOutput:
+def norm_fwd_reference(
+    x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions
+) -> NormOutput:
     """:func:`norm_fwd` in plain torch."""
     dtype = statistics_dtype(x_TD.dtype)
     s = x_TD.to(dtype)
@@ -319,7 +323,7 @@ def reference_fwd(x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, 
     return NormOutput(n.to(output_dtype(x_TD, weight_D, options)), mean_T, rstd_T)
 
 
-def reference_bwd(
+def norm_bwd_reference(
     d_y_TD: Tensor,
     x_TD: Tensor,
     mean_T: Tensor | None,

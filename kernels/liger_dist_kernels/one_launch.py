@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import (
+    ANY_LENGTH,
     dense,
     exp_of_difference,
     log2_of,
@@ -70,7 +71,7 @@ from .token_chunks import TokenTargets
 from .token_loss import TokenGradients, coefficients_of_loss, gradient_coefficients, token_terms
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _cross_entropy_fwd_bwd_kernel(
     out_ptr, stride_out_t, logits_ptr, stride_t, labels_ptr, class_weight_ptr, nll_ptr, stride_nll, mass_ptr, d_lse_ptr,
     smoothing_ptr, fields_ptr, T, piece_ptr, arrived_ptr, ticket_ptr,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, on_its_device, runs_triton, statistics_dtype
 
 Pairing = Literal["halves", "interleaved"]
 
@@ -78,7 +78,7 @@ def _rotate_heads(
         tl.store(y_ptr + head * stride_yh + rest, value.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _rotate_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, y_q_ptr, y_k_ptr, tokens, heads_q, heads_k,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_cb, stride_ct, stride_ch,
@@ -132,7 +132,9 @@ def rotate(
     """
     q, k = tensors[0], tensors[-1]
     if not runs_triton(q, backend):
-        return tuple(reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors)
+        return tuple(
+            rotate_reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors
+        )
     D, R = q.shape[-1], num_rotated
     rotated = tuple(torch.empty_like(x) for x in tensors)
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
@@ -178,7 +180,7 @@ def rotate(
     return rotated
 
 
-def reference(
+def rotate_reference(
     x: Tensor, cos: Tensor, sin: Tensor, *, num_rotated: int, layout: RotaryLayout, backward: bool = False
 ) -> Tensor:
     """:func:`rotate` of one tensor in plain torch."""

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, on_its_device, runs_triton, statistics_dtype
 
 BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _scale_kernel(
     out_ptr, stride_out_t, x_ptr, stride_t, scale_ptr, T, V, IN_PLACE: tl.constexpr, FP64: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import dense, host_number, number, on_its_device, runs_triton
+from ._triton_utils import ANY_LENGTH, dense, host_number, number, on_its_device, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
 from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import RowOptions
@@ -121,7 +121,7 @@ def _total_weight(rows: RowOptions, dtype: torch.dtype) -> Tensor | float:
     return float(rows.vocab_size) if rows.class_weight_V is None else rows.class_weight_V.to(dtype).sum()
 
 
-@triton.jit
+@triton.jit(**ANY_LENGTH)
 def _token_terms_kernel(
     max_ptr, sum_other_ptr, target_ptr, dot_other_ptr, weighted_sum_ptr, square_other_ptr, labels_ptr,
     class_weight_ptr, class_weight_sum_ptr, cross_entropy_ptr, z_loss_ptr, log_prob_ptr, entropy_ptr, row_max_ptr,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,24 +48,7 @@ Launch = tuple[Any, dict[str, Any], dict[str, Any]]
 def main(arch: str, pattern: str = "") -> None:
     capability = int(arch.removeprefix("sm_"))
     launches: dict[str, tuple[str, Launch]] = {}
-    properties = SimpleNamespace(
-        multi_processor_count=132,
-        shared_memory_per_block_optin=SHARED_MEMORY[capability],
-        shared_memory_per_block=49152,
-    )
-    recorded: list[Launch] = []
-
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        names = [parameter.name for parameter in kernel.params]
-        options = {name: value for name, value in kwargs.items() if name not in names}
-        given = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
-        recorded.append((kernel, given, options))
-
-    with (
-        mock.patch.object(triton.runtime.JITFunction, "run", record),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(torch.cuda, "current_device", return_value=None),
-    ):
+    with recorded_launches(SHARED_MEMORY[capability]) as recorded:
         for name, call in calls():
             if re.search(pattern, name):
                 recorded.clear()
@@ -77,6 +61,31 @@ def main(arch: str, pattern: str = "") -> None:
             print(line, flush=True)
 
 
+@contextmanager
+def recorded_launches(shared_memory: int = SHARED_MEMORY[90]) -> Iterator[list[Launch]]:
+    """Records the launches of kernels instead of running them, as on a GPU of this many bytes of shared memory."""
+    recorded: list[Launch] = []
+    properties = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=shared_memory,
+        shared_memory_per_block=49152,
+    )
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        given = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+        recorded.append((kernel, given, options))
+
+    with (
+        mock.patch.object(triton.runtime.JITFunction, "run", record),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(Tensor, "is_cuda", new=True),
+    ):
+        yield recorded
+
+
 def arguments(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
     """Signature, constants and attributes, as Triton specialises a launch."""
     signature: dict[str, str] = {}
@@ -85,16 +94,18 @@ def arguments(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[
     for place, parameter in enumerate(kernel.params):
         value = given[parameter.name]
         value = value.value if isinstance(value, triton.language.constexpr) else value
-        is_constant = parameter.is_constexpr or value is None or (type(value) is int and value == 1)
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        is_constant = parameter.is_constexpr or value is None or is_one
         if is_constant or isinstance(given[parameter.name], triton.language.constexpr):
             signature[parameter.name], constants[(place,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[parameter.name] = "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype)[6:]]
-            if value.storage_offset() * value.element_size() % 16 == 0:
+            is_aligned = value.storage_offset() * value.element_size() % 16 == 0
+            if is_aligned and not parameter.do_not_specialize_on_alignment:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         elif type(value) is int:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"
@@ -129,16 +140,9 @@ def usage(name: str, launch: Launch, capability: int) -> dict[str, Any]:
     }
 
 
-class OnGpu(Tensor):
-    """A tensor without memory that says it is on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
-
 def vector(dtype: torch.dtype = torch.float32, size: int = TOKENS) -> Tensor:
-    return torch.empty(size, dtype=dtype, device="meta").as_subclass(OnGpu)
+    """Without memory."""
+    return torch.empty(size, dtype=dtype, device="meta")
 
 
 VOCABULARIES = (128256, 128257, 128264, 32001)
