@@ -12,7 +12,7 @@ There are three loops, and where all logits fit the memory budget one more way:
 - :func:`recompute_gradients`: the gradients for per-token upstream gradients, from logits computed again (four passes
   with those of :func:`score`). The log-sum-exp is known by then, so it goes over tiles of the vocabulary too: a tile's
   rows of the weight's gradient are complete at once, and no sum over chunks is needed.
-- :func:`score_into`, which keeps the logits for :func:`gradients_of_logits`: three passes again.
+- :func:`score_and_keep`, which keeps the logits for :func:`gradients_of_logits`: three passes again.
 """
 
 from __future__ import annotations
@@ -164,15 +164,17 @@ def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scorin
     return _result(parts, targets, head, scoring)
 
 
-def score_into(
-    logits_TV: Tensor, hidden_TD: Tensor, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring
-) -> LinearCrossEntropyResult:
-    """As :func:`score` for a full head, with all logits in ``logits_TV`` of :func:`.products.logits_buffer`."""
+def score_and_keep(
+    hidden_TD: Tensor, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring
+) -> tuple[LinearCrossEntropyResult, Tensor]:
+    """As :func:`score` for a full head, and all logits ``[T, V]``, as of :func:`.products.logits_buffer`."""
+    dtype = torch.float32 if scoring.keeps_fp32(hidden_TD) else None
+    logits_TV = logits_buffer(hidden_TD, len(hidden_TD), head.vocab_size, dtype)
     write_logits(hidden_TD, *head.operands(hidden_TD.dtype), logits_TV)
     rows = head.row_options(scoring)
     statistics = cross_entropy_fwd(logits_TV, targets, rows)
     chosen = choose_logits(logits_TV, targets, scoring.top_k, rows)
-    return _result([(statistics, chosen)], targets, head, scoring)
+    return _result([(statistics, chosen)], targets, head, scoring), logits_TV
 
 
 def gradients_of_logits(
@@ -186,7 +188,7 @@ def gradients_of_logits(
     needs: GradientNeeds,
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`recompute_gradients`, from the logits of :func:`score_into`, over which ``overwrite`` writes."""
+    """As :func:`recompute_gradients`, from the logits of :func:`score_and_keep`, over which ``overwrite`` writes."""
     may_overwrite = overwrite and logits_TV.dtype == hidden_TD.dtype
     out_TV = logits_TV if may_overwrite else logits_buffer(hidden_TD, *logits_TV.shape)
     d_logits_TV = cross_entropy_bwd(logits_TV, targets, coefficients, head.row_options(scoring), out_TV=out_TV)

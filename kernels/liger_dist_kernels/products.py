@@ -70,17 +70,12 @@ def write_logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ou
     for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
         for classes in class_slices(len(weight_VD), out_cV.element_size()):
             weight_vD, out_rv = weight_VD[classes], out_rV[:, classes]
-            # A compiled graph takes no product into rows with something between them.
-            is_apart = torch.compiler.is_compiling() and not out_rv.is_contiguous()
-            into_rv = out_rv.new_empty(out_rv.shape) if is_apart else out_rv
             if bias_V is None:
-                write_product(hidden_rD, weight_vD.T, into_rv)
+                write_product(hidden_rD, weight_vD.T, out_rv)
             elif out_rv.dtype == hidden_rD.dtype:
-                torch.addmm(bias_V[classes], hidden_rD, weight_vD.T, out=into_rv)
+                torch.addmm(bias_V[classes], hidden_rD, weight_vD.T, out=out_rv)
             else:
-                write_product(hidden_rD, weight_vD.T, into_rv).add_(bias_V[classes])
-            if is_apart:
-                out_rv.copy_(into_rv)
+                write_product(hidden_rD, weight_vD.T, out_rv).add_(bias_V[classes])
     return out_cV
 
 

@@ -176,6 +176,21 @@ class LocalTokens:
         self._hidden_TD, self._targets, self._gradients = hidden_TD, targets, gradients
         self._d_hidden_TD: Tensor | None = None
 
+    @staticmethod
+    def planned(
+        hidden_TD: Tensor,
+        targets: TokenTargets,
+        gradients: Any,
+        memory_budget: int | None,
+        columns: int,
+        *,
+        trains: bool,
+    ) -> LocalTokens:
+        """In chunks whose logits of ``columns`` classes fit the budget: see :func:`plan_chunks`."""
+        shape = len(hidden_TD), columns, hidden_TD.element_size()
+        plan = plan_chunks(*shape, memory_budget, trains_weight=trains)
+        return LocalTokens(hidden_TD, targets, gradients, plan.rows)
+
     def _rows(self, chunk: int) -> slice:
         return slice(chunk * self.rows, min((chunk + 1) * self.rows, len(self._hidden_TD)))
 

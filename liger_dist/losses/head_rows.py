@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +31,16 @@ from liger_dist_kernels import (
     gradient_coefficients,
     gradients_of_logits,
     linear_divergence,
-    logits_buffer,
     plan_chunks,
     plan_pairs,
     recompute_gradients,
     score,
-    score_into,
+    score_and_keep,
     score_with_gradients,
 )
 
 from .arguments import Execution, LossArguments, check_not_dtensor
+from .compiled import compiled_recompute, compiled_score
 from .distillation import Distillation
 from .scales import Scales, keeps_graph, scaled
 
@@ -85,22 +84,19 @@ class HeadRows:
             return LocalTokens(hidden_TD, problem.targets)
         # What is recomputed has all tokens of a chunk in a tile of a few classes.
         columns = self.largest if isinstance(gradients, TokenGradients) else min(self.largest, SMALLEST_TILE)
-        shape = len(hidden_TD), columns, hidden_TD.element_size()
-        plan = plan_chunks(*shape, problem.execution.memory_budget, trains_weight=problem.needs.weight)
-        return LocalTokens(hidden_TD, problem.targets, gradients, plan.rows)
+        budget, trains = problem.execution.memory_budget, problem.needs.weight
+        return LocalTokens.planned(hidden_TD, problem.targets, gradients, budget, columns, trains=trains)
 
-    def logits_to_keep(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> Tensor | None:
-        """A buffer for all logits, from which the backward makes the gradients without computing them again; None
-        where they exceed the memory budget."""
-        T, V = len(hidden_TD), len(weight_VD)
-        is_wide = problem.scoring.keeps_fp32(hidden_TD)
+    def keeps_logits(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> bool:
+        """True if all logits are kept, from which the backward makes the gradients without computing them again: where
+        they fit the memory budget."""
+        if not problem.may_keep_logits or len(hidden_TD) == 0:
+            return False
         # fp32 logits need another buffer for their gradient.
-        itemsize = 4 + hidden_TD.element_size() if is_wide else hidden_TD.element_size()
+        itemsize = hidden_TD.element_size() + (4 if problem.scoring.keeps_fp32(hidden_TD) else 0)
         budget = problem.execution.memory_budget
         budget = default_budget(problem.needs.weight) if budget is None else budget
-        if not problem.may_keep_logits or T == 0 or T * V * itemsize > budget:
-            return None
-        return logits_buffer(hidden_TD, T, V, torch.float32 if is_wide else None)
+        return len(hidden_TD) * len(weight_VD) * itemsize <= budget
 
     def score(
         self,
@@ -109,17 +105,20 @@ class HeadRows:
         bias_V: Tensor | None,
         problem: Problem,
         upstream: TokenGradients | None = None,
-        logits_TV: Tensor | None = None,
-    ) -> LinearCrossEntropyResult:
-        """The terms of this rank's tokens; with ``upstream`` gradients of a scalar loss also those of the inputs, and
-        with ``logits_TV`` of :meth:`logits_to_keep` all logits in there."""
-        if logits_TV is not None:
-            head = self.head(weight_VD, bias_V, problem)
-            return score_into(logits_TV, hidden_TD, head, problem.targets, scoring=problem.scoring)
-        tokens, head = self.tokens(hidden_TD, problem, upstream), self.head(weight_VD, bias_V, problem)
+    ) -> tuple[LinearCrossEntropyResult, Tensor | None]:
+        """The terms of this rank's tokens, with ``upstream`` gradients of a scalar loss also those of the inputs; and
+        all logits, if :meth:`keeps_logits`."""
+        head, targets = self.head(weight_VD, bias_V, problem), problem.targets
+        scoring, needs = problem.scoring, problem.needs
+        keeps_logits = self.keeps_logits(hidden_TD, weight_VD, problem)
+        if torch.compiler.is_compiling():
+            return compiled_score(hidden_TD, head, targets, upstream, scoring, needs, keeps_logits=keeps_logits)
+        if keeps_logits:
+            return score_and_keep(hidden_TD, head, targets, scoring=scoring)
+        tokens = self.tokens(hidden_TD, problem, upstream)
         if upstream is None:
-            return score(tokens, head, problem.targets, scoring=problem.scoring)
-        return score_with_gradients(tokens, head, problem.targets, scoring=problem.scoring, needs=problem.needs)
+            return score(tokens, head, targets, scoring=scoring), None
+        return score_with_gradients(tokens, head, targets, scoring=scoring, needs=needs), None
 
     def recompute(
         self,
@@ -132,13 +131,23 @@ class HeadRows:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient; from
         ``logits_TV`` of :meth:`score`, which are overwritten unless the graph is retained."""
-        head = self.head(weight_VD, bias_V, problem)
-        described: dict[str, Any] = {"scoring": problem.scoring, "needs": problem.needs}
+        head, targets = self.head(weight_VD, bias_V, problem), problem.targets
+        scoring, needs = problem.scoring, problem.needs
+        if torch.compiler.is_compiling():
+            return compiled_recompute(hidden_TD, head, targets, coefficients, logits_TV, scoring, needs)
         if logits_TV is None:
-            return recompute_gradients(self.tokens(hidden_TD, problem, coefficients), head, **described)
-        overwrite = not (torch.compiler.is_compiling() or keeps_graph())
-        targets = problem.targets
-        return gradients_of_logits(logits_TV, hidden_TD, head, targets, coefficients, overwrite=overwrite, **described)
+            tokens = self.tokens(hidden_TD, problem, coefficients)
+            return recompute_gradients(tokens, head, scoring=scoring, needs=needs)
+        return gradients_of_logits(
+            logits_TV,
+            hidden_TD,
+            head,
+            targets,
+            coefficients,
+            scoring=scoring,
+            needs=needs,
+            overwrite=not keeps_graph(),
+        )
 
     def diverge(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem

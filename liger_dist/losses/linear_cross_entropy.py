@@ -56,8 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         labels_T = problem.targets.labels_T
         upstream = problem.scales.upstream(labels_T) if problem.gradients_in_forward else None
-        logits_TV = problem.rows.logits_to_keep(hidden_TD, weight_VD, problem)
-        result = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream, logits_TV)
+        result, logits_TV = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream)
         if problem.gradients_in_forward:
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:

@@ -53,9 +53,9 @@ class VocabularyShard(HeadRows):
         """Unchanged: products round row shards themselves."""
         return weight, bias
 
-    def logits_to_keep(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> Tensor | None:
-        """None: whether a rank's tokens fit would depend on their number, and all ranks call the same collectives."""
-        return None
+    def keeps_logits(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> bool:
+        """False: whether a rank's tokens fit would depend on their number, and all ranks call the same collectives."""
+        return False
 
     def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
         return HeadSlice(
