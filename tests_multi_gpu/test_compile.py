@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from truth import relative_error
 
 import liger_dist
@@ -33,6 +34,12 @@ def labels() -> Tensor:
 
 
 LABELS = labels()
+IDS = torch.arange(T, device=DEVICE)[:, None] * 3 + torch.tensor([0, 7, 0], device=DEVICE)
+PROBS = torch.tensor([0.2, 0.3, 0.4], device=DEVICE).expand(T, 3)
+ALL_OUTPUTS = (
+    *("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "z_loss", "mean_logit"),
+    "log_sum_exp",
+)
 TABLES = [leaf(2, T, 1, D, seed=seed).detach() for seed in (11, 12)]
 RMS, LAYER = NormOptions(eps=1e-6), NormOptions(eps=1e-6, subtract_mean=True)
 
@@ -58,11 +65,39 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
         [(T, D), (V, D)],
         lambda x, w: _values(liger_dist.linear_cross_entropy(x, w, LABELS, outputs=("log_prob", "entropy"))),
     ),
+    "linear cross entropy, every output": (
+        [(T, D), (V, D), (V,)],
+        lambda x, w, b: _values(
+            liger_dist.linear_cross_entropy(
+                *(x, w, LABELS),
+                bias=b,
+                outputs=ALL_OUTPUTS,
+                token_ids=IDS,
+                top_k=2,
+                reduction="none",
+                label_smoothing=0.1,
+                z_loss=1e-2,
+                memory_budget=7 * V * 4,
+            )
+        ),
+    ),
+    "linear cross entropy, soft labels": (
+        [(T, D), (V, D)],
+        lambda x, w: liger_dist.linear_cross_entropy(
+            x, w, LABELS, soft_labels=(IDS, PROBS), soft_weight=0.6, remainder="spread", temperature=0.7
+        ),
+    ),
+    "cross entropy, soft labels": (
+        [(T, V)],
+        lambda x: liger_dist.cross_entropy(x, LABELS, soft_labels=(IDS, PROBS), soft_weight=0.6),
+    ),
 }
 
 
 def _values(output: Any) -> tuple[Tensor, ...]:
-    return output.loss, output.log_prob, output.entropy
+    """Those that carry gradients, and the others without."""
+    values = [value for value in vars(output).values() if isinstance(value, Tensor) and value.is_floating_point()]
+    return (*values, *(() if output.top_k is None else (output.top_k.log_prob,)))
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +122,20 @@ def test_no_graph_break_and_the_same_gradients(name: str) -> None:
     assert relative_error(got, want) < 1e-5
     for mine, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
         assert relative_error(mine, other) < 1e-5
+
+
+@pytest.mark.parametrize("outputs", [(), ("log_prob", "entropy")], ids=["mean", "outputs"])
+def test_two_graphs_for_any_number_of_tokens(outputs: tuple[str, ...]) -> None:
+    """One for the first number, one for all others; and one more where only some keep their logits for the backward."""
+    graphs = CompileCounter()
+
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        result = liger_dist.linear_cross_entropy(x, w, labels, memory_budget=64 * V * 4, outputs=outputs)
+        return result if isinstance(result, Tensor) else _values(result)[1].sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    weight = leaf(V, D, seed=0)
+    for tokens in (17, 24, 40, 64, 65, 100, 333, 1000, 1024, 2048):
+        drawn = torch.randint(0, V, (tokens,), device=DEVICE)
+        compiled(leaf(tokens, D, seed=1), weight, drawn).backward()
+        assert graphs.frame_count <= (2 if tokens <= 64 or not outputs else 3), tokens
