@@ -27,23 +27,25 @@ from torch import Tensor
 from ._triton_utils import (
     ANY_LENGTH,
     Backend,
-    anchor_of,
     dense,
-    exp_of_difference,
     host_number,
-    log2_of,
     number,
     on_its_device,
-    probability,
-    rounded_product,
     runs_triton,
-    shrunk,
     statistics_dtype,
+)
+from .divergence_rows import (
+    Pair,
+    PairFlags,
+    PairSoftmax,
+    divergence_gradient,
+    hard_of,
+    mixture_of_piece,
+    pair_statistics_of_piece,
 )
 from .launches import DIVERGENCE_COLUMNS
 from .logit_rows import (
     Flags,
-    load_logits,
     row_of,
     tile_arguments,
     tile_offsets,
@@ -113,100 +115,31 @@ class HardTerms(NamedTuple):
     """upstream gradient"""
 
 
-@triton.jit
-def _load_pair(
-    student_row_ptr, teacher_row_ptr, offs_v, V, student, teacher, STUDENT: tl.constexpr, TEACHER: tl.constexpr
-):
-    """``z`` of student and teacher."""
-    mask_v = offs_v < whole_vectors(V, STUDENT)
-    z_student, _ = load_logits(student_row_ptr, offs_v, mask_v, student, STUDENT)
-    z_teacher, _ = load_logits(teacher_row_ptr, offs_v, mask_v, teacher, TEACHER)
-    if STUDENT.TAIL:
-        z_student = tl.where(offs_v < V, z_student, float("-inf"))
-        z_teacher = tl.where(offs_v < V, z_teacher, float("-inf"))
-    return z_student, z_teacher
-
-
-@triton.jit
-def _moved(max_l, anchor_l, sum_l):
-    """What a larger maximum does to sums that are relative to ``anchor_l``: the new anchor, the distance to it, and the
-    factor of the sums."""
-    anchor = anchor_of(max_l)
-    shift = anchor_l - anchor
-    return anchor, shift, tl.where(sum_l == 0.0, 0.0, exp_of_difference(anchor_l, anchor))
-
-
 @triton.jit(**ANY_LENGTH)
 def _divergence_statistics_kernel(
     student_ptr, stride_student_t, teacher_ptr, stride_teacher_t, fields_ptr, T, V: tl.constexpr,
     student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    WITH_FORWARD: tl.constexpr, WITH_REVERSE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
-    dtype = tl.float64 if FP64 else tl.float32
-    offs = tile_offsets(STUDENT)
-    # Sums are relative to the anchors.
-    student_max = tl.full((LANES,), float("-inf"), dtype)
-    teacher_max = tl.full((LANES,), float("-inf"), dtype)
-    student_anchor = tl.zeros((LANES,), dtype)
-    teacher_anchor = tl.zeros((LANES,), dtype)
-    student_sum = tl.zeros((LANES,), dtype)
-    teacher_sum = tl.zeros((LANES,), dtype)
-    dot = tl.zeros((LANES,), dtype)
-    mean = tl.zeros((LANES,), dtype)
-    of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
-    of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
-    student_row_ptr = row_of(student_ptr, row, stride_student_t, STUDENT)
-    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, TEACHER)
-    for start in range(0, V, LANES * VECTOR):
-        student, teacher = _load_pair(
-            student_row_ptr, teacher_row_ptr, start + offs, V, of_student, of_teacher, STUDENT, TEACHER
-        )
-        student_max = tl.maximum(student_max, tl.max(student, 1))
-        teacher_max = tl.maximum(teacher_max, tl.max(teacher, 1))
-        student_anchor, student_shift, student_shrink = _moved(student_max, student_anchor, student_sum)
-        teacher_anchor, teacher_shift, teacher_shrink = _moved(teacher_max, teacher_anchor, teacher_sum)
-        # Each logit less its own maximum, so that what both logits have in common does not cost digits of the rest.
-        student -= student_anchor[:, None]
-        teacher -= teacher_anchor[:, None]
-        e_student = exp_of_difference(student, 0.0)
-        e_teacher = exp_of_difference(teacher, 0.0)
-        mean = shrunk(student_shrink, mean, student_sum, student_shift)
-        mean += tl.sum(tl.where(e_student == 0.0, 0.0, e_student * student), 1)
-        if WITH_FORWARD:
-            dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
-            dot += tl.sum(tl.where(e_teacher == 0.0, 0.0, e_teacher * (teacher - student)), 1)
-        if WITH_REVERSE:
-            dot = shrunk(student_shrink, dot, student_sum, student_shift - teacher_shift)
-            dot += tl.sum(tl.where(e_student == 0.0, 0.0, e_student * (student - teacher)), 1)
-        student_sum = student_shrink * student_sum + tl.sum(e_student, 1)
-        teacher_sum = teacher_shrink * teacher_sum + tl.sum(e_teacher, 1)
-    row_student_max = tl.max(student_max)
-    row_teacher_max = tl.max(teacher_max)
-    _, student_shift, student_shrink = _moved(row_student_max, student_anchor, student_sum)
-    _, teacher_shift, teacher_shrink = _moved(row_teacher_max, teacher_anchor, teacher_sum)
-    tl.store(fields_ptr + row, row_student_max)
-    tl.store(fields_ptr + T + row, tl.sum(student_shrink * student_sum))
-    tl.store(fields_ptr + 2 * T + row, row_teacher_max)
-    tl.store(fields_ptr + 3 * T + row, tl.sum(teacher_shrink * teacher_sum))
-    tl.store(fields_ptr + 5 * T + row, tl.sum(shrunk(student_shrink, mean, student_sum, student_shift)))
-    if WITH_FORWARD:
-        dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
-        tl.store(fields_ptr + 4 * T + row, tl.sum(dot))
-    if WITH_REVERSE:
-        dot = shrunk(student_shrink, dot, student_sum, student_shift - teacher_shift)
-        tl.store(fields_ptr + 4 * T + row, tl.sum(dot))
-
-
-@triton.jit
-def _log_of_mixture(p, q, beta):
-    # Where both underflow the logarithm is multiplied by 0.
-    return tl.log(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
+    pair = Pair(
+        row_of(student_ptr, row, stride_student_t, STUDENT),
+        row_of(teacher_ptr, row, stride_teacher_t, TEACHER),
+        transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64),
+        transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64),
+    )
+    student_max, student_sum, teacher_max, teacher_sum, dot, mean = pair_statistics_of_piece(pair, 0, V, V, FLAGS)
+    tl.store(fields_ptr + row, student_max)
+    tl.store(fields_ptr + T + row, student_sum)
+    tl.store(fields_ptr + 2 * T + row, teacher_max)
+    tl.store(fields_ptr + 3 * T + row, teacher_sum)
+    tl.store(fields_ptr + 4 * T + row, dot)
+    tl.store(fields_ptr + 5 * T + row, mean)
 
 
 @triton.jit(**ANY_LENGTH)
@@ -216,37 +149,28 @@ def _divergence_mixture_kernel(
     teacher_scale, teacher_softcap, inverse_temperature,
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
-    dtype = tl.float64 if FP64 else tl.float32
-    offs = tile_offsets(STUDENT)
-    student_max = tl.load(student_max_ptr + row)
-    student_log_total = tl.load(student_log_total_ptr + row)
-    teacher_max = tl.load(teacher_max_ptr + row)
-    teacher_log_total = tl.load(teacher_log_total_ptr + row)
-    beta = number(beta, dtype)
-    sum_student = tl.zeros((LANES,), dtype)
-    sum_teacher = tl.zeros((LANES,), dtype)
-    of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
-    of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
-    student_row_ptr = row_of(student_ptr, row, stride_student_t, STUDENT)
-    teacher_row_ptr = row_of(teacher_ptr, row, stride_teacher_t, TEACHER)
-    for start in range(0, V, LANES * VECTOR):
-        student, teacher = _load_pair(
-            student_row_ptr, teacher_row_ptr, start + offs, V, of_student, of_teacher, STUDENT, TEACHER
-        )
-        q = probability(student, student_max, log2_of(student_log_total))
-        p = probability(teacher, teacher_max, log2_of(teacher_log_total))
-        log_mixture = _log_of_mixture(p, q, beta)
-        log_q = student - student_max - student_log_total
-        log_p = teacher - teacher_max - teacher_log_total
-        sum_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
-        sum_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
-    tl.store(fields_ptr + row, tl.sum(sum_student))
-    tl.store(fields_ptr + T + row, tl.sum(sum_teacher))
+    pair = Pair(
+        row_of(student_ptr, row, stride_student_t, STUDENT),
+        row_of(teacher_ptr, row, stride_teacher_t, TEACHER),
+        transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64),
+        transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64),
+    )
+    softmax = PairSoftmax(
+        tl.load(student_max_ptr + row),
+        tl.load(student_log_total_ptr + row),
+        tl.load(teacher_max_ptr + row),
+        tl.load(teacher_log_total_ptr + row),
+    )
+    beta = number(beta, tl.float64 if FP64 else tl.float32)
+    of_student, of_teacher = mixture_of_piece(pair, 0, V, softmax, beta, V, FLAGS)
+    tl.store(fields_ptr + row, of_student)
+    tl.store(fields_ptr + T + row, of_teacher)
 
 
 @triton.jit(**ANY_LENGTH)
@@ -255,15 +179,16 @@ def _divergence_bwd_kernel(
     factor_ptr, student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, expectation_ptr,
     hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr,
     V, TEACHER_V, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, inverse_temperature,
-    temperature, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
-    FP64: tl.constexpr, STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_TRANSFORMS: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr,
-    REVERSE: tl.constexpr, HAS_HARD: tl.constexpr,
+    temperature,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
+    STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    HAS_HARD: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
-    dtype = tl.float64 if FP64 else tl.float32
     offs_v = tl.program_id(1) * LANES * VECTOR + tile_offsets(STUDENT)
     mask_v = offs_v < whole_vectors(V, STUDENT)
     label = tl.load(labels_ptr + row).to(tl.int32)
@@ -271,44 +196,27 @@ def _divergence_bwd_kernel(
     if label < 0:
         tl.store(out_row_ptr + offs_v, tl.zeros((LANES, VECTOR), out_row_ptr.dtype.element_ty), mask=mask_v)
     else:
-        of_student = transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64)
-        of_teacher = transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64)
-        student_max = tl.load(student_max_ptr + row)
-        student_log_total = tl.load(student_log_total_ptr + row)
-        teacher_max = tl.load(teacher_max_ptr + row)
-        teacher_log_total = tl.load(teacher_log_total_ptr + row)
-        student, slope = load_logits(
-            row_of(student_ptr, row, stride_student_t, STUDENT), offs_v, mask_v, of_student, STUDENT
+        pair = Pair(
+            row_of(student_ptr, row, stride_student_t, STUDENT),
+            row_of(teacher_ptr, row, stride_teacher_t, TEACHER),
+            transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64),
+            transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64),
         )
-        is_common = offs_v < TEACHER_V
-        mask_common = offs_v < whole_vectors(TEACHER_V, TEACHER)
-        teacher, _ = load_logits(
-            row_of(teacher_ptr, row, stride_teacher_t, TEACHER), offs_v, mask_common, of_teacher, TEACHER
+        softmax = PairSoftmax(
+            tl.load(student_max_ptr + row),
+            tl.load(student_log_total_ptr + row),
+            tl.load(teacher_max_ptr + row),
+            tl.load(teacher_log_total_ptr + row),
         )
-        if TAIL:
-            teacher = tl.where(is_common, teacher, float("-inf"))
-        q = tl.where(is_common, probability(student, student_max, log2_of(student_log_total)), 0.0)
-        p = probability(teacher, teacher_max, log2_of(teacher_log_total))
-        if FORWARD:
-            gradient = q - p
-        else:
-            log_p = teacher - teacher_max - teacher_log_total
-            other = log_p if REVERSE else _log_of_mixture(p, q, number(beta, dtype))
-            brackets = student - student_max - student_log_total - other - tl.load(expectation_ptr + row)
-            gradient = tl.where(q == 0.0, 0.0, q * brackets)
-            if not REVERSE:
-                gradient *= 1.0 - number(beta, dtype)
         factor = tl.load(factor_ptr + row)
-        # A divergence that has no part in the loss may be infinite.
-        gradient = tl.where(factor == 0.0, 0.0, gradient * factor)
-        if HAS_HARD:
-            tau = number(temperature, dtype)
-            hard_log2_total = log2_of(tl.load(hard_log_total_ptr + row))
-            student_at_1 = rounded_product(student, tl.zeros_like(student) + tau)
-            hard = probability(student_at_1, tl.load(hard_max_ptr + row), hard_log2_total)
-            hard = tl.where(offs_v == label - first_class, -tl.load(hard_miss_ptr + row), hard)
-            gradient += tau * tl.load(hard_factor_ptr + row) * hard
-        tl.store(out_row_ptr + offs_v, (gradient * slope).to(out_row_ptr.dtype.element_ty), mask=mask_v)
+        hard = hard_of(
+            row, hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr, temperature, HAS_HARD, factor
+        )
+        gradient = divergence_gradient(
+            pair, offs_v, V, TEACHER_V, label - first_class, softmax, factor, tl.load(expectation_ptr + row),
+            number(beta, factor.dtype), hard, FLAGS, HAS_HARD,
+        )  # fmt: skip
+        tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
 @on_its_device
@@ -332,23 +240,36 @@ def divergence_terms(
         backend: see :func:`runs_triton`.
     """
     common_TV = student_TV[:, : teacher_TV.shape[1]]
-    fields_6T = _pair_statistics(common_TV, teacher_TV, options, backend, is_padded=is_padded)
+    fields_6T = divergence_statistics(common_TV, teacher_TV, options, backend, is_padded=is_padded)
     if gather_slices is not None:
         fields_6T = _merged(gather_slices(fields_6T), options.divergence)
-    student_max_T, student_sum_T, teacher_max_T, teacher_sum_T, dot_T, mean_T = fields_6T
-    student = LogPartition(student_max_T, student_sum_T.log())
-    teacher = LogPartition(teacher_max_T, teacher_sum_T.log())
+    student, teacher = partitions_of(fields_6T)
+    fields_2T = None
+    if options.divergence == "jsd":
+        fields_2T = divergence_mixture(common_TV, teacher_TV, student, teacher, options, backend, is_padded=is_padded)
+        fields_2T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
+    return terms_of_fields(fields_6T, fields_2T, options)
+
+
+def partitions_of(fields_6T: Tensor) -> tuple[LogPartition, LogPartition]:
+    """Of student and teacher, from the fields of :func:`divergence_statistics`."""
+    return LogPartition(fields_6T[0], fields_6T[1].log()), LogPartition(fields_6T[2], fields_6T[3].log())
+
+
+def terms_of_fields(fields_6T: Tensor, fields_2T: Tensor | None, options: DivergenceOptions) -> DivergenceTerms:
+    """From the fields of :func:`divergence_statistics`, and for the JSD those of :func:`divergence_mixture`."""
+    student, teacher = partitions_of(fields_6T)
+    _, student_sum_T, _, teacher_sum_T, dot_T, mean_T = fields_6T
     entropy_T = student.log_total_T - mean_T / student_sum_T
+    if fields_2T is not None:
+        of_student_T, of_teacher_T = fields_2T
+        divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
+        return DivergenceTerms(divergence_T, student, teacher, of_student_T, entropy_T)
     if options.divergence == "forward_kl":
         divergence_T = dot_T / teacher_sum_T + (student.log_total_T - teacher.log_total_T)
-        return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
-    if options.divergence == "reverse_kl":
+    else:
         divergence_T = dot_T / student_sum_T + (teacher.log_total_T - student.log_total_T)
-        return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
-    fields_2T = _mixture(common_TV, teacher_TV, student, teacher, options, backend, is_padded=is_padded)
-    of_student_T, of_teacher_T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
-    divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
-    return DivergenceTerms(divergence_T, student, teacher, of_student_T, entropy_T)
+    return DivergenceTerms(divergence_T, student, teacher, divergence_T, entropy_T)
 
 
 @on_its_device
@@ -388,7 +309,7 @@ def divergence_bwd(
     T, V = student_TV.shape
     if T == 0 or V == 0:
         return out_TV
-    described = _described(student_TV, teacher_TV, options, is_padded, out_TV)
+    described = pair_arguments(student_TV, teacher_TV, options, is_padded, out_TV)
     max_T = dense(terms.student.max_T)
     _divergence_bwd_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
         out_TV,
@@ -409,15 +330,13 @@ def divergence_bwd(
         TEACHER_V=teacher_TV.shape[1],
         beta=host_number(options.beta, max_T.dtype),
         temperature=host_number(options.student.temperature, max_T.dtype),
-        FORWARD=options.divergence == "forward_kl",
-        REVERSE=options.divergence == "reverse_kl",
         HAS_HARD=hard is not None,
         **described,
     )
     return out_TV
 
 
-def _described(
+def pair_arguments(
     student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, is_padded: bool, out_TV: Tensor | None = None
 ) -> dict[str, Any]:
     """Arguments of every kernel here."""
@@ -430,6 +349,8 @@ def _described(
     tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=1)
     return tile | {
         "FP64": statistics_dtype(dtype) == torch.float64,
+        "FORWARD": options.divergence == "forward_kl",
+        "REVERSE": options.divergence == "reverse_kl",
         "inverse_temperature": student["inverse_temperature"],
         "student_scale": student["scale"],
         "student_softcap": student["softcap"],
@@ -442,7 +363,7 @@ def _described(
     }
 
 
-def _pair_statistics(
+def divergence_statistics(
     common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend, *, is_padded: bool
 ) -> Tensor:
     """``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
@@ -463,9 +384,7 @@ def _pair_statistics(
             fields_6T,
             T,
             V,
-            WITH_FORWARD=options.divergence == "forward_kl",
-            WITH_REVERSE=options.divergence == "reverse_kl",
-            **_described(common_TV, teacher_TV, options, is_padded),
+            **pair_arguments(common_TV, teacher_TV, options, is_padded),
         )
         return fields_6T
     student_TV, _ = transformed(common_TV.to(dtype), options.student, None)
@@ -514,7 +433,7 @@ def _merged(fields_G6T: Tensor, divergence: Divergence) -> Tensor:
     return merged_6T
 
 
-def _mixture(
+def divergence_mixture(
     common_TV: Tensor,
     teacher_TV: Tensor,
     student: LogPartition,
@@ -540,7 +459,7 @@ def _mixture(
             T,
             V,
             beta=host_number(options.beta, fields_2T.dtype),
-            **_described(common_TV, teacher_TV, options, is_padded),
+            **pair_arguments(common_TV, teacher_TV, options, is_padded),
         )
         return fields_2T
     log_q_TV, log_p_TV, log_m_TV = _log_probabilities(common_TV, teacher_TV, student, teacher, options)
