@@ -96,8 +96,9 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
 
 def _values(output: Any) -> tuple[Tensor, ...]:
     """Those that carry gradients, and the others without."""
-    values = [value for value in vars(output).values() if isinstance(value, Tensor) and value.is_floating_point()]
-    return (*values, *(() if output.top_k is None else (output.top_k.log_prob,)))
+    values = (output.loss, output.log_prob, output.log_prob_at, output.entropy, output.sum_sq_prob, output.z_loss)
+    values += (output.mean_logit, output.log_sum_exp, None if output.top_k is None else output.top_k.log_prob)
+    return tuple(value for value in values if value is not None)
 
 
 @pytest.fixture(autouse=True)

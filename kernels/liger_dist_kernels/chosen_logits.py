@@ -79,9 +79,11 @@ def chosen_log_probs(
 ) -> ChosenLogProbs:
     """Log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative label.
     ``log_probs`` gives those of ``z`` ``[T, K]``."""
-    is_ignored_T1 = targets.labels_T[:, None] < 0
     at_TK = top_Tk = top_ids_Tk = remainder_T = None
     token_ids_TK = targets.asked_ids_TK
+    if token_ids_TK is None and chosen.top_Tk is None:
+        return ChosenLogProbs(None, None, None, None)
+    is_ignored_T1 = targets.labels_T[:, None] < 0
     if token_ids_TK is not None:
         assert chosen.at_TK is not None
         asked_TK = chosen.at_TK[:, : token_ids_TK.shape[1]]

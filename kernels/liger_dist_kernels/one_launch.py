@@ -166,7 +166,8 @@ def cross_entropy_fwd_bwd(
         token_logits_TK: ``z`` of the classes of soft labels; None to read it from ``logits_TV``.
         out_TV: as ``logits_TV``, or ``logits_TV`` itself.
     """
-    if not runs_triton(logits_TV, rows.backend) or not _is_resident(logits_TV):
+    pieces = _num_pieces(logits_TV)
+    if not runs_triton(logits_TV, rows.backend) or not _is_resident(logits_TV, pieces):
         return in_two_sweeps(logits_TV, targets, gradients, rows, token_logits_TK=token_logits_TK, out_TV=out_TV)
     T, V = logits_TV.shape
     dtype = statistics_dtype(logits_TV.dtype)
@@ -177,7 +178,6 @@ def cross_entropy_fwd_bwd(
     known = coefficients_of_loss(gradients, targets, rows)
     assert known.nll_T is not None
     weight_V = class_weights_of(rows, logits_TV) if rows.sums_logits else None
-    pieces = _num_pieces(logits_TV)
     counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
     if known.at_TK is not None and token_logits_TK is None:
         token_logits_TK = choose_logits(logits_TV, targets, 0, rows).at_TK
@@ -222,14 +222,14 @@ def _num_pieces(logits_TV: Tensor) -> int:
     return -(-logits_TV.shape[1] * logits_TV.element_size() // PIECE_BYTES)
 
 
-def _is_resident(logits_TV: Tensor) -> bool:
+def _is_resident(logits_TV: Tensor, pieces: int) -> bool:
     """True if all pieces of one row run at once for certain: one on each multiprocessor, which holds four.
 
     CUDA's Multi-Process Service and partitions of a GPU (MIG) report the multiprocessors that this process may use.
     """
     if not logits_TV.is_cuda:
         return True
-    return _num_pieces(logits_TV) <= torch.cuda.get_device_properties(logits_TV.device).multi_processor_count
+    return pieces <= torch.cuda.get_device_properties(logits_TV.device).multi_processor_count
 
 
 def in_two_sweeps(

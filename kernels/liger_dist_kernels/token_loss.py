@@ -162,7 +162,7 @@ def _token_terms_kernel(
     tl.store(cross_entropy_ptr + offs, tl.where(counts, cross_entropy, 0.0), mask=mask)
     tl.store(z_loss_ptr + offs, tl.where(counts, z_loss * lse * lse, 0.0), mask=mask)
     tl.store(log_prob_ptr + offs, tl.where(counts, -nll, 0.0), mask=mask)
-    tl.store(is_top1_ptr + offs, (counts & (target >= row_max)).to(tl.uint8), mask=mask)
+    tl.store(is_top1_ptr + offs, counts & (target >= row_max), mask=mask)
     tl.store(row_max_ptr + offs, row_max, mask=mask)
     tl.store(log_total_ptr + offs, log_total, mask=mask)
     tl.store(miss_ptr + offs, sum_other / total, mask=mask)
@@ -204,7 +204,7 @@ def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowO
             log_total_T,
             miss_T,
             sum_sq_prob_T,
-            is_top1_T.view(torch.uint8),
+            is_top1_T,
             T,
             float(rows.vocab_size),
             host_number(options.label_smoothing, dtype),
