@@ -22,12 +22,12 @@ SOME = (
 )
 """of the launches that all are compiled by ``make test-all``"""
 ALLOWED = {
-    r"(12825[67]|32001), smoothing, soft-cap, entropy, class weight": 8,
+    r"fwd_bwd_kernel: .*, padded|fwd_bwd_kernel: .*, 128264": 8,
     r"Norm, \w+, (12288|16384)": 440,
     r"Norm, \w+, (576|896|3072)": 8,
 }
-"""bytes of spills: of norms, which are faster with them (H100: 2.5 TB/s at 16384 columns, 2.3 without), and of four
-options together"""
+"""bytes of spills: two registers of the pass in one launch (sm_90: with four options together; sm_100: in 70 of 3,909
+launches), and norms, which are faster with theirs (H100: 2.5 TB/s at 16384 columns, 2.3 without)"""
 
 
 @pytest.mark.parametrize("pattern", SOME)

@@ -345,8 +345,8 @@ def pair_arguments(
     teacher = transform_arguments(options.teacher, None, dtype)
     # Their transforms share the temperature, so one that is not 1 makes both transform.
     others = (teacher_TV,) if out_TV is None else (teacher_TV, out_TV)
-    # Logits and exponentials of both models: with the comparisons of TAIL they need eight warps.
-    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=1)
+    # Logits and exponentials of both models need eight warps.
+    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=2)
     return tile | {
         "FP64": statistics_dtype(dtype) == torch.float64,
         "FORWARD": options.divergence == "forward_kl",
