@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training.config import ELSEWHERE, TrainConfig, parse, to_yaml
+from training.config import ELSEWHERE, ONE_TIME, TrainConfig, parse, to_yaml, usable_cores
 from training.export import export
 from training.model import add_lora
 from training.optimizer import decayed_parameters, make_optimizer, make_schedule
@@ -67,10 +68,37 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
     }
     config = TrainConfig(**changed)
     (tmp_path / "a.yaml").write_text(to_yaml(config))
-    assert parse([str(tmp_path / "a.yaml")]) == config
+    once = {field.name: getattr(TrainConfig(), field.name) for field in dataclasses.fields(config)}
+    once = {name: value for name, value in once.items() if name in ONE_TIME}
+    assert parse([str(tmp_path / "a.yaml")]) == replace(config, **once)
     (tmp_path / "b.yaml").write_text("steps: 7\nlr_scheduler_kwargs: {power: 2.0}\nlr_scheduler: polynomial\n")
     found = parse([str(tmp_path / "b.yaml"), "--steps", "9", "--learning_rate", "0.5"])
     assert (found.steps, found.learning_rate, found.lr_kwargs) == (9, 0.5, {"power": 2.0})
+
+
+def test_what_a_run_was_asked_for_once_is_not_in_its_file(tmp_path: Path) -> None:
+    """A rerun of config.yaml would otherwise remove the checkpoints that it has written."""
+    (tmp_path / "a.yaml").write_text(to_yaml(TrainConfig(overwrite=True, stop_at_step=3, profile_step=2)))
+    assert parse([str(tmp_path / "a.yaml")]) == TrainConfig()
+
+
+def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(data: Path) -> None:
+    """As on a node where Slurm gives a job some of the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no CPU sets here")
+    program = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import torch; "
+        "from training import config, distributed; torch.set_num_threads(3); distributed.start(); "
+        "print(config.TrainConfig().num_proc, torch.get_num_threads())"
+    )
+    launch = Path(__file__).parents[1] / "launch"
+    for threads, expected in ((None, "1 1"), ("2", "1 3")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment |= {"PYTHONPATH": str(launch)} | ({} if threads is None else {"OMP_NUM_THREADS": threads})
+        command = [sys.executable, "-c", program]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ended.stdout.split("\n")[-2] == expected, ended.stderr[-2000:]
+    assert TrainConfig().num_proc == usable_cores()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ should."""
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import json
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from demo.make_tokenizer import train_tokenizer
 from training.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
-from training.tokenization import Encoder, Format, load_tokenizer
+from training.tokenization import Encoder, Format, fingerprint, load_tokenizer
 
 import liger_dist
 
@@ -148,6 +149,98 @@ def test_what_is_predicted_of_every_format(values: dict[str, Any], expected: str
     assert encoded(tokenizer, values, Format(train_on_prompts=True))["labels"] is None or expected is None
 
 
+UNLEARNED = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
+CALLS = [{"name": "weather", "arguments": {"city": "Paris"}}]
+TABLE = [{"name": "weather", "arguments": {"city": "Paris", "place": None, "days": [{"n": 1, "m": None}]}, "id": None}]
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"messages": UNLEARNED}, "you are<|end|>"),
+        ({"messages": [TURNS[0], TURNS[1] | {"train": False}, TURNS[2], TURNS[3] | {"train": True}]}, "you are<|end|>"),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": None}]}, "I am fine.<|end|>"),
+        ({"conversations": [*SHAREGPT[:1], SHAREGPT[1] | {"weight": 0}, *SHAREGPT[2:]]}, "you are<|end|>"),
+    ],
+    ids=["weight", "train", "null", "sharegpt"],
+)
+def test_turns_that_are_marked_are_not_learned(values: dict[str, Any], expected: str, tokenizer: Any) -> None:
+    assert learned(tokenizer, values) == expected
+    everything = encoded(tokenizer, values)["ids"].tolist()
+    turns = values.get("messages") or values["conversations"]
+    plain = [{name: value for name, value in turn.items() if name not in ("weight", "train")} for turn in turns]
+    assert everything == encoded(tokenizer, {"messages": plain})["ids"].tolist(), "and stay in the text"
+
+
+def test_a_system_prompt_and_a_history_are_read(tokenizer: Any) -> None:
+    system = [{"role": "system", "content": "how are you"}]
+    for values, turns in (
+        ({"conversations": SHAREGPT}, TURNS),
+        ({"instruction": "how?", "output": "you are"}, TURNS[2:]),
+        ({"instruction": "how?", "output": "you are", "history": [["hello", "I am fine."]]}, TURNS),
+    ):
+        for given, expected in (("how are you", [*system, *turns]), ("", turns), (None, turns)):
+            row = encoded(tokenizer, values | {"system": given})
+            want = encoded(tokenizer, {"messages": expected})
+            assert row["reason"] is None
+            assert row["ids"].tolist() == want["ids"].tolist()
+            assert row["labels"].tolist() == want["labels"].tolist()
+
+
+def test_padding_of_token_ids_is_left_out(tokenizer: Any) -> None:
+    for ids, mask in (([5, 6, 0, 0], [1, 1, 0, 0]), ([0, 5, 6], [0, 1, 1]), ([5, 6], [1, 1])):
+        labels = [-100 if position == 0 else token for position, token in enumerate(ids)]
+        row = encoded(tokenizer, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+        assert row["ids"].tolist() == [5, 6]
+        assert row["labels"].tolist()[1:] == [6]
+
+
+def test_keys_of_other_rows_are_not_learned_as_null(tokenizer: Any) -> None:
+    """Tables give every row the keys of all of them, in tool calls and tools too."""
+    shown = copy.deepcopy(tokenizer)
+    shown.chat_template = TOOL_TEMPLATE
+    plain = [{"name": "weather", "arguments": {"city": "Paris", "days": [{"n": 1}]}}]
+    for calls, expected in ((CALLS, CALLS), (TABLE, plain)):
+        turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+        assert learned(shown, {"messages": turns}) == json.dumps(expected[0]) + "<|end|>"
+
+
+def test_a_completion_is_encoded_after_its_prompt(tokenizer: Any) -> None:
+    """Some tokenizers put a space before whatever they are given: the completion has none then, and one of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>", "<|end|>"])
+    backend.train_from_iterator(["hello there, how are you? def f(x): return x " * 3], trainer)
+    spaced = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", unk_token="<unk>")
+    prompts = (("x): ", "return x"), ("x):", " return x"), ("how are", " you?"))
+    for own in (tokenizer, spaced):
+        for prompt, completion in prompts:
+            row = encoded(own, {"prompt": prompt, "completion": completion})
+            expected = own(prompt + completion, add_special_tokens=False)["input_ids"]
+            assert row["ids"].tolist() == [*expected, own.eos_token_id]
+            learned_ids = row["labels"][row["labels"] >= 0].tolist()
+            assert learned_ids == row["ids"].tolist()[-len(learned_ids) :]
+            assert completion.strip() in own.decode(learned_ids)
+
+
+def test_a_fingerprint_has_what_a_template_can_read(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ bos_token }}" + str(own.chat_template)
+    own.bos_token = "<|user|>"
+    before = fingerprint(own)
+    own.bos_token = "<|assistant|>"
+    assert fingerprint(own) != before
+
+
 def test_labels_are_the_ids_where_a_turn_is_predicted(tokenizer: Any) -> None:
     row = encoded(tokenizer, {"messages": TURNS})
     text = "<|user|>hello<|end|><|assistant|>I am fine.<|end|><|user|>how?<|end|><|assistant|>you are<|end|>"
@@ -205,6 +298,12 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
         ({"input_ids": 5}, "has 5 in 'input_ids'; expected a list"),
         ({"messages": TURNS, "tools": "{"}, "has tools that are no JSON"),
         ({"prompt": "a", "completion": 3}, "has 3 in 'completion'"),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "has 0.5 for 'weight' of turn 1; expected 0 or 1"),
+        ({"messages": [TURNS[0], TURNS[1] | {"train": "no"}]}, "has 'no' for 'train' of turn 1"),
+        ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "expected one of them"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "expected a list of [question, answer]"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "attention_mask of 2 numbers for 3 input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "expected 0 or 1 for each token"),
     ],
     ids=lambda value: str(value)[:40],
 )

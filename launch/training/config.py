@@ -26,6 +26,11 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def usable_cores() -> int:
+    """Counts the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 WINDOW = 256
 
 
@@ -47,7 +52,7 @@ class TrainConfig:
     max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
     streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
     shuffle_window: int = option(WINDOW, "streaming: sequences that are packed and shuffled together")
-    num_proc: int = option(os.cpu_count() or 1, "processes that tokenise")
+    num_proc: int = option(usable_cores(), "processes that tokenise")
     output_dir: str = option("runs/train", "where everything is written")
     cache_dir: str = option("runs/cache", "where tokenised data is kept between runs")
     allow_changed_data: bool = option(False, "resume though the data differs from that of the checkpoint")
@@ -363,9 +368,14 @@ def parse_as(argv: list[str], kind: type[Config]) -> Config:
     return config
 
 
+ONE_TIME = ("overwrite", "resume", "resume_step", "stop_at_step", "profile_step", "allow_changed_data", "eval_only")
+"""options of one start of a run"""
+
+
 def to_yaml(config: TrainConfig) -> str:
-    """Writes the configuration as text that :func:`parse` reads."""
+    """Writes the configuration as text that :func:`parse` reads, without what a run was asked for once."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    values = {name: value for name, value in values.items() if name not in ONE_TIME}
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text
 

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
 
+from .config import usable_cores
+
 T = TypeVar("T")
 STORE_LIMIT = 20.0
 """seconds for the store, which rank 0 may hold, to answer"""
@@ -68,9 +70,10 @@ def start() -> None:
             )
         torch.cuda.set_device(device())
     else:
-        # Processes on one machine share its cores.
+        # Processes on one machine share its cores, unless the environment says how many threads each has.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, usable_cores() // local))
     if "RANK" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = _store_of_this_attempt()

@@ -33,6 +33,8 @@ TOP_K_COLUMNS = ("top_k_ids", "top_k_log_probs")
 """of a row with ``input_ids``: for each token K classes and their log-probabilities, which predict the next token"""
 MOST_LOG_SUM = 1e-3
 """of a token's probabilities, with room for rounding"""
+LEARNS: dict[str, tuple[Any, Any]] = {"weight": (0, 1), "train": (False, True)}
+"""keys of an assistant's turn that say whether it is learned (OpenAI's fine-tuning format, Axolotl)"""
 Ids = NDArray[np.int32]
 
 
@@ -165,15 +167,13 @@ class Encoder:
     def _structured(self, values: dict[str, Any]) -> Document:
         format = self._format
         if values.get("input_ids") is not None:
-            return self._token_ids(values["input_ids"], values.get("labels"))
+            return self._token_ids(values["input_ids"], values.get("labels"), values.get("attention_mask"))
         turns = values.get(format.messages_column)
         turns = values.get("conversations") if turns is None else turns
         if turns is not None:
-            return self._chat(check_messages(turns), values.get("tools"))
+            return self._chat(_with_system(values, check_messages(turns)), values.get("tools"))
         if values.get("instruction") is not None and values.get("output") is not None:
-            parts = [check_text("instruction", values["instruction"]), check_text("input", values.get("input") or "")]
-            prompt = "\n".join(part for part in parts if part)
-            return self._prompt_and_completion(prompt, values["output"], values)
+            return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
         for name in (format.text_column, format.messages_column, "prompt", "completion", "conversations"):
@@ -199,27 +199,47 @@ class Encoder:
         found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
 
+    def _instruction(self, values: dict[str, Any]) -> Document:
+        """An instruction with its input and output, after a system prompt and earlier pairs of texts in ``history``."""
+        parts = [check_text("instruction", values["instruction"]), check_text("input", values.get("input") or "")]
+        prompt = "\n".join(part for part in parts if part)
+        history = values.get("history") or []
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise BadRowError(f"has {history!r} in 'history'; expected a list of [question, answer]")
+        if self._tokenizer.chat_template is None:
+            if history:
+                raise BadRowError("has 'history' but the tokenizer has no chat template; give --chat_template FILE")
+            system = check_text("system", values.get("system") or "")
+            return self._prompt_and_completion("\n".join(filter(None, [system, prompt])), values["output"], values)
+        turns = []
+        for question, answer in (*history, (prompt, values["output"])):
+            turns.append({"role": "user", "content": check_text("instruction", question)})
+            turns.append({"role": "assistant", "content": check_text("output", answer)})
+        return self._chat(_with_system(values, turns), None)
+
     def _prompt_and_completion(self, prompt: Any, completion: Any, values: dict[str, Any]) -> Document:
         if isinstance(prompt, list) or isinstance(completion, list):
             messages = [*check_messages(prompt), *check_messages(completion)]
             return self._chat(messages, values.get("tools"), first=len(prompt))
         check_text("prompt", prompt), check_text("completion", completion)
-        if self._tokenizer.chat_template is not None and values.get("instruction") is not None:
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return self._chat(turns, None)
-        before, after = self._encode([prompt, completion])
-        ids = np.concatenate([self._bos, before, after, [self._tokenizer.eos_token_id]]).astype(np.int32)
-        labels = ids.copy()
-        labels[: len(self._bos) + len(before)] = IGNORE_INDEX
-        return self._conversation(ids, labels)
+        # In one piece: some tokenizers put a space before whatever they are given.
+        encoding = self._fast.encode(prompt + completion, add_special_tokens=False)
+        learned = np.array([stop > len(prompt) for _, stop in encoding.offsets], dtype=bool)
+        ids = np.concatenate([self._bos, encoding.ids, [self._tokenizer.eos_token_id]]).astype(np.int32)
+        learned = np.concatenate([[False] * len(self._bos), learned, [True]])
+        return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
 
     def _conversation(self, ids: Ids, labels: Ids) -> Document:
         return Document(ids, None if self._format.train_on_prompts else labels, True)
 
-    def _token_ids(self, ids: Any, labels: Any) -> Document:
-        for name, values in (("input_ids", ids), ("labels", labels)):
+    def _token_ids(self, ids: Any, labels: Any, mask: Any) -> Document:
+        for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
             if values is not None and not isinstance(values, list):
                 raise BadRowError(f"has {values!r} in {name!r}; expected a list of integers")
+        if mask is not None and (len(mask) != len(ids) or not all(value in (0, 1) for value in mask)):
+            raise BadRowError(
+                f"has an attention_mask of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
+            )
         found: list[Ids] = []
         for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORE_INDEX)):
             if values is None:
@@ -238,6 +258,11 @@ class Encoder:
                 f"has {len(labels)} labels for {len(ids)} input_ids; expected one label for each token, {IGNORE_INDEX} "
                 "where nothing is predicted"
             )
+        if mask is not None:
+            # Rows that were padded to a length.
+            found = [values[np.array(mask, dtype=bool)] for values in found]
+            if self._format.top_k and 0 in mask:
+                raise BadRowError("has padding in attention_mask beside top_k_ids; expected the tokens alone")
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
 
     def _with_top_k(self, document: Document, values: dict[str, Any]) -> Document:
@@ -286,7 +311,7 @@ class Encoder:
         text = self._render(messages, tools, prompt=False)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < first:
+            if message["role"] != "assistant" or index < first or not _is_learned(message, index):
                 continue
             before = self._render(messages[:index], tools, prompt=True) if index else ""
             after = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools, prompt=False)
@@ -357,10 +382,35 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _is_learned(turn: dict[str, Any], index: int) -> bool:
+    """False for an assistant's turn that is marked as not to be learned."""
+    for name, (no, yes) in LEARNS.items():
+        if name in turn and turn[name] not in (no, yes):
+            raise BadRowError(f"has {turn[name]!r} for {name!r} of turn {index}; expected {no} or {yes}")
+    return all(bool(turn[name]) for name in LEARNS if name in turn)
+
+
+def _with_system(values: dict[str, Any], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns after the system prompt of a column beside them."""
+    system = values.get("system")
+    if not system:
+        return turns
+    if turns[0]["role"] == "system":
+        raise BadRowError("has a 'system' column and a turn of the system; expected one of them")
+    return [{"role": "system", "content": check_text("system", system)}, *turns]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys of other rows, which tables fill with nulls."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _read_tools(tools: Any) -> Any:
     """Reads a column that may hold JSON; None for an empty one."""
     try:
-        return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else tools
+        return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else _without_nulls(tools)
     except ValueError as error:
         raise BadRowError(f"has tools that are no JSON ({error})") from error
 
@@ -391,11 +441,14 @@ def check_messages(turns: Any) -> list[dict[str, Any]]:
                 raise BadRowError(
                     f"has a turn {index} from {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}"
                 )
-            turn = {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+            kept = {name: turn.get(name) for name in LEARNS}
+            turn = {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value"), **kept}
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise BadRowError(f"has {turn!r} for turn {index}; expected a role and a content")
         # Columns of a table have every key in every row.
         turn = {name: value for name, value in turn.items() if value is not None}
+        if "tool_calls" in turn:
+            turn["tool_calls"] = _without_nulls(turn["tool_calls"])
         if not isinstance(turn.get("content"), str) and not (turn.get("tool_calls") and "content" not in turn):
             raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
         found.append(turn)
@@ -435,6 +488,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Hashes everything of a tokenizer that could change a token."""
+    """Hashes everything of a tokenizer that could change a token, what its template can read among it."""
     serialized = f"{tokenizer.backend_tokenizer.to_str()}{tokenizer.chat_template}{tokenizer.eos_token}"
+    read = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "eos_token"}
+    if tokenizer.chat_template is not None and any(name in str(tokenizer.chat_template) for name in read):
+        serialized += json.dumps(read, sort_keys=True)
     return hashlib.sha256(serialized.encode()).hexdigest()[:16]
