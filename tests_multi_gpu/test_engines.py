@@ -209,6 +209,26 @@ def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
     assert model.config.pad_token_id is None
 
 
+def test_an_export_generates_as_the_pretrained_model_does(
+    on_four: Path, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    export(on_four, tmp_path / "base", step=6, dtype="float32")
+    file = tmp_path / "base" / "generation_config.json"
+    settings = json.loads(file.read_text()) | {
+        "eos_token_id": [0, 2],
+        "temperature": 0.7,
+        "do_sample": True,
+        "top_p": 0.8,
+    }
+    file.write_text(json.dumps(settings))
+    config = config_for(data, cache, tmp_path / "run", model=str(tmp_path / "base"), steps=1, strategy="none")
+    train(replace(config, tokenizer=None, checkpoint_every=1, eval_fraction=0.0))
+    export(tmp_path / "run", tmp_path / "model", step=1, dtype="float32")
+    found = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    for name in ("eos_token_id", "temperature", "do_sample", "top_p"):
+        assert found[name] == settings[name]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -306,6 +306,63 @@ def train_until_a_signal(config: TrainConfig) -> int:
     return len(begun)
 
 
+def test_a_signal_in_an_evaluation_saves_the_step_before_it(
+    workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = config_for(data, cache, tmp_path, strategy="fsdp2", eval_every=3, eval_batches=0)
+    assert workers_2.run(evaluate_until_a_signal, config) == [2, 2]
+    assert published(tmp_path) == ["step-00000003"]
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [1]
+    workers_2.run(train, dataclasses.replace(config, resume=True, eval_batches=1))
+    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 13))
+
+
+def evaluate_until_a_signal(config: TrainConfig) -> int:
+    """Rank 1 gets a signal in the second held-out batch after step 3; how many were begun then."""
+    own, begun = Trainer._loss, []
+
+    def loss(self: Trainer, *arguments: Any) -> Any:
+        if not torch.is_grad_enabled() and self.progress.step == 3:
+            begun.append(arguments)
+            if rank() == 1 and len(begun) == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return own(self, *arguments)
+
+    with mock.patch.object(Trainer, "_loss", loss):
+        train(config)
+    return len(begun)
+
+
+def test_a_tracker_that_fails_is_left_out(data: Path, cache: Path, tmp_path: Path) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
+    own, logged = TensorBoardTracker.log, []
+
+    def log(self: Any, values: dict[str, Any], step: int, **options: Any) -> None:
+        logged.append(step)
+        if step == 2:
+            raise ConnectionError("the service is gone")
+        own(self, values, step, **options)
+
+    config = config_for(data, cache, tmp_path, strategy="none", steps=4, trackers=["tensorboard"], log_every=1)
+    with (
+        mock.patch.object(TensorBoardTracker, "log", log),
+        pytest.warns(RuntimeWarning, match="tensorboard failed: ConnectionError.*goes on without it"),
+    ):
+        train(config)
+    assert logged == [1, 2]
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3, 4]
+    assert published(tmp_path)[-1] == "step-00000004"
+
+
+def test_the_learning_rate_of_a_row_is_that_of_its_step(data: Path, cache: Path, tmp_path: Path) -> None:
+    train(config_for(data, cache, tmp_path, strategy="none", steps=4, warmup_steps=2, checkpoint_every=0))
+    rates = [row["learning_rate"] for row in metrics_of(tmp_path)]
+    assert rates[:3] == pytest.approx([0.0, 0.005, 0.01])
+    assert rates[3] < rates[2]
+
+
 def test_who_is_stuck() -> None:
     def heartbeat(beats: int, *place: int) -> dict[str, Any]:
         return {"beats": beats, "place": list(place), "stack": [f"a.py:{place[0]} in f"]}

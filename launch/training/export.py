@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 
@@ -92,6 +93,8 @@ def _empty_model(path: Path, description: dict[str, Any]) -> Any:
     # What is computed from the config is not stored, and not exported either.
     model.to_empty(device="cpu")
     model.tie_weights()
+    if (path / MODEL / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path / MODEL, local_files_only=True)
     return model
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,14 +71,30 @@ class Metrics:
                 rest = (json.dumps(row) + "\n").encode()
                 while rest:
                     rest = rest[self._file.write(rest) :]
-                for tracker in self._trackers:
-                    tracker.log({name: value for name, value in row.items() if name != "step"}, step=step)
+            self._track(row)
         self._newest |= row
         newest = self._newest
         shown = {name: form.format(newest[name]) for name, form in SHOWN.items() if name in newest}
         shown |= {"tokens": f"{newest['tokens']:.3g}", "peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
+
+    def _track(self, row: dict[str, Any]) -> None:
+        """Gives the trackers a step's numbers; one that fails is left out from then on."""
+        for tracker in [*self._trackers]:
+            with self._leaving_out(tracker):
+                tracker.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+
+    @contextmanager
+    def _leaving_out(self, tracker: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Each service raises its own.
+            self._trackers = [other for other in self._trackers if other is not tracker]
+            words = (
+                f"the tracker {tracker.name} failed: {error!r}. The run goes on without it; {self._path} has all steps."
+            )
+            warnings.warn(words, RuntimeWarning, stacklevel=4)
 
     @contextmanager
     def _refusing(self, step: int) -> Iterator[None]:
@@ -99,7 +116,8 @@ class Metrics:
             self._bar.close()
             self._file.close()
             for tracker in self._trackers:
-                tracker.finish()
+                with self._leaving_out(tracker):
+                    tracker.finish()
 
     def plot(self) -> None:
         """Draws the losses of all steps; no file where there were none."""

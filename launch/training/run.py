@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 
@@ -62,7 +64,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
         folder / "checkpoints",
-        lambda to: _write_model(to, model_config, tokenizer),
+        lambda to: _write_model(to, model_config, tokenizer, Path(config.model)),
         keep=config.keep_checkpoints,
     )
     saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
@@ -207,7 +209,11 @@ class Loop:
         row |= self._rates(num_tokens, seconds)
         is_last = step == trainer.num_steps
         if trainer.held_out is not None and (step == 1 or step % config.eval_every == 0 or is_last):
-            row["eval_loss"] = trainer.evaluate(self._watchdog)
+            try:
+                row["eval_loss"] = trainer.evaluate(self._watchdog, interruption)
+            except InterruptedStepError:
+                # The step is made; without its held-out loss.
+                asked = 1
         is_due = bool(config.checkpoint_every) and (asked > 0 or step % config.checkpoint_every == 0 or is_last)
         if is_due or "eval_loss" in row:
             with self._published_first():
@@ -225,7 +231,7 @@ class Loop:
         if trainer.data.num_sequences is not None:
             row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
         row["peak_memory_bytes"] = peak_memory_bytes()
-        row["learning_rate"] = float(trainer.schedule.get_last_lr()[0])
+        row["learning_rate"] = trainer.learning_rate
         return row | self._flops.utilization(speed / world_size())
 
     def _note_loss(self, loss: float) -> bool:
@@ -287,8 +293,11 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     return resolved
 
 
-def _write_model(folder: Path, model_config: Any, tokenizer: Any) -> None:
+def _write_model(folder: Path, model_config: Any, tokenizer: Any, pretrained: Path) -> None:
     model_config.save_pretrained(folder)
+    if (pretrained / GENERATION_CONFIG_NAME).is_file():
+        # How a pretrained model generates: tokens that end a text, temperature and the like.
+        shutil.copyfile(pretrained / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # So general by the tokenizers library.

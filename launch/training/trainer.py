@@ -70,6 +70,8 @@ class Trainer:
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
         """of this rank's stream, before what the running step takes"""
+        self.learning_rate = 0.0
+        """of the last step, of the first group of parameters"""
         self._pad = pad
         self._data_rank, self._data_size = dims.data_rank(rank()), dims.data_size
         engine.model.train()
@@ -104,6 +106,7 @@ class Trainer:
                 self.engine.backward(loss)
             losses.append(loss.detach())
         norm = self.engine.update()
+        self.learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         self.own_loss = torch.stack(losses).sum()
         mean = total_on_device(self.own_loss.clone()) / self.dims.world_size
@@ -115,8 +118,12 @@ class Trainer:
         return mean, norm, tokens
 
     @torch.no_grad()
-    def evaluate(self, watchdog: Watchdog) -> float:
-        """Computes the mean loss on held-out data, the same on every rank."""
+    def evaluate(self, watchdog: Watchdog, interruption: Interruption | None = None) -> float:
+        """Computes the mean loss on held-out data, the same on every rank.
+
+        Raises:
+            InterruptedStepError: a rank was asked to end.
+        """
         assert self.held_out is not None
         config, held_out = self.config, self.held_out
         rows = self._data_size * config.batch_size
@@ -126,6 +133,9 @@ class Trainer:
         one = torch.tensor(1.0, device=device())
         for first in range(0, min(most, held_out.num_sequences), rows):
             watchdog.at(self.progress.step, "evaluating")
+            if interruption is not None and total(interruption.requested)[0]:
+                self.engine.model.train()
+                raise InterruptedStepError
             mine = held_out.in_order(first, min(rows, most - first))[self._data_rank :: self._data_size]
             batch = self._collated(mine)
             sums[0] += self._loss(batch, one)
