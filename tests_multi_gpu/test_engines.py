@@ -310,6 +310,17 @@ def test_a_dry_run_knows_what_was_measured(
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.03 if "--sp" in options else 0.08)
 
 
+def test_a_dry_run_knows_what_accumulation_holds() -> None:
+    """A rank's shard of the gradients, whatever the batch; with --accumulate_unsharded all of them, of 8.03e9 numbers."""
+    for sequences, unsharded, gib in ((8, "false", 3.74), (512, "false", 3.74), (8, "true", 3.74), (512, "true", 29.9)):
+        options = ["--world_size", "8", "--batch_size", "1", "--global_batch_size", str(sequences)]
+        config = parse([str(LAUNCH / "llama_8b.yaml"), *options, "--accumulate_unsharded", unsharded])
+        model_config = find_config(config, 1)
+        dims = parallel_dims_of(config, 8)
+        for found in plan(config, dims, shell(config, model_config), model_config).plans:
+            assert found.gradients / 2**30 == pytest.approx(gib, rel=0.01)
+
+
 def test_a_dry_run_allocates_nothing(cache: Path) -> None:
     command = [sys.executable, str(LAUNCH / "train.py"), "launch/llama_8b.yaml", "--dry_run", "--world_size", "4"]
     command += ["--tokenizer", str(cache / "tokenizer")]

@@ -4,6 +4,7 @@ rank that is stuck."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from training.config import TrainConfig
 from training.distributed import rank
 from training.engine import TorchEngine
 from training.fault_tolerance import NO_HEARTBEAT, PHASES, describe_stall
+from training.model import shell
 from training.run import train
 from training.trainer import Trainer
 from training_runs import (
@@ -332,6 +334,49 @@ def evaluate_until_a_signal(config: TrainConfig) -> int:
     with mock.patch.object(Trainer, "_loss", loss):
         train(config)
     return len(begun)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_accumulation_holds_sharded_gradients_alone(
+    strategy: Any, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Without --accumulate_unsharded: the losses are the same, and a rank holds its shard of the gradients."""
+    settings: dict[str, Any] = {"strategy": strategy, "steps": 2, "batch_size": 1, "global_batch_size": 12}
+    settings |= {"checkpoint_every": 0, "eval_fraction": 0.0}
+    held, losses = {}, {}
+    for unsharded in (False, True):
+        config = config_for(data, cache, tmp_path / str(unsharded), accumulate_unsharded=unsharded, **settings)
+        held[unsharded] = workers_2.run(bytes_before_each_micro_batch, config)
+        losses[unsharded] = losses_of(tmp_path / str(unsharded))
+    assert losses[False] == pytest.approx(losses[True], rel=1e-5)
+    for (own, parameters), (others, _) in zip(held[False], held[True], strict=True):
+        # Of the first step, in whose first micro-batch there is no gradient.
+        first, *rest = own[:6]
+        assert max(rest) - first < 1.1 * parameters / 2
+        first, *rest = others[:6]
+        assert max(rest) - first > 0.9 * parameters
+
+
+def bytes_before_each_micro_batch(config: TrainConfig) -> tuple[list[int], int]:
+    """Bytes of all tensors that this rank holds, and those of all parameters in fp32."""
+    own: Any = Trainer._loss
+    held, numbers = [], 0
+
+    def loss(self: Trainer, *arguments: Any) -> Any:
+        nonlocal numbers
+        numbers = numbers or sum(p.numel() for p in shell(config, self.engine.model.config).parameters())
+        gc.collect()
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in gc.get_objects()
+            if issubclass(type(tensor), torch.Tensor) and type(tensor) is not DTensor and tensor.device.type == "cpu"
+        }
+        held.append(sum(storages.values()))
+        return own(self, *arguments)
+
+    with mock.patch.object(Trainer, "_loss", loss):
+        train(config)
+    return held, 4 * numbers
 
 
 def test_a_tracker_that_fails_is_left_out(data: Path, cache: Path, tmp_path: Path) -> None:

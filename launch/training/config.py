@@ -109,6 +109,10 @@ class TrainConfig:
     sequence_length: int = option(512, "tokens of one packed sequence")
     attend_across_documents: bool = option(False, "let a sequence be one text: positions and attention run on")
     batch_size: int = option(8, "sequences of one micro-batch on each rank")
+    accumulate_unsharded: bool = option(
+        False,
+        "fsdp1, fsdp2: reduce gradients in the last micro-batch alone, and keep unsharded ones in fp32 until then",
+    )
     global_batch_size: Optional[int] = option(
         None, "sequences of one optimizer step on all ranks, by gradient accumulation; default: one micro-batch each"
     )

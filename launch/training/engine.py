@@ -34,7 +34,8 @@ class Engine(Protocol):
     """of what :meth:`save` writes; :meth:`load` reads no other"""
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Wraps forward and backward of a micro-batch; gradients are reduced over ranks in the last one of a step."""
+        """Wraps forward and backward of a micro-batch. Sharded gradients are reduced over ranks in each one, others in
+        the last one of a step."""
 
     def backward(self, loss: Tensor) -> None: ...
 
@@ -74,12 +75,15 @@ class TorchEngine:
         self.model = build(config, dims, model)
         self.optimizer = make_optimizer(self.model, config, decayed)
         self._max_norm = config.max_grad_norm
+        # FSDP1 does not add gradients that it has moved to the CPU.
+        self._accumulates_unsharded = config.accumulate_unsharded or (dims.strategy == "fsdp1" and config.cpu_offload)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last)
-        is_wrapper = isinstance(self.model, DistributedDataParallel | FullyShardedDataParallel)
-        return self.model.no_sync() if is_wrapper and not is_last else nullcontext()  # type: ignore[operator]
+            self.model.set_requires_gradient_sync(is_last or not self._accumulates_unsharded)
+        is_fsdp1 = isinstance(self.model, FullyShardedDataParallel) and self._accumulates_unsharded
+        skips = not is_last and (is_fsdp1 or isinstance(self.model, DistributedDataParallel))
+        return self.model.no_sync() if skips else nullcontext()  # type: ignore[operator]
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

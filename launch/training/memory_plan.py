@@ -129,6 +129,9 @@ def _plan(
     layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
     embedding = structure.head.weight.numel() * size
     stored = _stored(a, dims, numbers, layer, embedding, size)
+    accumulates = dims.micro_batches(config, dims.global_batch_size(config)) > 1
+    if dims.strategy in ("fsdp1", "fsdp2") and config.accumulate_unsharded and accumulates:
+        stored = replace(stored, gradients=numbers * FP32)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)
     kept = (0 if a.offload_checkpoints else T * D * size) if a.activation_checkpointing else layer_needs.kept
