@@ -311,9 +311,9 @@ def test_a_dry_run_knows_what_was_measured(
 
 
 def test_a_dry_run_knows_what_accumulation_holds() -> None:
-    """A rank's shard of the gradients, whatever the batch; with --accumulate_unsharded all of them, of 8.03e9 numbers."""
+    """A rank's shard of the gradients, whatever the batch; with --accumulate_unsharded all 8.03e9 numbers of them."""
     for sequences, unsharded, gib in ((8, "false", 3.74), (512, "false", 3.74), (8, "true", 3.74), (512, "true", 29.9)):
-        options = ["--world_size", "8", "--batch_size", "1", "--global_batch_size", str(sequences)]
+        options = ["--dry_run", "true", "--world_size", "8", "--batch_size", "1", "--global_batch_size", str(sequences)]
         config = parse([str(LAUNCH / "llama_8b.yaml"), *options, "--accumulate_unsharded", unsharded])
         model_config = find_config(config, 1)
         dims = parallel_dims_of(config, 8)
