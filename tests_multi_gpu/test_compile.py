@@ -140,3 +140,18 @@ def test_two_graphs_for_any_number_of_tokens(outputs: tuple[str, ...]) -> None:
         drawn = torch.randint(0, V, (tokens,), device=DEVICE)
         compiled(leaf(tokens, D, seed=1), weight, drawn).backward()
         assert graphs.frame_count <= (2 if tokens <= 64 or not outputs else 3), tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_does_not_change_a_mean(dtype: torch.dtype) -> None:
+    """A graph counts labels on the device; 70,000 of them are infinite in fp16."""
+    logits = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    drawn = torch.randint(0, 3, (len(logits),), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    truth = torch.nn.functional.cross_entropy(logits.detach().double(), drawn)
+    torch.set_default_dtype(dtype)
+    try:
+        loss = torch.compile(liger_dist.cross_entropy, backend="aot_eager", fullgraph=True)(logits, drawn)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < 1e-6

@@ -73,7 +73,10 @@ def test_facts_of_labels(name: str, dtype: torch.dtype, backend: Any) -> None:
         limits = torch.iinfo(torch.int64)
         smallest, largest = min(valid, default=limits.max), max(valid, default=limits.min)
         in_range = not valid or (smallest >= 0 and largest < V)
-        assert facts.facts_5.tolist() == [len(valid), smallest, largest, int(in_range), max(len(valid), 1)]
+        assert facts.range_3.tolist() == [len(valid), smallest, largest]
+        assert facts.is_in_range.item() is in_range
+        assert facts.divisor.item() == max(len(valid), 1)
+        assert facts.divisor.dtype == torch.float32
 
 
 def test_an_unsigned_label_is_not_the_ignored_one() -> None:

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import liger_dist_kernels
+from liger_dist_kernels._triton_utils import ANY_LENGTH
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOME = (
@@ -50,6 +56,17 @@ def test_no_number_of_tokens_compiles_a_kernel_anew() -> None:
     for line in lines:
         assert line["launched"] > 0, line
         assert line["new"] == [] or line["tokens"] in first, line
+
+
+def test_what_is_not_specialised_are_arguments_of_kernels() -> None:
+    found = set()
+    for module in pkgutil.iter_modules(liger_dist_kernels.__path__):
+        for kernel in vars(import_module(f"liger_dist_kernels.{module.name}")).values():
+            if getattr(kernel, "__name__", "").endswith("_kernel"):
+                found |= set(inspect.signature(kernel.fn).parameters)
+    for names in ANY_LENGTH.values():
+        assert set(names) <= found
+        assert len(set(names)) == len(names)
 
 
 def lines_of(program: str, *arguments: str) -> list[Any]:

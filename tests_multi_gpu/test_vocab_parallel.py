@@ -128,6 +128,37 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     return errors | {output: output_error(result, truth, output) for output in outputs}
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_compiled_loss_of_row_shards_reads_all_rows(reduction: Any, workers_2: Workers) -> None:
+    for errors in workers_2.run(errors_of_compiled, reduction):
+        assert max(errors) < 1e-12
+
+
+def errors_of_compiled(reduction: Any) -> list[float]:
+    """Of the loss and its gradients, compiled without the collectives' own graphs and eager."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 8, generator=generator, dtype=torch.float64).to(compute_device()) for n in (12, 20)
+    )
+    labels = torch.randint(20, (12,), generator=generator).to(compute_device())
+    rank = dist.get_rank()
+    shard = VocabularyShard(group=dist.group.WORLD, start=10 * rank, vocab_size=20)  # type: ignore[arg-type]
+
+    def loss(hidden: Tensor, rows: Tensor) -> Tensor:
+        spec = LossArguments(options=LossOptions(), reduction=reduction)
+        return vocab_parallel_linear_cross_entropy(
+            hidden, rows, None, labels, shard=shard, loss=spec, execution=Execution()
+        ).loss
+
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        leaves = [hidden.clone().requires_grad_(), weight[10 * rank : 10 * rank + 10].clone().requires_grad_()]
+        value = function(*leaves)
+        found.append([value, *torch.autograd.grad(value.square().sum(), leaves)])
+    return [relative_error(got, want) for got, want in zip(*reversed(found), strict=True)]
+
+
 def tensors_of_tokens(case: dict[str, Any], count: int, vocab_size: int, generator: torch.Generator) -> dict[str, Any]:
     """Temperatures and chosen classes for a case that asks for them: one class twice, and none for some tokens."""
     if "token_ids" not in case:

@@ -26,9 +26,7 @@ from .linear_cross_entropy import LinearCrossEntropyResult as LinearCrossEntropy
 from .linear_cross_entropy import Scoring as Scoring
 from .linear_cross_entropy import gradients_of_logits as gradients_of_logits
 from .linear_cross_entropy import recompute_gradients as recompute_gradients
-from .linear_cross_entropy import score as score
-from .linear_cross_entropy import score_and_keep as score_and_keep
-from .linear_cross_entropy import score_with_gradients as score_with_gradients
+from .linear_cross_entropy import score_rows as score_rows
 from .linear_divergence import LinearDivergenceResult as LinearDivergenceResult
 from .linear_divergence import TeacherHead as TeacherHead
 from .linear_divergence import bytes_of_class as bytes_of_class

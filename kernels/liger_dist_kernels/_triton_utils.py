@@ -75,7 +75,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 ANY_LENGTH: dict[str, Any] = {
     "do_not_specialize": ("T", "tokens", "num_parts", "stride_g", "stride_nll", "stride_anchor_n"),
     "do_not_specialize_on_alignment": (
-        *("labels_ptr", "marked_ptr", "facts_ptr", "nll_ptr", "mass_ptr", "d_lse_ptr", "smoothing_ptr", "fields_ptr"),
+        *("labels_ptr", "marked_ptr", "nll_ptr", "mass_ptr", "d_lse_ptr", "smoothing_ptr", "fields_ptr"),
         *(
             "arrived_ptr",
             "ticket_ptr",

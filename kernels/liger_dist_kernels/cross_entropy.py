@@ -6,7 +6,7 @@ Legend: T tokens, V vocabulary, N tiles of the vocabulary, K chosen classes of e
 
 The two sweeps know nothing of reductions, weights or upstream gradients: per-token numbers go in and come out, and
 ``token_loss.py`` turns them into losses and coefficients. Statistics of slices of the vocabulary can be merged. Where
-the upstream gradients are known beforehand, ``cross_entropy_fwd_bwd.py`` does both in one launch.
+the upstream gradients are known beforehand, ``one_launch.py`` does both in one launch.
 
 [Note: Exponentials of fp32 logits]
 The gradient of a 16-bit product needs the probabilities in 16 bits, and the loss needs the logits in fp32. So fp32

@@ -20,31 +20,28 @@ _SMALLEST, _LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
 
 class LabelFacts(NamedTuple):
-    """Labels, and what is known of those that count."""
+    """Labels, and what is known of those that are not ignored; on the device of the labels."""
 
     labels_T: Tensor
     """``[T]`` int64, -1 for an ignored token"""
-    facts_5: Tensor
-    """int64, on the device of the labels: ``count`` of labels that are not ignored, the smallest and the largest of
-    them (without any, the largest and the smallest int64), and the two below"""
-
-    @property
-    def is_in_range(self) -> Tensor:
-        """0-d: 1 if all labels that count lie in ``[0, vocab_size)``, otherwise 0."""
-        return self.facts_5[3]
-
-    @property
-    def divisor(self) -> Tensor:
-        """0-d: ``count``, but at least 1, for a mean over the tokens."""
-        return self.facts_5[4]
+    range_3: Tensor
+    """int64: the number of labels that are not ignored, the smallest and the largest of them (without any, the largest
+    and the smallest int64)"""
+    is_in_range: Tensor
+    """0-d bool: True if all of them lie in ``[0, vocab_size)``"""
+    divisor: Tensor
+    """0-d fp32: their number, but at least 1, for a mean over the tokens"""
 
 
 @triton.jit(**ANY_LENGTH)
-def _label_facts_kernel(labels_ptr, marked_ptr, facts_ptr, T, ignore_index, vocab_size, BLOCK: tl.constexpr):
+def _label_facts_kernel(
+    labels_ptr, marked_ptr, range_ptr, is_in_range_ptr, divisor_ptr, T, ignore_index, vocab_size, BLOCK: tl.constexpr
+):
     count = tl.zeros((BLOCK,), tl.int64)
     smallest = tl.full((BLOCK,), _LARGEST, tl.int64)
     largest = tl.full((BLOCK,), _SMALLEST, tl.int64)
-    start = tl.program_id(0) * BLOCK
+    # 0, as a number of the device: there is one program, and a loop that begins with a constant would be unrolled.
+    start = tl.program_id(0)
     while start < T:
         offs = start + tl.arange(0, BLOCK)
         label = tl.load(labels_ptr + offs, mask=offs < T, other=0).to(tl.int64)
@@ -55,31 +52,44 @@ def _label_facts_kernel(labels_ptr, marked_ptr, facts_ptr, T, ignore_index, voca
         largest = tl.where(is_valid & (label > largest), label, largest)
         start += BLOCK
     total, lowest, highest = tl.sum(count), tl.min(smallest), tl.max(largest)
-    tl.store(facts_ptr, total)
-    tl.store(facts_ptr + 1, lowest)
-    tl.store(facts_ptr + 2, highest)
-    tl.store(facts_ptr + 3, ((total == 0) | ((lowest >= 0) & (highest < vocab_size))).to(tl.int64))
-    tl.store(facts_ptr + 4, tl.where(total == 0, 1, total))
+    tl.store(range_ptr, total)
+    tl.store(range_ptr + 1, lowest)
+    tl.store(range_ptr + 2, highest)
+    tl.store(is_in_range_ptr, (total == 0) | ((lowest >= 0) & (highest < vocab_size)))
+    tl.store(divisor_ptr, tl.where(total == 0, 1, total).to(tl.float32))
 
 
 @on_its_device
 def label_facts(
     labels_T: Tensor, *, ignore_index: int, vocab_size: int = 2**31 - 1, backend: Backend = "auto"
 ) -> LabelFacts:
-    """Args:
-    labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` in its own dtype
-        alone.
-    vocab_size: for ``is_in_range``.
+    """Marks ignored labels, counts the others and finds their range.
+
+    Args:
+        labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` in its own
+            dtype alone.
+        vocab_size: for ``is_in_range``.
     """
     if not runs_triton(labels_T, backend):
         return label_facts_reference(labels_T, ignore_index=ignore_index, vocab_size=vocab_size)
     marked_T = torch.empty(labels_T.shape, dtype=torch.int64, device=labels_T.device)
-    facts_5 = torch.empty(5, dtype=torch.int64, device=labels_T.device)
-    # One program: 128 KiB of labels of 16,384 tokens take a few microseconds.
+    range_3 = torch.empty(3, dtype=torch.int64, device=labels_T.device)
+    is_in_range = torch.empty((), dtype=torch.bool, device=labels_T.device)
+    divisor = torch.empty((), dtype=torch.float32, device=labels_T.device)
+    # One program reads all of them: 128 KiB for 16,384 tokens.
     _label_facts_kernel[(1,)](
-        dense(labels_T), marked_T, facts_5, labels_T.numel(), ignore_index, vocab_size, BLOCK=BLOCK, num_warps=8
+        dense(labels_T),
+        marked_T,
+        range_3,
+        is_in_range,
+        divisor,
+        labels_T.numel(),
+        ignore_index,
+        vocab_size,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
-    return LabelFacts(marked_T, facts_5)
+    return LabelFacts(marked_T, range_3, is_in_range, divisor)
 
 
 def label_facts_reference(labels_T: Tensor, *, ignore_index: int, vocab_size: int) -> LabelFacts:
@@ -91,6 +101,9 @@ def label_facts_reference(labels_T: Tensor, *, ignore_index: int, vocab_size: in
     # One more number each, for no label at all.
     smallest = torch.cat([torch.where(valid_T, labels_T, limits.max), labels_T.new_full((1,), limits.max)]).min()
     largest = torch.cat([torch.where(valid_T, labels_T, limits.min), labels_T.new_full((1,), limits.min)]).max()
-    is_in_range = ((count == 0) | ((smallest >= 0) & (largest < vocab_size))).long()
-    facts_5 = torch.stack([count, smallest, largest, is_in_range, count.clamp_min(1)])
-    return LabelFacts(torch.where(valid_T, labels_T, -1), facts_5)
+    return LabelFacts(
+        torch.where(valid_T, labels_T, -1),
+        torch.stack([count, smallest, largest]),
+        (count == 0) | ((smallest >= 0) & (largest < vocab_size)),
+        count.clamp_min(1).to(torch.float32),
+    )

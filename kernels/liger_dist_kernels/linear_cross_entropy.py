@@ -152,6 +152,26 @@ class HeadSlice:
         return scoring.row_options(self.vocab_size, self.start + first_column)
 
 
+def score_rows(
+    hidden_TD: Tensor,
+    head: HeadSlice,
+    tokens: TokenChunks,
+    targets: TokenTargets,
+    *,
+    scoring: Scoring,
+    needs: GradientNeeds,
+    keeps_logits: bool,
+    has_upstream: bool,
+) -> tuple[LinearCrossEntropyResult, Tensor | None]:
+    """Scores ``tokens``, the chunks of ``hidden_TD``, by one of the three loops; returns the logits too if they are
+    kept."""
+    if keeps_logits:
+        return score_and_keep(hidden_TD, head, targets, scoring=scoring)
+    if not has_upstream:
+        return score(tokens, head, targets, scoring=scoring), None
+    return score_with_gradients(tokens, head, targets, scoring=scoring, needs=needs), None
+
+
 def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring) -> LinearCrossEntropyResult:
     """The terms of the caller's own tokens, which ``targets`` are of, without gradients."""
     parts = []

@@ -154,6 +154,7 @@ def _norm_bwd_kernel(
 def _norm_bwd_sum_kernel(parts_ptr, total_ptr, num_parts, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_D), parts_ptr.dtype.element_ty)
+    # 0, as a number of the device: a loop that begins with a constant would be unrolled.
     start = tl.program_id(1)
     while start < num_parts:
         part = start + tl.arange(0, BLOCK_P)[:, None]

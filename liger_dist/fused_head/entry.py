@@ -242,7 +242,7 @@ class Entry:
         summary = None
         if with_summary:
             labels = checked.labels if checked.is_aligned else checked.labels[..., 1:]
-            summary = LabelSummary.start(labels, call.ignore_index)
+            summary = LabelSummary.start(labels, call.ignore_index, self.config.backend)
         in_fp32: LogitsDtype = "fp32_operands" if computes_in_fp32(base_head(checked.head)) else None
         return Execution(
             backend=self.config.backend,

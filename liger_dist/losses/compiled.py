@@ -1,4 +1,4 @@
-"""What lm_head's rows compute, as ops that torch.compile does not look into.
+"""Registers scoring and recomputation of a full lm_head as custom ops, opaque to torch.compile.
 
 Legend: T tokens, D hidden, V vocabulary, K chosen classes of each token.
 
@@ -29,22 +29,25 @@ from liger_dist_kernels import (
     TokenTerms,
     gradients_of_logits,
     recompute_gradients,
-    score,
-    score_and_keep,
-    score_with_gradients,
+    score_rows,
     statistics_dtype,
 )
 from liger_dist_kernels.products import row_stride
 
-_GIVEN = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, {logits}, Tensor?[] targets, "
-    "Tensor?[] {gradients}, float[] numbers, float? softcap, bool[] flags, int top_k, int? memory_budget, str backend"
+_SCORE_SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, bool keeps_logits, Tensor?[] targets, "
+    "Tensor?[] upstream, float[] numbers, float? softcap, bool[] flags, int top_k, int? memory_budget, str backend) "
+    "-> Tensor[]"
 )
-Given = tuple[Any, ...]
+_RECOMPUTE_SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor? logits, Tensor?[] targets, "
+    "Tensor?[] coefficients, float[] numbers, float? softcap, bool[] flags, int top_k, int? memory_budget, "
+    "str backend) -> Tensor[]"
+)
 
 
-def _given(scoring: Scoring, needs: GradientNeeds) -> Given:
-    """The arguments of an op that are no tensors of tokens or of the head."""
+def _pack_scoring(scoring: Scoring, needs: GradientNeeds) -> tuple[Any, ...]:
+    """Returns the records as arguments of an op, without the class weights."""
     options, outputs = scoring.options, scoring.outputs
     numbers = (options.label_smoothing, options.z_loss, options.logit_scale, options.temperature, options.soft_weight)
     flags = [outputs.entropy, outputs.sum_sq_prob, outputs.mean_logit, needs.hidden, needs.weight, needs.bias]
@@ -52,9 +55,9 @@ def _given(scoring: Scoring, needs: GradientNeeds) -> Given:
     return [*numbers], options.softcap, flags, scoring.top_k, scoring.memory_budget, scoring.backend
 
 
-def _taken(class_weight: Tensor | None, given: Given) -> tuple[Scoring, GradientNeeds]:
-    """The records that :func:`_given` took apart."""
-    (smoothing, z_loss, scale, temperature, soft_weight), softcap, flags, top_k, memory_budget, backend = given
+def _unpack_scoring(class_weight: Tensor | None, packed: tuple[Any, ...]) -> tuple[Scoring, GradientNeeds]:
+    """Returns the records that :func:`_pack_scoring` took."""
+    (smoothing, z_loss, scale, temperature, soft_weight), softcap, flags, top_k, memory_budget, backend = packed
     entropy, sum_sq_prob, mean_logit, hidden, weight, bias, is_fp32 = flags
     options = LossOptions(
         label_smoothing=smoothing,
@@ -77,13 +80,14 @@ def _taken(class_weight: Tensor | None, given: Given) -> tuple[Scoring, Gradient
 
 
 def _gradient_names(needs: GradientNeeds) -> list[str]:
+    """Returns the gradients that an op computes, in order."""
     named = {"d_hidden_TD": needs.hidden, "d_weight_VD": needs.weight, "d_bias_V": needs.bias}
     return [name for name, is_needed in named.items() if is_needed]
 
 
 def _names(scoring: Scoring, needs: GradientNeeds, targets: TokenTargets, *, with_gradients: bool) -> list[str]:
-    """The fields of a result that are tensors, in order."""
-    asks = {
+    """Returns the fields of a result that are tensors, in order."""
+    is_present = {
         "entropy_T": scoring.outputs.entropy,
         "mean_logit_T": scoring.outputs.sums_logits(scoring.options),
         "sum_sq_prob_T": scoring.outputs.sum_sq_prob,
@@ -91,24 +95,24 @@ def _names(scoring: Scoring, needs: GradientNeeds, targets: TokenTargets, *, wit
         **dict.fromkeys(("top_Tk", "top_ids_Tk", "remainder_T"), scoring.top_k > 0),
     }
     fields = (*TokenTerms._fields, *ChosenLogProbs._fields)
-    return [name for name in fields if asks.get(name, True)] + (_gradient_names(needs) if with_gradients else [])
+    return [name for name in fields if is_present.get(name, True)] + (_gradient_names(needs) if with_gradients else [])
 
 
-def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, none of which shares its memory with another one."""
+def _without_aliases(tensors: list[Tensor]) -> list[Tensor]:
+    """Clones tensors that share memory with an earlier one, which an op may not return."""
     seen: set[int] = set()
-    apart = []
+    returned = []
     for tensor in tensors:
         pointer = tensor.untyped_storage().data_ptr()
-        apart.append(tensor.clone() if pointer in seen else tensor)
+        returned.append(tensor.clone() if pointer in seen else tensor)
         seen.add(pointer)
-    return apart
+    return returned
 
 
 @torch.library.custom_op(
     "liger_dist::score",
     mutates_args=(),
-    schema=f"({_GIVEN.format(logits='bool keeps_logits', gradients='upstream')}) -> Tensor[]",
+    schema=_SCORE_SCHEMA,
 )
 def _score(
     hidden: Tensor,
@@ -118,25 +122,35 @@ def _score(
     keeps_logits: bool,
     targets: list[Tensor | None],
     upstream: list[Tensor | None],
-    *given: Any,
+    *packed: Any,
 ) -> list[Tensor]:
-    scoring, needs = _taken(class_weight, given)
+    scoring, needs = _unpack_scoring(class_weight, packed)
     head, scored = HeadSlice.full(weight, bias), TokenTargets(*targets)  # type: ignore[arg-type]
-    kept = []
-    if keeps_logits:
-        result, logits = score_and_keep(hidden, head, scored, scoring=scoring)
-        # Its rows with what lies between them.
-        kept.append(logits.as_strided((len(hidden), row_stride(len(weight))), logits.stride()))
-    elif not upstream:
-        result = score(LocalTokens(hidden, scored), head, scored, scoring=scoring)
-    else:
-        tokens = LocalTokens.planned(
-            hidden, scored, TokenGradients(*upstream), scoring.memory_budget, len(weight), trains=needs.weight
-        )
-        result = score_with_gradients(tokens, head, scored, scoring=scoring, needs=needs)
+    tokens = LocalTokens.planned(
+        hidden,
+        scored,
+        TokenGradients(*upstream) if upstream else None,
+        scoring.memory_budget,
+        len(weight),
+        trains=needs.weight,
+    )
+    result, logits = score_rows(
+        hidden,
+        head,
+        tokens,
+        scored,
+        scoring=scoring,
+        needs=needs,
+        keeps_logits=keeps_logits,
+        has_upstream=bool(upstream),
+    )
     fields = result.terms._asdict() | result.chosen._asdict() | result._asdict()
     names = _names(scoring, needs, scored, with_gradients=bool(upstream))
-    return kept + _apart([fields[name] for name in names])
+    returned = _without_aliases([fields[name] for name in names])
+    if logits is None:
+        return returned
+    # With the columns between its rows, whose numbers are not initialised: no view may be returned.
+    return [logits.as_strided((len(hidden), row_stride(len(weight))), logits.stride()), *returned]
 
 
 @_score.register_fake
@@ -148,9 +162,9 @@ def _(
     keeps_logits: bool,
     targets: list[Tensor | None],
     upstream: list[Tensor | None],
-    *given: Any,
+    *packed: Any,
 ) -> list[Tensor]:
-    scoring, needs = _taken(class_weight, given)
+    scoring, needs = _unpack_scoring(class_weight, packed)
     scored = TokenTargets(*targets)  # type: ignore[arg-type]
     names = _names(scoring, needs, scored, with_gradients=bool(upstream))
     kept = []
@@ -161,7 +175,7 @@ def _(
 
 
 def _empty(name: str, hidden: Tensor, weight: Tensor, targets: TokenTargets, top_k: int) -> Tensor:
-    """A tensor of the shape and dtype of a field."""
+    """Makes a tensor of the shape and dtype of a field."""
     # len() would fix the number of tokens.
     T, dtype = hidden.shape[0], statistics_dtype(hidden.dtype)
     if name == "d_hidden_TD":
@@ -181,7 +195,7 @@ def _empty(name: str, hidden: Tensor, weight: Tensor, targets: TokenTargets, top
 @torch.library.custom_op(
     "liger_dist::recompute",
     mutates_args=(),
-    schema=f"({_GIVEN.format(logits='Tensor? logits', gradients='coefficients')}) -> Tensor[]",
+    schema=_RECOMPUTE_SCHEMA,
 )
 def _recompute(
     hidden: Tensor,
@@ -191,9 +205,9 @@ def _recompute(
     logits: Tensor | None,
     targets: list[Tensor | None],
     coefficients: list[Tensor | None],
-    *given: Any,
+    *packed: Any,
 ) -> list[Tensor]:
-    scoring, needs = _taken(class_weight, given)
+    scoring, needs = _unpack_scoring(class_weight, packed)
     head, scored = HeadSlice.full(weight, bias), TokenTargets(*targets)  # type: ignore[arg-type]
     known = GradientCoefficients(*coefficients)  # type: ignore[arg-type]
     if logits is not None:
@@ -217,9 +231,9 @@ def _(
     logits: Tensor | None,
     targets: list[Tensor | None],
     coefficients: list[Tensor | None],
-    *given: Any,
+    *packed: Any,
 ) -> list[Tensor]:
-    scoring, needs = _taken(class_weight, given)
+    scoring, needs = _unpack_scoring(class_weight, packed)
     scored = TokenTargets(*targets)  # type: ignore[arg-type]
     return [_empty(name, hidden, weight, scored, scoring.top_k) for name in _gradient_names(needs)]
 
@@ -234,10 +248,10 @@ def compiled_score(
     *,
     keeps_logits: bool,
 ) -> tuple[LinearCrossEntropyResult, Tensor | None]:
-    """:meth:`.head_rows.HeadRows.score` of a full head in a compiled graph."""
+    """Calls the op of :meth:`.head_rows.HeadRows.score` for a full head."""
     gradients = [] if upstream is None else [*upstream]
     tensors = hidden_TD, head.weight_VD, head.bias_V, scoring.class_weight_V, keeps_logits, [*targets], gradients
-    found = torch.ops.liger_dist.score(*tensors, *_given(scoring, needs))
+    found = torch.ops.liger_dist.score(*tensors, *_pack_scoring(scoring, needs))
     logits_TV = None
     if keeps_logits:
         logits_TV, found = found[0][:, : head.vocab_size], found[1:]
@@ -261,8 +275,8 @@ def compiled_recompute(
     scoring: Scoring,
     needs: GradientNeeds,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """:meth:`.head_rows.HeadRows.recompute` of a full head in a compiled graph."""
+    """Calls the op of :meth:`.head_rows.HeadRows.recompute` for a full head."""
     tensors = hidden_TD, head.weight_VD, head.bias_V, scoring.class_weight_V, logits_TV, [*targets], [*coefficients]
-    found = torch.ops.liger_dist.recompute(*tensors, *_given(scoring, needs))
+    found = torch.ops.liger_dist.recompute(*tensors, *_pack_scoring(scoring, needs))
     named = dict(zip(_gradient_names(needs), found, strict=True))
     return named.get("d_hidden_TD"), named.get("d_weight_VD"), named.get("d_bias_V")

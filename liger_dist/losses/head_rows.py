@@ -34,9 +34,7 @@ from liger_dist_kernels import (
     plan_chunks,
     plan_pairs,
     recompute_gradients,
-    score,
-    score_and_keep,
-    score_with_gradients,
+    score_rows,
 )
 
 from .arguments import Execution, LossArguments, check_not_dtensor
@@ -68,6 +66,11 @@ class HeadRows:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         check_dtypes(hidden_states, weight, bias)
         return weight, bias
+
+    @property
+    def is_full(self) -> bool:
+        """True if these are all rows, which need no other rank."""
+        return True
 
     @property
     def largest(self) -> int:
@@ -111,14 +114,18 @@ class HeadRows:
         head, targets = self.head(weight_VD, bias_V, problem), problem.targets
         scoring, needs = problem.scoring, problem.needs
         keeps_logits = self.keeps_logits(hidden_TD, weight_VD, problem)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.is_full:
             return compiled_score(hidden_TD, head, targets, upstream, scoring, needs, keeps_logits=keeps_logits)
-        if keeps_logits:
-            return score_and_keep(hidden_TD, head, targets, scoring=scoring)
-        tokens = self.tokens(hidden_TD, problem, upstream)
-        if upstream is None:
-            return score(tokens, head, targets, scoring=scoring), None
-        return score_with_gradients(tokens, head, targets, scoring=scoring, needs=needs), None
+        return score_rows(
+            hidden_TD,
+            head,
+            self.tokens(hidden_TD, problem, upstream),
+            targets,
+            scoring=scoring,
+            needs=needs,
+            keeps_logits=keeps_logits,
+            has_upstream=upstream is not None,
+        )
 
     def recompute(
         self,
@@ -133,7 +140,7 @@ class HeadRows:
         ``logits_TV`` of :meth:`score`, which are overwritten unless the graph is retained."""
         head, targets = self.head(weight_VD, bias_V, problem), problem.targets
         scoring, needs = problem.scoring, problem.needs
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.is_full:
             return compiled_recompute(hidden_TD, head, targets, coefficients, logits_TV, scoring, needs)
         if logits_TV is None:
             tokens = self.tokens(hidden_TD, problem, coefficients)
@@ -146,7 +153,7 @@ class HeadRows:
             coefficients,
             scoring=scoring,
             needs=needs,
-            overwrite=not keeps_graph(),
+            overwrite=not (torch.compiler.is_compiling() or keeps_graph()),
         )
 
     def diverge(

@@ -25,19 +25,21 @@ class LabelSummary:
     Started at the model's entry and read in its lm_head, when the copy has usually finished.
     """
 
-    def __init__(self, labels: Tensor, ignore_index: int) -> None:
-        facts = label_facts(labels.reshape(-1), ignore_index=ignore_index)
+    def __init__(self, labels: Tensor, ignore_index: int, backend: Backend = "auto") -> None:
+        facts = label_facts(labels.reshape(-1), ignore_index=ignore_index, backend=backend)
         self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(facts.facts_5[:3], non_blocking=True)
+        self._host.copy_(facts.range_3, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record()
 
     @staticmethod
-    def start(labels: Tensor, ignore_index: int) -> LabelSummary | None:
+    def start(labels: Tensor, ignore_index: int, backend: Backend = "auto") -> LabelSummary | None:
         """Starts the copy for labels on a GPU; None for others, and in a CUDA graph."""
         if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
-        return LabelSummary(labels, ignore_index) if labels.numel() > 0 and not labels.is_floating_point() else None
+        if labels.numel() == 0 or labels.is_floating_point():
+            return None
+        return LabelSummary(labels, ignore_index, backend)
 
     def read(self) -> tuple[int, int, int]:
         """``(count, smallest, largest)``."""
@@ -55,7 +57,7 @@ class Targets:
     index_T: Tensor | None
     """positions of these tokens among all tokens, negative for padding to a fixed number; None for all tokens"""
     divisor: Tensor | int
-    """number of labels that are not ignored, but at least 1; 0-d int64 where only the device knows it"""
+    """number of labels that are not ignored, but at least 1; 0-d fp32 where only the device knows it"""
 
     def take(self, values_T: Tensor) -> Tensor:
         """``[K, ...]``: the rows of these tokens; differentiable."""
@@ -129,7 +131,7 @@ def select_targets(
         if max_valid_tokens is None or max_valid_tokens >= labels_T.numel() or not may_drop:
             return Targets(facts.labels_T, None, facts.divisor)
         device_assert(
-            facts.divisor <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
+            facts.range_3[0] <= max_valid_tokens, f"more than max_valid_tokens {max_valid_tokens} labels are valid"
         )
         index_T = torch.nonzero_static(facts.labels_T >= 0, size=max_valid_tokens, fill_value=-1)[:, 0]
         kept_T = torch.where(index_T < 0, -1, labels_T[index_T.clamp_min(0)])

@@ -22,7 +22,6 @@ from torch import Tensor
 from liger_dist.errors import refuse_second_order
 from liger_dist.tracing import in_checkpoint
 from liger_dist_kernels import (
-    GradientCoefficients,
     GradientNeeds,
     Scoring,
     TokenGradients,
@@ -42,8 +41,6 @@ from .outputs import (
     with_gradients_of_outputs,
 )
 from .scales import Scales, token_scales
-
-Gradients = TokenGradients | GradientCoefficients
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

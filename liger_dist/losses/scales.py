@@ -25,16 +25,20 @@ class Scales:
     are 0."""
 
     cross_entropy: Tensor
-    z_loss: Tensor
-    has_z_loss: bool
+    z_loss: Tensor | None
+    """None without a z-loss"""
     factor: Tensor | None = None
     """0-d common factor that gradients get in the backward only; None for 1"""
 
     def upstream(self, labels_T: Tensor, gradient: Tensor | None = None) -> TokenGradients:
         """Gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
-        scales = (self.cross_entropy, self.z_loss if self.has_z_loss else None)
-        gradients = (None if s is None else s if gradient is None else s * gradient for s in scales)
-        return TokenGradients(*(None if g is None else g.expand(labels_T.shape) for g in gradients))
+
+        def of_tokens(scale: Tensor | None) -> Tensor | None:
+            if scale is None:
+                return None
+            return (scale if gradient is None else scale * gradient).expand(labels_T.shape)
+
+        return TokenGradients(of_tokens(self.cross_entropy), of_tokens(self.z_loss))
 
     def total(self, values_T: Tensor) -> Tensor:
         """The sum or mean of ``values_T``, 0-d, as of the cross entropy."""
@@ -48,10 +52,10 @@ class Scales:
         """The loss and the z-loss part of it (None for 0): 0-d, or ``[T]`` for "none"."""
         if reduction == "none":
             loss = self.cross_entropy * terms.cross_entropy_T
-            z_loss = self.z_loss * terms.z_loss_T if self.has_z_loss else None
+            z_loss = None if self.z_loss is None else self.z_loss * terms.z_loss_T
         else:
             loss = self.total(terms.cross_entropy_T)
-            z_loss = self._total(self.z_loss, terms.z_loss_T) if self.has_z_loss else None
+            z_loss = None if self.z_loss is None else self._total(self.z_loss, terms.z_loss_T)
         return loss if z_loss is None else loss + z_loss, z_loss
 
 
@@ -66,8 +70,8 @@ def token_scales(
 ) -> Scales:
     """Scales of the tokens of ``targets``, in fp32, or fp64 for an fp64 ``dtype``.
 
-    For an fp16 ``dtype`` the divisor is kept apart as ``factor``: a gradient divided by the number of tokens would
-    underflow in fp16 before the loss scale multiplies it. A ``common_divisor``, alike on all ranks, replaces it there.
+    For an fp16 ``dtype`` the divisor is kept apart as ``factor``. A ``common_divisor``, alike on all ranks, replaces it
+    there.
     """
     keeps_apart = dtype == torch.float16 and loss.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -93,18 +97,23 @@ def token_scales(
     if loss.class_weight is not None:
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
         by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
-    by_token, by_label, factor = z_divisor, by_class, None
+    factor = None
     if keeps_apart:
-        # What the loss, but not yet its gradient, is divided by.
-        kept = (
-            by_class if common_divisor is None else torch.full((), common_divisor, dtype=dtype, device=labels_T.device)
-        )
-        by_token, by_label, factor = z_divisor / kept, by_class / kept, torch.reciprocal(kept)
-    z_scale = torch.reciprocal(by_token) if weight_T is None else weight_T / by_token
-    scale = z_scale
-    if by_label is not by_token:
-        scale = torch.reciprocal(by_label) if weight_T is None else weight_T / by_label
-    return Scales(cross_entropy=scale, z_loss=z_scale, has_z_loss=loss.options.z_loss != 0, factor=factor)
+        # A gradient divided by the number of tokens would underflow in fp16 before the loss scale multiplies it.
+        apart = by_class
+        if common_divisor is not None:
+            apart = torch.full((), common_divisor, dtype=dtype, device=labels_T.device)
+        factor = torch.reciprocal(apart)
+        by_class, z_divisor = by_class / apart, z_divisor / apart
+
+    def scale(divisor: Tensor) -> Tensor:
+        return torch.reciprocal(divisor) if weight_T is None else weight_T / divisor
+
+    z_loss = None
+    cross_entropy = scale(by_class)
+    if loss.options.z_loss != 0:
+        z_loss = cross_entropy if loss.class_weight is None else scale(z_divisor)
+    return Scales(cross_entropy=cross_entropy, z_loss=z_loss, factor=factor)
 
 
 def denominator(
@@ -128,7 +137,7 @@ def denominator(
     is divided by ``divide_factor``, as the framework divides summed gradients afterwards. Nothing is read by the host.
 
     Args:
-        count: number of valid tokens, but at least 1; None to count them.
+        count: number of valid tokens, but at least 1; None to count them. A tensor of another ``dtype`` is not used.
     """
     device = labels_T.device
     if reduction != "mean":
@@ -137,10 +146,11 @@ def denominator(
         return num_items_in_batch.to(device=device, dtype=dtype, non_blocking=True).reshape(())
     if num_items_in_batch is not None:
         return torch.full((), float(num_items_in_batch), dtype=dtype, device=device)
-    if weights_T is None and count is not None and not groups:
-        divisor = count if isinstance(count, Tensor) else torch.full((), float(count), dtype=dtype, device=device)
-        # A launch less: what divides by an int64 tensor gets fp32.
-        return divisor if dtype == torch.float32 else divisor.to(dtype)
+    if weights_T is None and not groups:
+        if isinstance(count, int):
+            return torch.full((), float(count), dtype=dtype, device=device)
+        if count is not None and count.dtype == dtype:
+            return count
     valid_T = labels_T >= 0
     total = valid_T.sum(dtype=dtype) if weights_T is None else torch.where(valid_T, weights_T, 0).sum(dtype=dtype)
     for group in groups:

@@ -53,6 +53,10 @@ class VocabularyShard(HeadRows):
         """Unchanged: products round row shards themselves."""
         return weight, bias
 
+    @property
+    def is_full(self) -> bool:
+        return False
+
     def keeps_logits(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> bool:
         """False: whether a rank's tokens fit would depend on their number, and all ranks call the same collectives."""
         return False
