@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from training.config import TrainConfig
+from training.fault_tolerance import default_grace
 from training.run import train
 from training_runs import (
     CPU,
@@ -76,6 +77,18 @@ def test_a_signal_inside_a_long_step_saves_and_ends(
         replace(config, strategy="none", global_batch_size=8, resume=True, steps=12, output_dir=str(tmp_path / "run"))
     )
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained), rel=1e-4)
+
+
+def test_the_last_checkpoint_has_the_time_that_torchrun_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert default_grace() == 20.0
+    files = (LAUNCH / "resolve.sh", LAUNCH / "kubernetes.yaml")
+    given, other = (re.findall(r"SHUTDOWN_TIMEOUT\D*(\d+)\D", file.read_text())[-1] for file in files)
+    assert given == other
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
+    assert default_grace() == float(given) - 10.0
+    (signal_at,) = re.findall(r"--signal=USR1@(\d+)", (LAUNCH / "slurm.sbatch").read_text())
+    assert float(given) < float(signal_at), "Slurm's signal comes early enough"
 
 
 @pytest.mark.parametrize("newest", ["none", "that of step 6"])

@@ -146,7 +146,11 @@ class TrainConfig:
     overwrite: bool = option(False, "begin anew in an output_dir that has checkpoints, and remove them")
     stop_at_step: Optional[int] = option(None, "stop there with a checkpoint, as an interruption would")
     stall_timeout: float = option(900.0, "seconds without a step until the watchdog names the stuck rank; 0 for none")
-    grace_seconds: float = option(20.0, "from SIGTERM, SIGINT or SIGUSR1 to the end, checkpoint included")
+    grace_seconds: Optional[float] = option(
+        None,
+        "from SIGTERM, SIGINT or SIGUSR1 to the end, checkpoint included; default: 10 less than torchrun's "
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which is 120 in the launch files and otherwise 30",
+    )
     log_every: int = option(1, "steps between lines in metrics.jsonl and the trackers")
     trackers: list[str] = option([], "tensorboard, wandb and others that Accelerate knows")
     run_name: str = option("liger_dist", "project of the trackers")

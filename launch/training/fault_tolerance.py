@@ -21,6 +21,7 @@ import torch.distributed as dist
 from liger_dist import LigerDistError
 
 from .distributed import (
+    KILL_AFTER,
     STORE_LIMIT,
     answer_of,
     gathered,
@@ -117,6 +118,11 @@ def _report(message: str, *, is_refusal: bool) -> None:
     if is_first_to_report() if dist.is_initialized() else speaks_for_machine() or not is_refusal:
         say(message)
     sys.stdout.flush()
+
+
+def default_grace() -> float:
+    """Returns the seconds that torchrun gives its processes to end, less what it needs itself."""
+    return max(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - KILL_AFTER, 0.0)
 
 
 class Interruption:

@@ -24,7 +24,7 @@ from .data_loader import check_sources, find_tokenization, load_data
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import on_rank_zero, rank, total, world_size
 from .engine import Engine, TorchEngine
-from .fault_tolerance import Interruption, Watchdog, check_weights, refuse_numbers
+from .fault_tolerance import Interruption, Watchdog, check_weights, default_grace, refuse_numbers
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import check_packing, check_wrap, find_config, shell
@@ -164,7 +164,8 @@ class Loop:
         """Trains; returns why it ended before the last step, or None."""
         trainer, config = self._trainer, self._trainer.config
         stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
-        interruption = Interruption(config.grace_seconds, lambda: self._checkpoints.published_step)
+        grace = default_grace() if config.grace_seconds is None else config.grace_seconds
+        interruption = Interruption(grace, lambda: self._checkpoints.published_step)
         with interruption.watched():
             is_asked = trainer.progress.step >= stop_at
             if config.gc_every:
