@@ -77,6 +77,49 @@ def test_rows_are_read_once_however_a_file_is_cut(size: int, tmp_path: Path) -> 
     assert len(found) == 6 * len(rows), "a folder has all of its files, and saved datasets"
 
 
+def test_what_of_a_folder_is_data(tmp_path: Path) -> None:
+    """As a hub, an editor, Python and macOS leave it: splits and hidden names as ``datasets`` reads them; what is not
+    read is listed."""
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    table = Dataset.from_list([{"text": "a"}]).data.table
+    for name in ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "more/validation/b.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, tmp_path / name)
+    texts = ("README.md", ".gitattributes", ".git/x.txt", ".ipynb_checkpoints/a.jsonl", "__pycache__/x.py", "._a.jsonl")
+    for name in (*texts, "b.JSONL", "c.ndjson", "d.tsv", "notes/e.txt", "src/test/f.py", "empty.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.jsonl" else '{"text": "a"}\n')
+    Dataset.from_list([{"text": "b"}]).save_to_disk(str(tmp_path / "saved"))
+    outside = tmp_path.parent / f"{tmp_path.name}-linked"
+    outside.mkdir()
+    (outside / "g.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "linked").symlink_to(outside)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    source = find_source(str(tmp_path))
+    read = {str(file.relative_to(tmp_path)) for file in source.files}
+    assert read == {
+        *("data/train-00000-of-00001.parquet", "b.JSONL", "c.ndjson", "notes/e.txt", "src/test/f.py", "saved"),
+        "linked/g.jsonl",
+    }
+    assert dict(source.left_out) == {
+        "data/test-00000-of-00001.parquet": "split test",
+        "more/validation/b.parquet": "split validation",
+        "README.md": "the card of the dataset",
+        **dict.fromkeys((".gitattributes", ".git", ".ipynb_checkpoints", "__pycache__", "._a.jsonl"), "hidden"),
+        "d.tsv": "of an unknown kind",
+        "empty.jsonl": "empty",
+        "gone.jsonl": "a link to nothing",
+    }
+    said = source.described()
+    assert f"data: {tmp_path}: files that are read (7): " in said
+    assert f"data: {tmp_path}: not read, split test (1): data/test-00000-of-00001.parquet" in said
+    only = find_source(str(tmp_path / "more"))
+    assert [file.name for file in only.files] == ["b.parquet"], "a split that is named is read"
+
+
 def test_the_place_of_a_row_is_its_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n{"text": "b"}\n{broken\n[1]\n')

@@ -287,12 +287,19 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Refuses sources that do not exist, on every rank: early, as they are read last.
+    """Lists what of folders is read, and refuses sources that do not exist, on every rank: early, as they are read
+    last.
 
     Raises:
         LigerDistError: as :func:`find_source`.
     """
-    on_rank_zero(lambda: [find_source(name).name for name in (*config.data, *config.eval_data)])
+
+    def found() -> None:
+        for source in map(find_source, (*config.data, *config.eval_data)):
+            if source.files != (Path(source.name),):
+                print(source.described(), flush=True)
+
+    on_rank_zero(found)
 
 
 def find_tokenization(config: TrainConfig) -> Tokenization:

@@ -22,12 +22,20 @@ SUFFIXES = {
     ".md": "text",
     ".py": "text",
     ".jsonl": "lines",
+    ".ndjson": "lines",
     ".json": "json",
     ".csv": "csv",
     ".parquet": "parquet",
 }
 COMPRESSED = (".gz", ".zst", ".bz2")
 """of text, JSON, JSONL and CSV; read by pyarrow, from the first byte to the last"""
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""words in the path of a table or a file of rows that name its split, as ``datasets`` reads them"""
+MOST_NAMED = 5
 TEXT_PART = 2**18
 """characters of a text that are tokenised at once: a longer one is read and tokenised in parts"""
 BREAK = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
@@ -70,6 +78,17 @@ class Source:
 
     name: str
     files: tuple[Path, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+    """path in a folder and reason of what is not read"""
+
+    def described(self) -> str:
+        """Lists what of a folder is read and what is not, in a line each."""
+        read = _some([str(file.relative_to(self.name)) for file in self.files])
+        lines = [f"data: {self.name}: files that are read ({len(self.files)}): {read}"]
+        for reason in dict.fromkeys(reason for _, reason in self.left_out):
+            names = [name for name, own in self.left_out if own == reason]
+            lines.append(f"data: {self.name}: not read, {reason} ({len(names)}): {_some(names)}")
+        return "\n".join(lines)
 
     def parts(self, size: int) -> list[Part]:
         """Divides the files into parts of about ``size`` bytes (tables: rows of about as many bytes), in the order of
@@ -103,12 +122,10 @@ def find_source(name: str) -> Source:
     if (path / "dataset_info.json").is_file():
         return Source(name, (path,))
     if path.is_dir():
-        saved = {info.parent for info in path.rglob("dataset_info.json")}
-        files = [f for f in path.rglob("*") if f.is_file() and _kind_of(f) and saved.isdisjoint(f.parents)]
-        inside = tuple(sorted([*saved, *(file for file in files if file.stat().st_size > 0)]))
+        inside, left_out = _files_of(path)
         if not inside:
             raise LigerDistError(f"the folder {path} holds no data; expected files of {known}.")
-        return Source(name, inside)
+        return Source(name, inside, left_out)
     if not path.is_file():
         raise LigerDistError(
             f"the data file {path} does not exist; give a file or folder on this machine (datasets of a hub are saved "
@@ -119,6 +136,55 @@ def find_source(name: str) -> Source:
     if path.stat().st_size == 0:
         raise LigerDistError(f"the data file {path} is empty; give a file with text in it.")
     return Source(name, (path,))
+
+
+def _files_of(folder: Path) -> tuple[tuple[Path, ...], tuple[tuple[str, str], ...]]:
+    """Returns the files and saved datasets of a folder that are read, and the others with their reasons."""
+    found: dict[Path, str | None] = {}
+    visited: set[Path] = set()
+
+    def visit(inside: Path) -> None:
+        if inside.resolve() in visited:
+            return
+        visited.add(inside.resolve())
+        for entry in sorted(inside.iterdir()):
+            if entry.name.startswith(".") or entry.name == "__pycache__":
+                found[entry] = "hidden"
+            elif entry.is_dir() and not (entry / "dataset_info.json").is_file():
+                visit(entry)
+            elif not entry.exists():
+                found[entry] = "a link to nothing"
+            elif _kind_of(entry) is None:
+                found[entry] = "of an unknown kind"
+            elif entry.is_file() and entry.stat().st_size == 0:
+                found[entry] = "empty"
+            else:
+                found[entry] = None
+
+    visit(folder)
+    data = [entry for entry, reason in found.items() if reason is None]
+    rows = [entry for entry in data if _kind_of(entry) != "text"]
+    # Code and pages have folders of such names, too.
+    splits = {e: _split_of(e.relative_to(folder)) for e in data if e in rows or ".txt" in e.suffixes}
+    if "train" in splits.values():
+        found |= {entry: f"split {split}" for entry, split in splits.items() if split not in (None, "train")}
+    if rows and (folder / "README.md") in found:
+        found[folder / "README.md"] = "the card of the dataset"
+    if rows and (folder / "dataset_infos.json") in found:
+        found[folder / "dataset_infos.json"] = "the card of the dataset"
+    read = tuple(sorted(entry for entry, reason in found.items() if reason is None))
+    return read, tuple((str(entry.relative_to(folder)), reason) for entry, reason in found.items() if reason)
+
+
+def _split_of(path: Path) -> str | None:
+    """Returns the split that a path names: ``data/train-00000-of-00001.parquet``, ``test.jsonl``, ``dev/a.csv``."""
+    words = re.split(r"[-._ /0-9]+", str(path).lower())
+    return next((split for split, names in SPLITS.items() if any(word in names for word in words)), None)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
@@ -161,7 +227,7 @@ def _kind_of(file: Path) -> str | None:
     if file.is_dir():
         return "saved"
     suffix = file.suffixes[-2] if file.suffix in COMPRESSED and len(file.suffixes) > 1 else file.suffix
-    kind = SUFFIXES.get(suffix)
+    kind = SUFFIXES.get(suffix.lower())
     return kind if file.suffix not in COMPRESSED or kind in ("text", "lines", "json", "csv") else None
 
 
