@@ -291,6 +291,25 @@ def test_weights_decide_how_often_a_source_is_read(tokenizer_folder: Path, tmp_p
     assert [order[position] for position in (5, 1500, 700)] == [places[position] for position in (5, 1500, 700)]
 
 
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.9, 0.1), (0.2, 0.8)], ids=str)
+def test_weights_of_a_stream_are_shares_of_the_tokens(
+    shares: tuple[float, float], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Of documents of 14 and of 400 tokens, whichever ends first: cached data takes sequences by these shares."""
+    sources = []
+    for name, first, length, count in (("short", 10, 14, 3000), ("long", 20, 400, 100)):
+        rows = [{"input_ids": [first + i % 5] * length} for i in range(count)]
+        sources.append(tmp_path / f"{name}.jsonl")
+        sources[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = short(sources, tokenizer_folder, tmp_path, streaming=True, shuffle_window=16, data_weights=[*shares])
+    data, _ = loaded(replace(config, sequence_length=512))
+    tokens = Counter[int]()
+    while tokens.total() < 1_000_000:
+        tokens += tokens_of(data.take(0, 32, 0, 1))
+    share = sum(count for token, count in tokens.items() if token < 20) / tokens.total()
+    assert abs(share - shares[0]) < 0.02
+
+
 def test_streams_of_all_ranks_hold_every_document_once(
     many: Path, documents: list[list[int]], tokenizer_folder: Path, tmp_path: Path
 ) -> None:

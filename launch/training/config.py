@@ -43,7 +43,9 @@ class TrainConfig:
     tokenizer: Optional[str] = option(None, "folder with a tokenizer; default: the one in the folder of --model")
     chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")
     data: list[str] = option([], "sources: files or folders (.txt .md .py .jsonl .json .csv .parquet), saved datasets")
-    data_weights: list[float] = option([], "shares of the sources in the sequences; default: by their size")
+    data_weights: list[float] = option(
+        [], "shares of the sources in the sequences, or tokens of a stream; default: by their size"
+    )
     eval_data: list[str] = option([], "held-out sources; default: --eval_fraction of --data")
     eval_fraction: float = option(0.05, "of the documents, held out where there is no --eval_data; 0 for none")
     text_column: str = option("text", "column with plain text")

@@ -7,7 +7,8 @@ import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,62 @@ from .tokenization import Tokenization
 
 STREAM_PART = 2**23
 """bytes of a file that are read one after another in a stream; parts are shuffled"""
+
+
+class EmptyStreamError(Exception):
+    """A stream has no row for this rank."""
+
+
+class WeightedStreams:
+    """Rows of several streams by their shares of the tokens: each row is of the stream that is furthest behind. A
+    stream that ends begins again, until all of them have ended once. Has the interface of an ``IterableDataset``.
+
+    Args:
+        make: makes each stream, for a first or another pass.
+        shares: of the tokens; they sum to 1.
+    """
+
+    def __init__(self, make: Sequence[Callable[[], Any]], shares: list[float]) -> None:
+        self._make, self._shares = make, shares
+        self._streams = [make_one() for make_one in make]
+        self._tokens = [0] * len(make)
+        self._has_ended = [False] * len(make)
+        self._loaded: list[Any] = [None] * len(make)
+        """where each stream was, until a row of it is read"""
+        self._has_read = [False] * len(make)
+
+    def state_dict(self) -> dict[str, Any]:
+        positions = [
+            stream.state_dict() if has_read else loaded
+            for stream, has_read, loaded in zip(self._streams, self._has_read, self._loaded, strict=True)
+        ]
+        return {"tokens": [*self._tokens], "has_ended": [*self._has_ended], "positions": positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tokens, self._has_ended = [*state["tokens"]], [*state["has_ended"]]
+        self._loaded = [*state["positions"]]
+        for stream, position in zip(self._streams, self._loaded, strict=True):
+            if position is not None:
+                stream.load_state_dict(position)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = [iter(stream) for stream in self._streams]
+        while not all(self._has_ended):
+            total = sum(self._tokens) + 1
+            behind = [share * total - tokens for share, tokens in zip(self._shares, self._tokens, strict=True)]
+            index = behind.index(max(behind))
+            row = next(rows[index], None)
+            if row is None:
+                if not self._has_read[index] and self._loaded[index] is None:
+                    raise EmptyStreamError
+                self._has_ended[index], self._has_read[index], self._loaded[index] = True, False, None
+                self._streams[index] = self._make[index]()
+                rows[index] = iter(self._streams[index])
+                continue
+            self._has_read[index] = True
+            # A row that is skipped counts a little, too: a stream of them alone comes to its end.
+            self._tokens[index] += max(len(row["ids"]), 1)
+            yield row
 
 
 class StreamedData:
@@ -57,7 +114,8 @@ class StreamedData:
         groups = [[source] for source in sources] if weights is not None else [sources]
         self._groups = [_parts(group, size) for group in groups]
         self._rank, self._size = rank, size
-        settings = [tokenization.fingerprint(), sequence_length, window, seed, weights, size]
+        shares = None if weights is None else ["of tokens", *weights]
+        settings = [tokenization.fingerprint(), sequence_length, window, seed, shares, size]
         key = [[source.fingerprint() for source in sources], settings]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._names = [source.name for source in sources]
@@ -163,8 +221,7 @@ class StreamedData:
                 if not has_documents:
                     raise StopIteration
                 place |= {"epoch": place["epoch"] + 1, "stream": None}
-        except StopIteration:
-            # Of interleave_datasets, too, where one of the sources has no row for this rank.
+        except (StopIteration, EmptyStreamError):
             self._queue.put(
                 LigerDistError(
                     f"--data holds no row to train on for rank {self._rank} of {self._size} of the stream; give more "
@@ -175,23 +232,18 @@ class StreamedData:
             self._queue.put(error)
 
     def _stream(self, epoch: int) -> Any:
-        from datasets import interleave_datasets
-
-        streams = []
+        make = []
         for group in self._groups:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(group))
             mine: list[Part] = [group[index] for index in order[self._rank :: self._size]]
-            streams.append(token_stream(mine, self._encoder))
+            make.append(partial(token_stream, mine, self._encoder))
         if self._weights is None:
-            return streams[0]
-        shares = np.array(self._weights) / np.sum(self._weights)
-        seed = int(np.random.default_rng([self._seed, epoch, self._rank]).integers(2**31))
-        return interleave_datasets(streams, probabilities=shares.tolist(), seed=seed, stopping_strategy="all_exhausted")
+            return make[0]()
+        return WeightedStreams(make, [weight / sum(self._weights) for weight in self._weights])
 
     def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
         documents, bad, held = [], [], 0
         for found in rows:
-            # Interleaved streams give lists.
             row = found | {name: _numbers(name, found) for name in LISTS if found[name] is not None}
             reason = found["reason"]
             if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
