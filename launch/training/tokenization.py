@@ -33,6 +33,8 @@ TOP_K_COLUMNS = ("top_k_ids", "top_k_log_probs")
 """of a row with ``input_ids``: for each token K classes and their log-probabilities, which predict the next token"""
 MOST_LOG_SUM = 1e-3
 """of a token's probabilities, with room for rounding"""
+PAIRS = (("prompt", "completion"), ("completion", "prompt"), ("instruction", "output"), ("output", "instruction"))
+"""columns that make a row together"""
 LEARNS: dict[str, tuple[Any, Any]] = {"weight": (0, 1), "train": (False, True)}
 """keys of an assistant's turn that say whether it is learned (OpenAI's fine-tuning format, Axolotl)"""
 Ids = NDArray[np.int32]
@@ -176,6 +178,12 @@ class Encoder:
             return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
+        for name, other in PAIRS:
+            if values.get(name) is not None and values.get(other) is None:
+                raise BadRowError(
+                    f"has {name!r} and no {other!r} (its columns: {', '.join(map(str, values))}); rename the column "
+                    "that belongs to it"
+                )
         for name in (format.text_column, format.messages_column, "prompt", "completion", "conversations"):
             if isinstance(values.get(name), str):
                 check_text(name, values[name])
@@ -235,7 +243,10 @@ class Encoder:
     def _token_ids(self, ids: Any, labels: Any, mask: Any) -> Document:
         for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
             if values is not None and not isinstance(values, list):
-                raise BadRowError(f"has {values!r} in {name!r}; expected a list of integers")
+                raise BadRowError(
+                    f"has {values!r} in {name!r}; expected a list of integers (of a saved dataset with a format: "
+                    "load_from_disk, with_format(None), save_to_disk)"
+                )
         if mask is not None and (len(mask) != len(ids) or not all(value in (0, 1) for value in mask)):
             raise BadRowError(
                 f"has an attention_mask of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
