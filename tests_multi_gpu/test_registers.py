@@ -29,11 +29,13 @@ SOME = (
 """of the launches that all are compiled by ``make test-all``"""
 ALLOWED = {
     r"fwd_bwd_kernel: .*, padded|fwd_bwd_kernel: .*, 128264": 8,
+    r"fwd_bwd_kernel: .*, smoothing, soft-cap, entropy, class weight": 16,
     r"Norm, \w+, (12288|16384)": 440,
     r"Norm, \w+, (576|896|3072)": 8,
 }
-"""bytes of spills: two registers of the pass in one launch (sm_90: with four options together; sm_100: in 70 of 3,909
-launches), and norms, which are faster with theirs (H100: 2.5 TB/s at 16384 columns, 2.3 without)"""
+"""bytes of spills: two registers of the pass in one launch (sm_90: with four options together, on sm_80 four registers;
+sm_100: in 70 of 3,909 launches), and norms, which are faster with theirs (H100: 2.5 TB/s at 16384 columns, 2.3 without)
+"""
 
 
 @pytest.mark.parametrize("pattern", SOME)
