@@ -19,7 +19,7 @@ from training.config import parse
 from training.data_loader import collate, find_tokenization, load_data
 from training.export import export
 from training.memory_plan import plan
-from training.model import find_config, shell
+from training.model import check_wrap, find_config, shell
 from training.parallel_dims import parallel_dims_of
 from training.run import train
 from training.tokenization import load_tokenizer
@@ -319,6 +319,15 @@ def test_a_dry_run_knows_what_accumulation_holds() -> None:
         dims = parallel_dims_of(config, 8)
         for found in plan(config, dims, shell(config, model_config), model_config).plans:
             assert found.gradients / 2**30 == pytest.approx(gib, rel=0.01)
+    alone = replace(config, strategy="ddp")
+    with pytest.raises(liger_dist.LigerDistError, match="ddp has no sharded gradients to reduce in each micro-batch"):
+        check_wrap(alone, parallel_dims_of(alone, 8))
+    # FSDP1 does not add gradients that it has moved to the CPU; FSDP2 does.
+    for strategy, gib in (("fsdp1", 29.9), ("fsdp2", 0.0)):
+        offloaded = replace(config, strategy=strategy, cpu_offload=True, accumulate_unsharded=False)
+        dims = parallel_dims_of(offloaded, 8)
+        (found, *_) = plan(offloaded, dims, shell(offloaded, model_config), model_config).plans
+        assert found.gradients / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 def test_a_dry_run_allocates_nothing(cache: Path) -> None:

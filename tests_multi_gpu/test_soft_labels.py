@@ -51,6 +51,32 @@ def soft_labels_for(labels: Tensor, sizes: tuple[int, int] = (K, V)) -> tuple[Te
     return ids.to(DEVICE), probs.to(DEVICE)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("remainder", ["drop", "spread"])
+def test_the_gradient_may_take_the_memory_of_given_logits(remainder: Any, backend: Any) -> None:
+    """Which are read at the named classes before; one of 32 KiB pieces of a row, and on a GPU several."""
+    classes = 50257 if torch.cuda.is_available() else V
+    logits = torch.randn(T, classes, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    labels = torch.arange(T, device=DEVICE).masked_fill_(torch.arange(T, device=DEVICE) % 5 == 0, -100)
+    soft = soft_labels_for(labels, (K, classes))
+    loss = loss_arguments(**(DEFAULTS | {"soft_labels": soft, "soft_weight": 0.7, "remainder": remainder}), outputs=())
+    found = []
+    for overwrites in (False, True):
+        leaf = logits.clone().requires_grad_()
+        given = leaf * 1.0
+        execution = Execution(backend=backend, overwrite_logits=overwrites)
+        value = fused_cross_entropy(given, labels, loss=loss, execution=execution).loss
+        (gradient,) = torch.autograd.grad(value, leaf)
+        assert torch.equal(given, leaf) != overwrites
+        found.append((value, gradient))
+    wide = logits.double().requires_grad_()
+    truth = cross_entropy_truth(wide, labels, soft_labels=soft, soft_weight=0.7, remainder=remainder).loss
+    (want,) = torch.autograd.grad(truth, wide)
+    for value, gradient in found:
+        assert relative_error(value, truth) < 1e-5
+        assert relative_error(gradient, want) < 1e-5
+
+
 def given_for(labels: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     given = options | {"soft_labels": soft_labels_for(labels)}

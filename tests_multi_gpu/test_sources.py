@@ -255,7 +255,7 @@ def test_keys_of_other_rows_are_not_learned_as_null(tokenizer: Any) -> None:
 
 
 def test_a_completion_is_encoded_after_its_prompt(tokenizer: Any) -> None:
-    """Some tokenizers put a space before whatever they are given: the completion has none then, and one of its own."""
+    """Tokenizers of the Llama 2 kind put a space before each text; a completion keeps its own spaces alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -37,9 +37,9 @@ from ._triton_utils import (
 from .divergence_rows import (
     Pair,
     PairFlags,
-    PairSoftmax,
     divergence_gradient,
     hard_of,
+    load_pair_softmax,
     mixture_of_piece,
     pair_statistics_of_piece,
 )
@@ -161,12 +161,7 @@ def _divergence_mixture_kernel(
         transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64),
         transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64),
     )
-    softmax = PairSoftmax(
-        tl.load(student_max_ptr + row),
-        tl.load(student_log_total_ptr + row),
-        tl.load(teacher_max_ptr + row),
-        tl.load(teacher_log_total_ptr + row),
-    )
+    softmax = load_pair_softmax(student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, row)
     beta = number(beta, tl.float64 if FP64 else tl.float32)
     of_student, of_teacher = mixture_of_piece(pair, 0, V, softmax, beta, V, FLAGS)
     tl.store(fields_ptr + row, of_student)
@@ -202,12 +197,7 @@ def _divergence_bwd_kernel(
             transform_of(row, student_scale, student_softcap, inverse_temperature, False, FP64),
             transform_of(row, teacher_scale, teacher_softcap, inverse_temperature, False, FP64),
         )
-        softmax = PairSoftmax(
-            tl.load(student_max_ptr + row),
-            tl.load(student_log_total_ptr + row),
-            tl.load(teacher_max_ptr + row),
-            tl.load(teacher_log_total_ptr + row),
-        )
+        softmax = load_pair_softmax(student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, row)
         factor = tl.load(factor_ptr + row)
         hard = hard_of(
             row, hard_max_ptr, hard_log_total_ptr, hard_miss_ptr, hard_factor_ptr, temperature, HAS_HARD, factor

@@ -54,6 +54,17 @@ class Hard(NamedTuple):
 
 
 @triton.jit
+def load_pair_softmax(student_max_ptr, student_log_total_ptr, teacher_max_ptr, teacher_log_total_ptr, row):
+    """Loads :class:`PairSoftmax` of a row."""
+    return PairSoftmax(
+        tl.load(student_max_ptr + row),
+        tl.load(student_log_total_ptr + row),
+        tl.load(teacher_max_ptr + row),
+        tl.load(teacher_log_total_ptr + row),
+    )
+
+
+@triton.jit
 def load_pair(pair, offs_v, last, FLAGS: tl.constexpr):
     """``z`` of student and teacher in columns up to ``last``, -inf beyond."""
     mask_v = offs_v < whole_vectors(last, FLAGS.STUDENT)

@@ -18,10 +18,10 @@ from liger_dist import LigerDistError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from training.conversations import BadRowError, check_text
 from training.fault_tolerance import run
 from training.output_folder import write_folder
 from training.sources import find_source, read_rows, where
-from training.tokenization import BadRowError, check_text
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]

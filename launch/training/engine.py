@@ -75,8 +75,7 @@ class TorchEngine:
         self.model = build(config, dims, model)
         self.optimizer = make_optimizer(self.model, config, decayed)
         self._max_norm = config.max_grad_norm
-        # FSDP1 does not add gradients that it has moved to the CPU.
-        self._accumulates_unsharded = config.accumulate_unsharded or (dims.strategy == "fsdp1" and config.cpu_offload)
+        self._accumulates_unsharded = dims.holds_unsharded_gradients(config)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         if isinstance(self.model, FSDPModule):

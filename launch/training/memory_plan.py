@@ -129,8 +129,7 @@ def _plan(
     layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
     embedding = structure.head.weight.numel() * size
     stored = _stored(a, dims, numbers, layer, embedding, size)
-    accumulates = dims.micro_batches(config, dims.global_batch_size(config)) > 1
-    if dims.strategy in ("fsdp1", "fsdp2") and config.accumulate_unsharded and accumulates:
+    if dims.holds_unsharded_gradients(config):
         stored = replace(stored, gradients=numbers * FP32)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)

@@ -166,6 +166,11 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
             raise LigerDistError(
                 f"{name} is {value} but strategy={dims.strategy!r} does not have it; leave it out, or use fsdp2."
             )
+    if config.accumulate_unsharded and dims.strategy not in ("fsdp1", "fsdp2"):
+        raise LigerDistError(
+            f"--accumulate_unsharded is true but --strategy {dims.strategy} has no sharded gradients to reduce in each "
+            "micro-batch; leave it out, or use fsdp2."
+        )
     if config.lm_head == "vocab_parallel" and dims.tensor_parallel > 1:
         raise LigerDistError(
             f"--lm_head is vocab_parallel but --tp is {dims.tensor_parallel}, which shards its rows already; leave "

@@ -68,6 +68,13 @@ class ParallelDims:
         """Computes the micro-batches of one optimizer step on each rank; the last ones may have fewer sequences."""
         return -(-global_batch_size // (self.data_size * config.batch_size))
 
+    def holds_unsharded_gradients(self, config: TrainConfig) -> bool:
+        """True if FSDP reduces the gradients of a step in its last micro-batch alone: by ``accumulate_unsharded``, and
+        under FSDP1 with CPU offload, which does not add gradients that it has moved to the CPU."""
+        if self.strategy not in ("fsdp1", "fsdp2") or self.micro_batches(config, self.global_batch_size(config)) == 1:
+            return False
+        return config.accumulate_unsharded or (self.strategy == "fsdp1" and config.cpu_offload)
+
     def mesh(self, device_type: str) -> Any:
         """Makes the mesh that ``liger_dist.wrap`` takes."""
         if self.strategy == "tp":

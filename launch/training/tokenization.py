@@ -14,29 +14,16 @@ from numpy.typing import NDArray
 
 from liger_dist import LigerDistError
 
+from .conversations import BadRowError, check_messages, check_text, is_learned, is_unicode, read_tools, with_system
 from .sources import split_text
 
 IGNORE_INDEX = -100
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 TOP_K_COLUMNS = ("top_k_ids", "top_k_log_probs")
 """of a row with ``input_ids``: for each token K classes and their log-probabilities, which predict the next token"""
 MOST_LOG_SUM = 1e-3
 """of a token's probabilities, with room for rounding"""
 PAIRS = (("prompt", "completion"), ("completion", "prompt"), ("instruction", "output"), ("output", "instruction"))
 """columns that make a row together"""
-LEARNS: dict[str, tuple[Any, Any]] = {"weight": (0, 1), "train": (False, True)}
-"""keys of an assistant's turn that say whether it is learned (OpenAI's fine-tuning format, Axolotl)"""
 Ids = NDArray[np.int32]
 
 
@@ -94,10 +81,6 @@ class Document(NamedTuple):
     """``[tokens, K]``"""
 
 
-class BadRowError(Exception):
-    """A row that cannot be trained on; the message goes on after "file line N"."""
-
-
 class Encoder:
     """Turns rows into documents with one tokenizer.
 
@@ -135,7 +118,7 @@ class Encoder:
         if values is None or not isinstance(values.get(format.text_column), str):
             found: str | None = row["text"]
             return found
-        if not _is_unicode(values[format.text_column]):
+        if not is_unicode(values[format.text_column]):
             return None
         others = (("input_ids",), (format.messages_column,), ("conversations",), ("prompt", "completion"))
         has_others = any(
@@ -173,7 +156,7 @@ class Encoder:
         turns = values.get(format.messages_column)
         turns = values.get("conversations") if turns is None else turns
         if turns is not None:
-            return self._chat(_with_system(values, check_messages(turns)), values.get("tools"))
+            return self._chat(with_system(values, check_messages(turns)), values.get("tools"))
         if values.get("instruction") is not None and values.get("output") is not None:
             return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
@@ -223,14 +206,14 @@ class Encoder:
         for question, answer in (*history, (prompt, values["output"])):
             turns.append({"role": "user", "content": check_text("instruction", question)})
             turns.append({"role": "assistant", "content": check_text("output", answer)})
-        return self._chat(_with_system(values, turns), None)
+        return self._chat(with_system(values, turns), None)
 
     def _prompt_and_completion(self, prompt: Any, completion: Any, values: dict[str, Any]) -> Document:
         if isinstance(prompt, list) or isinstance(completion, list):
             messages = [*check_messages(prompt), *check_messages(completion)]
             return self._chat(messages, values.get("tools"), first=len(prompt))
         check_text("prompt", prompt), check_text("completion", completion)
-        # In one piece: some tokenizers put a space before whatever they are given.
+        # Encoded together: tokenizers of the Llama 2 kind put a space before each text.
         encoding = self._fast.encode(prompt + completion, add_special_tokens=False)
         learned = np.array([stop > len(prompt) for _, stop in encoding.offsets], dtype=bool)
         ids = np.concatenate([self._bos, encoding.ids, [self._tokenizer.eos_token_id]]).astype(np.int32)
@@ -304,7 +287,7 @@ class Encoder:
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
         """Makes labels of the assistant's turns from ``first`` on, each beyond the prompt that generation starts
         from."""
-        text, spans = self._assistant_spans(messages, _read_tools(tools), first)
+        text, spans = self._assistant_spans(messages, read_tools(tools), first)
         check_text(self._format.messages_column, text)
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
@@ -322,7 +305,7 @@ class Encoder:
         text = self._render(messages, tools, prompt=False)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < first or not _is_learned(message, index):
+            if message["role"] != "assistant" or index < first or not is_learned(message, index):
                 continue
             before = self._render(messages[:index], tools, prompt=True) if index else ""
             after = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools, prompt=False)
@@ -381,89 +364,6 @@ def read_top_k(ids: Any, log_probs: Any) -> tuple[NDArray[np.integer[Any]], NDAr
     if sums.max(initial=0.0) > 1.0 + MOST_LOG_SUM:
         raise BadRowError(f"has probabilities of one token that sum to {sums.max():.4f}; expected 1 or less")
     return found_ids, found
-
-
-def _is_unicode(text: str) -> bool:
-    """False for half of a surrogate pair, which JSON can hold and tokenizers refuse; and for bytes that are not
-    UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_learned(turn: dict[str, Any], index: int) -> bool:
-    """False for an assistant's turn that is marked as not to be learned."""
-    for name, (no, yes) in LEARNS.items():
-        if name in turn and turn[name] not in (no, yes):
-            raise BadRowError(f"has {turn[name]!r} for {name!r} of turn {index}; expected {no} or {yes}")
-    return all(bool(turn[name]) for name in LEARNS if name in turn)
-
-
-def _with_system(values: dict[str, Any], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns after the system prompt of a column beside them."""
-    system = values.get("system")
-    if not system:
-        return turns
-    if turns[0]["role"] == "system":
-        raise BadRowError("has a 'system' column and a turn of the system; expected one of them")
-    return [{"role": "system", "content": check_text("system", system)}, *turns]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without the keys of other rows, which tables fill with nulls."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _read_tools(tools: Any) -> Any:
-    """Reads a column that may hold JSON; None for an empty one."""
-    try:
-        return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else _without_nulls(tools)
-    except ValueError as error:
-        raise BadRowError(f"has tools that are no JSON ({error})") from error
-
-
-def check_text(name: str, value: Any) -> str:
-    """Raises:
-    BadRowError: not a text, or not Unicode.
-    """
-    if not isinstance(value, str):
-        raise BadRowError(f"has {value!r} in {name!r}; expected text")
-    if not _is_unicode(value):
-        raise BadRowError(f"has characters in {name!r} that are no Unicode (half of a surrogate pair, or no UTF-8)")
-    return value
-
-
-def check_messages(turns: Any) -> list[dict[str, Any]]:
-    """Checks chat turns with ``role`` and ``content``, and renames ``from`` and ``value`` of ShareGPT.
-
-    Raises:
-        BadRowError: no turns, or a turn without a role or content.
-    """
-    if not isinstance(turns, list) or not turns:
-        raise BadRowError(f"has {turns!r} for its turns; expected a list of at least one")
-    found = []
-    for index, turn in enumerate(turns):
-        if isinstance(turn, dict) and "from" in turn and "role" not in turn:
-            if turn["from"] not in SHAREGPT_ROLES:
-                raise BadRowError(
-                    f"has a turn {index} from {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}"
-                )
-            kept = {name: turn.get(name) for name in LEARNS}
-            turn = {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value"), **kept}
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise BadRowError(f"has {turn!r} for turn {index}; expected a role and a content")
-        # Columns of a table have every key in every row.
-        turn = {name: value for name, value in turn.items() if value is not None}
-        if "tool_calls" in turn:
-            turn["tool_calls"] = _without_nulls(turn["tool_calls"])
-        if not isinstance(turn.get("content"), str) and not (turn.get("tool_calls") and "content" not in turn):
-            raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
-        found.append(turn)
-    return found
 
 
 def load_tokenizer(folder: Path) -> Any:
