@@ -310,6 +310,28 @@ def test_weights_of_a_stream_are_shares_of_the_tokens(
     assert abs(share - shares[0]) < 0.02
 
 
+def test_a_pass_over_weighted_streams_reads_every_document(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """The source that ends last once, the other one at least once."""
+    sources, numbers = [], (300, 40)
+    for name, first, length, count in (("short", 10, 14, numbers[0]), ("long", 20, 400, numbers[1])):
+        sources.append(tmp_path / f"{name}.jsonl")
+        sources[-1].write_text((json.dumps({"input_ids": [first] * length}) + "\n") * count)
+    config = short(sources, tokenizer_folder, tmp_path, streaming=True, shuffle_window=4, data_weights=[0.5, 0.5])
+    data, _ = loaded(replace(config, sequence_length=512))
+    tokens = Counter[int]()
+    while True:
+        sequences = data.take(0, 1, 0, 1)
+        if data.state()["place"]["epoch"] > 0:
+            break
+        tokens += tokens_of(sequences)
+        state = data.state()
+    counted = data.counts([state])["sources"]
+    assert [source["tokens"] for source in counted] == [tokens[10], tokens[20]]
+    assert counted[1]["documents"] == numbers[1]
+    assert counted[0]["documents"] >= numbers[0]
+    assert tokens[10] == pytest.approx(tokens[20], rel=0.05)
+
+
 def test_streams_of_all_ranks_hold_every_document_once(
     many: Path, documents: list[list[int]], tokenizer_folder: Path, tmp_path: Path
 ) -> None:
