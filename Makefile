@@ -92,6 +92,8 @@ benchmarks:
 	$(PYTHON) -m benchmarks.linear_cross_entropy --only 4096x128256 --masked 0.75
 	$(PYTHON) -m benchmarks.linear_cross_entropy --only 8192x4096 --peaked
 	$(PYTHON) -m benchmarks.memory_bound
+	$(PYTHON) -m benchmarks.norm_widths
+	$(PYTHON) -m benchmarks.vocabularies
 	$(PYTHON) -m benchmarks.sequences
 	$(PYTHON) -m benchmarks.report
 

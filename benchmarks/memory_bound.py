@@ -121,6 +121,11 @@ def upstream(output: Tensor, index: int, place: int) -> Tensor:
     return _UPSTREAM[key]
 
 
+def forget_upstream() -> None:
+    """Frees the gradients of one problem."""
+    _UPSTREAM.clear()
+
+
 def run_cross_entropy(rounds: int, T: int = 8192, V: int = 128256) -> list[Row]:
     """Loss and gradient on given bf16 logits, through autograd; 4 bytes a logit have to be moved."""
     labels = torch.randint(0, V, (T,), device="cuda")
@@ -159,7 +164,7 @@ def main() -> None:
             print(problem.name)
             show(rows, columns)
             save("memory_bound", rows, given.results)
-            _UPSTREAM.clear()
+            forget_upstream()
             torch.cuda.empty_cache()
     if given.only in "cross_entropy":
         rows = run_cross_entropy(given.rounds)

@@ -105,6 +105,30 @@ def plot_vocabularies(problems: Problems, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_norm_widths(problems: Problems, path: Path) -> None:
+    """TB/s over widths, forward and backward; a line for each implementation."""
+    import matplotlib.pyplot as plt
+
+    kernels = list(dict.fromkeys(name.split(" ")[0] for name in problems))
+    figure, axes = plt.subplots(len(kernels), 2, figsize=(11, 3.2 * len(kernels)), squeeze=False, sharey=True)
+    for line, kernel in zip(axes, kernels, strict=True):
+        widths = {int(name.rsplit("x", 1)[1]): each for name, each in problems.items() if name.startswith(kernel)}
+        for axis, which in zip(line, ("forward", "backward"), strict=True):
+            names = dict.fromkeys(row["name"] for each in widths.values() for row in each["rows"])
+            for name in names:
+                seen = {w: row["figures"] for w, each in widths.items() for row in each["rows"] if row["name"] == name}
+                values = [seen.get(width, {}).get(f"{which} TB/s") for width in widths]
+                axis.plot(list(widths), values, "o-", label=name, linewidth=2.5 if name.startswith(OURS) else 1.0)
+            axis.set(title=f"{kernel}, {which}", xscale="log", xlabel="width", ylabel="TB/s", ylim=(0, None))
+            axis.set_xticks(list(widths), list(map(str, widths)), fontsize=6, rotation=60)
+            axis.set_xticks([], minor=True)
+            axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def plot_split(problems: Problems, path: Path) -> None:
     """Ratio over peak memory, one panel for each shape."""
     import matplotlib.pyplot as plt

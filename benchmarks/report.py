@@ -15,6 +15,7 @@ from .plots import (
     Problems,
     plot_linear,
     plot_memory,
+    plot_norm_widths,
     plot_overview,
     plot_ratios,
     plot_sequences,
@@ -54,6 +55,13 @@ Device time of one call on inputs that are not in the cache, as a percentage of 
 that have to be moved; `host` is what a call costs the host, in microseconds.
 
 ![Percentage of the copy bandwidth](plots/memory_bound.png)
+"""
+NORM_WIDTHS = """## Norms of any width
+
+Device time of RMSNorm and LayerNorm in bf16 on tensors of about 2^25 numbers, in TB/s of the bytes that have to be
+moved (forward: read and written once; backward: two read, one written), forward · backward.
+
+![TB/s over widths](plots/norm_widths.png)
 """
 SPLIT = """## Vocab-parallel lm_head
 
@@ -229,6 +237,23 @@ def memory_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def norm_widths_section(problems: Problems) -> str:
+    """A table for each norm: a line for each width, a column for each implementation."""
+    parts = [NORM_WIDTHS]
+    for kernel in dict.fromkeys(name.split(" ")[0] for name in problems):
+        of_kernel = {name: problem for name, problem in problems.items() if name.startswith(kernel)}
+        names = list(dict.fromkeys(row["name"] for problem in of_kernel.values() for row in problem["rows"]))
+        lines = []
+        for problem, seen in of_kernel.items():
+            figures = {row["name"]: row["figures"] for row in seen["rows"]}
+            both = [[figures.get(name, {}).get(f"{which} TB/s") for which in ("forward", "backward")] for name in names]
+            cells = [" · ".join(number(speed, ".2f") for speed in pair if speed) for pair in both]
+            lines.append([problem.rsplit("x", 1)[1], *cells])
+        note = footnote(list(of_kernel.values())[-1]["environment"])
+        parts += [f"### {kernel}, TB/s\n", table(("width", *names), lines), note]
+    return "\n".join(parts)
+
+
 def split_section(problems: Problems) -> str:
     """One table for each shape and number of GPUs."""
     parts = [SPLIT]
@@ -361,6 +386,7 @@ PARTS: tuple[Part, ...] = (
     ("linear_cross_entropy", {"linear_cross_entropy": plot_linear}, linear_section),
     ("vocabularies", {"vocabularies": plot_vocabularies}, vocabularies_section),
     ("memory_bound", {"memory_bound": plot_memory}, memory_section),
+    ("norm_widths", {"norm_widths": plot_norm_widths}, norm_widths_section),
     ("vocab_parallel", {"vocab_parallel": plot_split}, split_section),
     ("training_step", {"training_step": plot_steps, "overview": plot_overview}, step_section),
     ("host_time", {"host_time": plot_time}, time_section),
