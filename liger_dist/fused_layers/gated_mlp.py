@@ -118,6 +118,9 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
 
     The result is recomputed in the backward instead of saved, where a :func:`.norm` follows.
     """
+    if not torch.is_grad_enabled():
+        rows = gated_activation_fwd(rows_of(gate), rows_of(up), activation=activation, backend=backend)
+        return rows.view(gate.shape)
     result: Tensor = _GatedActivation.apply(gate, up, activation, backend)  # type: ignore[no-untyped-call]
     return result.view(gate.shape)
 

@@ -106,6 +106,9 @@ def norm(
         x: ``[..., D]``, floating.
         weight, bias: ``[D]``, or None.
     """
+    if not torch.is_grad_enabled():
+        # Autograd would ask for the copies that a backward needs even here.
+        return norm_fwd(rows_of(x), weight, bias, options=options, backend=backend).y_TD.reshape(x.shape)
     drop_outputs(x)
     result: Tensor = _Norm.apply(rows_of(x), weight, bias, options, backend)  # type: ignore[no-untyped-call]
     return result.reshape(x.shape)
