@@ -109,7 +109,8 @@ def measure(
             rows[candidate.name].extra_mib = peak_mib(candidate.run)
             alive.append(candidate)
         except Exception as error:  # Another library's refusal is a result of the table.
-            rows[candidate.name].failure = f"{type(error).__name__}: {" ".join(str(error).split())[:160]}"
+            sentence = " ".join(str(error).split())
+            rows[candidate.name].failure = f"{type(error).__name__}: {sentence[:160]}"
             print(f"{problem}: {candidate.name}: {rows[candidate.name].failure}", file=sys.stderr)
     times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {c.name: [] for c in alive}
     draw = random.Random(0)

@@ -53,6 +53,10 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
         lambda q, k: rotary((q, k), *TABLES, num_rotated=D, layout=RotaryLayout()),
     ),
     "cross entropy": ([(T, V)], lambda x: liger_dist.cross_entropy(x, LABELS, z_loss=1e-2)),
+    "cross entropy, overwriting": (
+        [(T, V)],
+        lambda x: liger_dist.cross_entropy(x * 1.0, LABELS, overwrite_logits=True),
+    ),
     "cross entropy, per token": (
         [(T, V)],
         lambda x: liger_dist.cross_entropy(x, LABELS, reduction="none", label_smoothing=0.1),

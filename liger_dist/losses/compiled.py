@@ -46,20 +46,16 @@ _RECOMPUTE_SCHEMA = (
 )
 
 
-def _pack_scoring(scoring: Scoring, needs: GradientNeeds) -> tuple[Any, ...]:
-    """Returns the records as arguments of an op, without the class weights."""
-    options, outputs = scoring.options, scoring.outputs
-    numbers = (options.label_smoothing, options.z_loss, options.logit_scale, options.temperature, options.soft_weight)
-    flags = [outputs.entropy, outputs.sum_sq_prob, outputs.mean_logit, needs.hidden, needs.weight, needs.bias]
-    flags.append(scoring.logits_dtype == torch.float32)
-    return [*numbers], options.softcap, flags, scoring.top_k, scoring.memory_budget, scoring.backend
+def pack_options(options: LossOptions) -> tuple[list[float], float | None]:
+    """Returns the numbers of the loss, and the soft-cap, as arguments of an op."""
+    numbers = [options.label_smoothing, options.z_loss, options.logit_scale, options.temperature, options.soft_weight]
+    return numbers, options.softcap
 
 
-def _unpack_scoring(class_weight: Tensor | None, packed: tuple[Any, ...]) -> tuple[Scoring, GradientNeeds]:
-    """Returns the records that :func:`_pack_scoring` took."""
-    (smoothing, z_loss, scale, temperature, soft_weight), softcap, flags, top_k, memory_budget, backend = packed
-    entropy, sum_sq_prob, mean_logit, hidden, weight, bias, is_fp32 = flags
-    options = LossOptions(
+def unpack_options(numbers: list[float], softcap: float | None) -> LossOptions:
+    """Returns the record that :func:`pack_options` took."""
+    smoothing, z_loss, scale, temperature, soft_weight = numbers
+    return LossOptions(
         label_smoothing=smoothing,
         z_loss=z_loss,
         softcap=softcap,
@@ -67,8 +63,22 @@ def _unpack_scoring(class_weight: Tensor | None, packed: tuple[Any, ...]) -> tup
         temperature=temperature,
         soft_weight=soft_weight,
     )
+
+
+def _pack_scoring(scoring: Scoring, needs: GradientNeeds) -> tuple[Any, ...]:
+    """Returns the records as arguments of an op, without the class weights."""
+    outputs = scoring.outputs
+    flags = [outputs.entropy, outputs.sum_sq_prob, outputs.mean_logit, needs.hidden, needs.weight, needs.bias]
+    flags.append(scoring.logits_dtype == torch.float32)
+    return *pack_options(scoring.options), flags, scoring.top_k, scoring.memory_budget, scoring.backend
+
+
+def _unpack_scoring(class_weight: Tensor | None, packed: tuple[Any, ...]) -> tuple[Scoring, GradientNeeds]:
+    """Returns the records that :func:`_pack_scoring` took."""
+    numbers, softcap, flags, top_k, memory_budget, backend = packed
+    entropy, sum_sq_prob, mean_logit, hidden, weight, bias, is_fp32 = flags
     scoring = Scoring(
-        options=options,
+        options=unpack_options(numbers, softcap),
         outputs=TokenOutputs(entropy=entropy, sum_sq_prob=sum_sq_prob, mean_logit=mean_logit),
         top_k=top_k,
         class_weight_V=class_weight,

@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist_kernels import (
     RowOptions,
+    SoftmaxStatistics,
     TokenGradients,
     TokenTargets,
     choose_logits,
@@ -31,6 +32,7 @@ from liger_dist_kernels import (
 )
 
 from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
+from .compiled_logits import compiled_bwd, compiled_fwd, compiled_fwd_bwd
 from .labels import check_labels, select_targets
 from .outputs import (
     as_loss_output,
@@ -61,15 +63,9 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         if problem.gradient_in_forward:
-            overwrites = problem.execution.overwrite_logits
-            d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
-            upstream = problem.scales.upstream(targets.labels_T)
-            statistics = cross_entropy_fwd_bwd(
-                logits_TV, targets, upstream, rows, token_logits_TK=chosen.at_TK, out_TV=d_logits_TV
-            )
-            if overwrites:
-                # Autograd then refuses a backward of whatever else was computed from these logits.
-                torch.autograd.graph.increment_version(logits_TV)
+            statistics, d_logits_TV = _with_gradient(logits_TV, problem, chosen.at_TK)
+        elif torch.compiler.is_compiling():
+            statistics = compiled_fwd(logits_TV, targets, rows)
         else:
             statistics = cross_entropy_fwd(logits_TV, targets, rows)
         terms = with_soft_labels(token_terms(statistics, targets, rows), chosen, targets, rows)
@@ -101,8 +97,30 @@ class _CrossEntropy(torch.autograd.Function):
             upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
         upstream = with_gradients_of_outputs(upstream, gradients, problem.loss)
         coefficients = gradient_coefficients(terms_of_saved(*terms), upstream, problem.targets, problem.rows)
+        if torch.compiler.is_compiling():
+            return compiled_bwd(logits_TV, problem.targets, coefficients, problem.rows), None
         d_logits_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
         return cross_entropy_bwd(logits_TV, problem.targets, coefficients, problem.rows, out_TV=d_logits_TV), None
+
+
+def _with_gradient(
+    logits_TV: Tensor, problem: _Problem, token_logits_TK: Tensor | None
+) -> tuple[SoftmaxStatistics, Tensor]:
+    """The statistics, and the gradient of a scalar loss, over the logits where the caller allows it."""
+    targets, rows, overwrites = problem.targets, problem.rows, problem.execution.overwrite_logits
+    upstream = problem.scales.upstream(targets.labels_T)
+    if torch.compiler.is_compiling():
+        return compiled_fwd_bwd(
+            logits_TV, targets, upstream, rows, token_logits_TK=token_logits_TK, overwrites=overwrites
+        )
+    d_logits_TV = logits_TV if overwrites else torch.empty_like(logits_TV)
+    statistics = cross_entropy_fwd_bwd(
+        logits_TV, targets, upstream, rows, token_logits_TK=token_logits_TK, out_TV=d_logits_TV
+    )
+    if overwrites:
+        # Autograd then refuses a backward of whatever else was computed from these logits.
+        torch.autograd.graph.increment_version(logits_TV)
+    return statistics, d_logits_TV
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
