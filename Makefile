@@ -22,13 +22,13 @@ demo: venv
 	$(BIN)/python launch/demo/python_sources.py runs/demo/python.jsonl
 	rm -rf runs/demo/tokenizer
 	$(BIN)/python launch/demo/make_tokenizer.py runs/demo/tokenizer runs/demo/python.jsonl
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo/demo.yaml --overwrite true
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m liger_dist_train launch/demo/demo.yaml --overwrite true
 	rm -rf runs/demo/exported
-	$(BIN)/python launch/export.py runs/demo
+	$(BIN)/liger-dist export runs/demo
 	$(BIN)/python launch/demo/generate.py runs/demo/exported "def " --temperature 0.8
 
 # Two students of 4 layers: from the text alone, and from the model of make demo.
-STUDENT := -m torch.distributed.run --standalone --nproc-per-node 2 launch/train.py launch/demo/demo.yaml --overwrite true \
+STUDENT := -m torch.distributed.run --standalone --nproc-per-node 2 -m liger_dist_train launch/demo/demo.yaml --overwrite true \
 	--seed 1 --steps 100 --eval_every 10 --checkpoint_every 0
 demo-distillation: venv
 	test -d runs/demo/exported || $(MAKE) demo

@@ -1,5 +1,5 @@
 """A training step of a student of Llama-8B's shape from a teacher of 14 billion parameters, both under FSDP2: beside
-the student's own step and the teacher's forward, and the peak beside the plan of ``launch/train.py --dry_run``.
+the student's own step and the teacher's forward, and the peak beside the plan of ``liger-dist train --dry_run``.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.distillation_step
 
@@ -61,7 +61,7 @@ class Steps:
         self.student = make_model(STUDENT, layers, liger_dist.FSDP2(param_dtype=torch.bfloat16), torch.float32)
         self._optimizer = torch.optim.AdamW(self.student.parameters(), lr=1e-5, fused=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        # Labels stay on the CPU, as in launch/train.py.
+        # Labels stay on the CPU, as in liger-dist train.
         self._labels = torch.randint(STUDENT["vocab_size"], (1, LENGTH), generator=generator)
         self._inputs: dict[str, Any] = {"input_ids": self._labels.cuda(), "use_cache": False}
 
@@ -101,7 +101,7 @@ def timed(run: Callable[[], Tensor]) -> tuple[float, float]:
 
 
 def planned_gib(layers: int | None, teacher_layers: int | None) -> float:
-    """The peak by ``launch/train.py --dry_run``."""
+    """The peak by ``liger-dist train --dry_run``."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for name, shape, count in (("student", STUDENT, layers), ("teacher", TEACHER, teacher_layers)):
@@ -111,7 +111,7 @@ def planned_gib(layers: int | None, teacher_layers: int | None) -> float:
         options = ["launch/llama_8b.yaml", "--model", str(paths[0]), "--teacher", str(paths[1])]
         options += ["--dry_run", "true", "--strategy", "fsdp2", "--world_size", os.environ["WORLD_SIZE"]]
         plan = subprocess.run(
-            [sys.executable, str(ROOT / "launch" / "train.py"), *options],
+            [sys.executable, "-m", "liger_dist_train", *options],
             cwd=ROOT,
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
             capture_output=True,

@@ -3,8 +3,8 @@
 
     python -m benchmarks.large_model
 
-Every way runs by itself, for it fills the GPUs: ``launch/train.py launch/llama_8b.yaml`` with the options that stand in
-the table, on all GPUs of this machine.
+Every way runs by itself, for it fills the GPUs: ``liger-dist train launch/llama_8b.yaml`` with the options that stand
+in the table, on all GPUs of this machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(way: str, options: tuple[str, ...], folder: Path, steps: int, text: list
     """One run; the median of its steps after the first ones."""
     gpus = torch.cuda.device_count()
     row = Row(f"Llama 8B, on {gpus}", way, "")
-    program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else [str(ROOT / "launch" / "train.py")]
+    program = ["-m", "benchmarks.liger_training"] if way.startswith("Liger") else ["-m", "liger_dist_train"]
     common = ["launch/llama_8b.yaml", *ONE_TEXT, *options, *text, "--steps", str(steps), "--checkpoint_every", "0"]
     common += ["--warmup_steps", "2", "--cache_dir", str(folder / "cache"), "--output_dir", str(folder / way)]
     finished = torchrun([*program, *common])
@@ -79,7 +79,7 @@ def run(way: str, options: tuple[str, ...], folder: Path, steps: int, text: list
 def planned_peak(options: list[str], said: str) -> float:
     """The peak of ``--dry_run``, for the way to the head that the run took."""
     plan = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *options],
+        [sys.executable, "-m", "liger_dist_train", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ def make_text(folder: Path, *, one_document: bool) -> list[str]:
     them (about 1.6 million tokens).
 
     Returns:
-        options of ``launch/train.py``.
+        options of ``liger-dist train``.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     packages = ("asyncio", "concurrent", "ctypes", "email", "json", "unittest", "xml")

@@ -1,4 +1,4 @@
-"""``launch/train.py`` with Liger's kernels instead of ours: the same data, loop and optimiser."""
+"""``liger-dist train`` with Liger's kernels instead of ours: the same data, loop and optimiser."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 
-import training.engine
-from training.config import TrainConfig, parse
-from training.distributed import device, start
-from training.fault_tolerance import run
-from training.parallel_dims import ParallelDims
-from training.run import train
+import liger_dist_train.engine
+from liger_dist_train.config import TrainConfig, parse
+from liger_dist_train.distributed import device, start
+from liger_dist_train.fault_tolerance import run
+from liger_dist_train.parallel_dims import ParallelDims
+from liger_dist_train.run import train
 
 from .training_ways import by_hand
 
@@ -37,7 +37,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: Any, wrapping: Any = N
 def main() -> None:
     config = parse(sys.argv[1:])
     start()
-    with mock.patch.object(training.engine, "build", build):
+    with mock.patch.object(liger_dist_train.engine, "build", build):
         train(config)
 
 

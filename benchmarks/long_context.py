@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .harness import Row, arguments, save, show
 from .large_model import ONE_TEXT
-from .launched import ROOT, failure_of, make_text, torchrun
+from .launched import failure_of, make_text, torchrun
 
 OURS: dict[str, tuple[str, ...]] = {
     "liger_dist": (),
@@ -38,7 +38,7 @@ WARM_UP = 1
 def run_ours(
     options: tuple[str, ...], length: int, steps: int, folder: Path, text: list[str]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    command = [str(ROOT / "launch" / "train.py"), "launch/llama_8b_long.yaml", *ONE_TEXT, *text, *options]
+    command = ["-m", "liger_dist_train", "launch/llama_8b_long.yaml", *ONE_TEXT, *text, *options]
     command += ["--sp", str(torch.cuda.device_count()), "--sequence_length", str(length), "--steps", str(steps)]
     command += ["--warmup_steps", "1", "--checkpoint_every", "0", "--overwrite", "true"]
     command += ["--cache_dir", str(folder / "cache"), "--output_dir", str(folder / "run")]

@@ -125,12 +125,12 @@ DISTILLATION_STEPS = """## Steps of a student with its teacher
 
 A student of the shape of Llama 8B (fp32 masters, bf16 compute, AdamW) and a bf16 teacher of 14 billion parameters (48
 layers of 5120), random weights, both under FSDP2, 8192 tokens for each GPU. `ratio`: to the student's own step and the
-teacher's forward with its logits together, in the same rounds. `planned`: the peak by `launch/train.py --dry_run`.
+teacher's forward with its logits together, in the same rounds. `planned`: the peak by `liger-dist train --dry_run`.
 """
 LONG = """## One long sequence over all GPUs
 
 Llama 8B with random weights, fp32 masters, bf16 compute, AdamW with 8-bit states, activation checkpointing of every
-layer. `liger_dist`: `launch/train.py launch/llama_8b_long.yaml`, with tiles of the MLP. Accelerate: FSDP2 with
+layer. `liger_dist`: `liger-dist train launch/llama_8b_long.yaml`, with tiles of the MLP. Accelerate: FSDP2 with
 `cp_size`, ring attention of torch. DeepSpeed: ZeRO-3, Ulysses and tiled MLP (ALST). Both with Liger's kernels. Every
 way runs by itself with `expandable_segments:True`; its first step is not timed: medians of the following two, beside
 the fastest and the slowest (ALST on 131,072 tokens: one). Of 262,144 tokens the first step is all there is, compilation
@@ -142,7 +142,7 @@ not need.
 """
 LARGE = """## Eight billion parameters
 
-`launch/train.py launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
+`liger-dist train launch/llama_8b.yaml`: 8192 tokens for each GPU, bf16 with fp32 masters (ZeRO-3: DeepSpeed's), AdamW,
 clipping. Every way runs by itself. `utilisation`: operations of the model (six for each weight and token, and those of
 causal attention), to the 989 TFLOP/s of the data sheet. `planned`: the peak by `--dry_run`, which allocates nothing;
 its rules for compiled layers and ZeRO-3 were corrected after the measurements on 2 GPUs (by 23 and 12 %), before

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sequences
 
-Documents of about 700 tokens in one row of 8192, as ``launch/train.py`` packs them: positions restart, no mask. The
+Documents of about 700 tokens in one row of 8192, as ``liger-dist train`` packs them: positions restart, no mask. The
 same tokens with a dense mask, and as one text. Then one row of 65,536 and of 131,072 tokens under activation
 checkpointing, with and without tiles of the MLP. Memory is the peak of a step above the weights.
 """

@@ -1,5 +1,5 @@
-"""The data path of ``launch/train.py`` with 200,000 synthetic documents: tokens a second and memory of tokenising, what
-a killed run does again, and how soon a stream's first step ends. Every count is compared with one made without it.
+"""The data path of ``liger-dist train`` with 200,000 synthetic documents: tokens a second and memory of tokenising,
+what a killed run does again, and how soon a stream's first step ends. Every count is compared with one made without it.
 
     python -m benchmarks.training_data --processes 2
 """
@@ -92,7 +92,7 @@ def command_for(folder: Path, file: Path, tokenizer: Path, processes: int, **cha
     settings |= {"steps": 1, "checkpoint_every": 0, "eval_batches": 1, "num_proc": processes}
     settings |= {"output_dir": folder / "run"} | changes
     pairs = [[f"--{key}", str(value)] for key, value in settings.items()]
-    return [sys.executable, str(ROOT / "launch" / "train.py"), *[word for pair in pairs for word in pair]]
+    return [sys.executable, "-m", "liger_dist_train", *[word for pair in pairs for word in pair]]
 
 
 def measure(folder: Path, documents: int, processes: int) -> None:

@@ -15,5 +15,5 @@ hosts=$(grep -cE '^[^#[:space:]]+[[:space:]]+slots=[0-9]+' "$HOSTFILE" || true)
 [[ $hosts -gt 0 ]] || refuse "HOSTFILE $HOSTFILE names no host; expected lines such as: node-1 slots=8"
 echo "$hosts nodes by $HOSTFILE, $settings"
 shift
-exec "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --no_local_rank "$PROGRAM" "$@" \
+exec "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --no_local_rank "${program[@]/#-m/--module}" "$@" \
     --strategy deepspeed --deepspeed "$settings"

@@ -6,14 +6,13 @@
 #   LOG_RANKS       local ranks whose output is shown too, such as 0 or 0,1; default: all
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 #                   seconds that processes have to end after SIGTERM: a step and a checkpoint; default: 120
-#   PROGRAM         what torchrun starts; default: train.py beside this script
+#   PROGRAM         a script for torchrun to start; default: the module liger_dist_train
 #   PYTHON          default: python
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 LOG_DIR=${LOG_DIR:-runs/logs}
-PROGRAM=${PROGRAM:-$here/train.py}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 
 refuse() {
@@ -27,8 +26,12 @@ check_number() {
 }
 
 command -v "$PYTHON" >/dev/null || refuse "there is no program $PYTHON; set PYTHON to the one of your environment."
-[[ -f $PROGRAM ]] || refuse "there is no program $PROGRAM; set PROGRAM."
-looks="import importlib.util, torch; assert importlib.util.find_spec('liger_dist'); print(torch.cuda.device_count())"
+program=(-m liger_dist_train)
+if [[ -n ${PROGRAM:-} ]]; then
+    [[ -f $PROGRAM ]] || refuse "there is no program $PROGRAM; set PROGRAM."
+    program=("$PROGRAM")
+fi
+looks="import importlib.util, torch; assert importlib.util.find_spec('liger_dist_train'); print(torch.cuda.device_count())"
 [[ -z ${NPROC_PER_NODE:-} ]] || check_number NPROC_PER_NODE 1
 check_number MAX_RESTARTS 0
 gpus=$("$PYTHON" -c "$looks" 2>/dev/null) ||

@@ -8,7 +8,7 @@
 #   RDZV_CONF      settings of the rendezvous; default: read_timeout=600, so that a link that is cut for minutes loses nothing
 #   RDZV_ID        a name for the job, when several meet at one place; default: liger_dist
 #
-# --output_dir and --cache_dir have to be on a disk that all machines share. Options go to launch/train.py; the variables in
+# --output_dir and --cache_dir have to be on a disk that all machines share. Options go to liger-dist train; the variables in
 # launch/resolve.sh say the rest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/resolve.sh"
@@ -21,7 +21,7 @@ getent ahosts "${RDZV_ENDPOINT%:*}" >/dev/null || refuse "the host of RDZV_ENDPO
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 echo "$NNODES nodes of $NPROC_PER_NODE processes ($gpus GPUs here, $(hostname)), meeting at $RDZV_ENDPOINT," \
     "up to $MAX_RESTARTS restarts, logs in $LOG_DIR"
-# How many nodes must remain for a run to go on without one; launch/training ends torchrun where fewer do.
+# How many nodes must remain for a run to go on without one; liger_dist_train ends torchrun where fewer do.
 export MIN_NODES=${NNODES%%:*}
 exec "${torchrun[@]}" --nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" \
-    --rdzv-id "${RDZV_ID:-liger_dist}" --rdzv-conf "${RDZV_CONF:-read_timeout=600}" "$PROGRAM" "$@"
+    --rdzv-id "${RDZV_ID:-liger_dist}" --rdzv-conf "${RDZV_CONF:-read_timeout=600}" "${program[@]}" "$@"

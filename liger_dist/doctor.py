@@ -26,8 +26,8 @@ from .sharding.process_groups import compute_device
 from .versions import newest_checked, numbers
 
 Verdict = Literal["ok", "note", "wrong"]
-NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5", "deepspeed": "0.18"}
-OPTIONAL = {"accelerate": "1.15", "peft": "0.21", "trl": "1.16"}
+NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5"}
+OPTIONAL = {"deepspeed": "0.18", "accelerate": "1.15", "peft": "0.21", "trl": "1.16"}
 OF_SOME_MODELS = {
     "mamba_ssm": "Mamba layers",
     "causal_conv1d": "convolutions of Mamba and of linear attention",

@@ -84,7 +84,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 @pytest.fixture(scope="session")
 def trained(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of the training program on two ranks under FSDP2."""
-    from training.run import train
+    from liger_dist_train.run import train
 
     output = tmp_path_factory.mktemp("trained")
     with Workers(2) as workers:

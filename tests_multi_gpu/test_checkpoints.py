@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from harness import Workers
-from training.checkpoint import checksum_of_file, checksum_of_text, read_description
-from training.config import TrainConfig
-from training.export import export
-from training.run import train
 from training_runs import LAUNCH, config_for, losses_of
 
 import liger_dist
+from liger_dist_train.checkpoint import checksum_of_file, checksum_of_text, read_description
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.export import export
+from liger_dist_train.run import train
 
 ALONE: dict[str, Any] = {"strategy": "none", "resume": True}
 

@@ -20,18 +20,18 @@ import pytest
 import torch
 from demo.make_tokenizer import train_tokenizer
 from models import make_model
-from training.config import TrainConfig
-from training.data_loader import CachedData, Order, collate, find_tokenization, load_data
-from training.dataset import Piece
-from training.packing import Integers, best_fit, pack
-from training.parallel_dims import parallel_dims_of
-from training.run import train
-from training.sources import find_source
-from training.stream import StreamedData
-from training.tokenization import Tokenization, load_tokenizer
-from training_runs import CPU, LAUNCH, as_options, config_for, ends_within, torchrun
+from training_runs import CPU, as_options, config_for, ends_within, torchrun
 
 import liger_dist
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.data_loader import CachedData, Order, collate, find_tokenization, load_data
+from liger_dist_train.dataset import Piece
+from liger_dist_train.packing import Integers, best_fit, pack
+from liger_dist_train.parallel_dims import parallel_dims_of
+from liger_dist_train.run import train
+from liger_dist_train.sources import find_source
+from liger_dist_train.stream import StreamedData
+from liger_dist_train.tokenization import Tokenization, load_tokenizer
 
 TEXTS = [f"row {row}: " + "a few words, " * (1 + row % 7) for row in range(2000)]
 CHATS = [
@@ -148,7 +148,7 @@ def test_a_killed_run_keeps_its_finished_shards(tokenizer_folder: Path, tmp_path
         for copy in range(40):
             file.writelines(json.dumps({"text": f"{copy} {text}"}) + "\n" for text in TEXTS)
     config = short(data, tokenizer_folder, tmp_path, num_proc=2)
-    command = [sys.executable, str(LAUNCH / "train.py"), *as_options(config)]
+    command = [sys.executable, "-m", "liger_dist_train", *as_options(config)]
     with ends_within(200, tmp_path):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=CPU, start_new_session=True) as program:
             while len(list((tmp_path / "cache").glob("tokens-*/*.arrow"))) < 10:
@@ -170,7 +170,7 @@ def test_processes_that_tokenise_end_with_their_parent(tokenizer_folder: Path, t
     data.write_text("".join(json.dumps({"text": f"{c} {text}"}) + "\n" for c in range(80) for text in TEXTS))
     command = [
         sys.executable,
-        str(LAUNCH / "train.py"),
+        *("-m", "liger_dist_train"),
         *as_options(short(data, tokenizer_folder, tmp_path, num_proc=2)),
     ]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=CPU) as program:

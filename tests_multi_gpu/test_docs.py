@@ -23,14 +23,15 @@ import torch.distributed as dist
 import yaml
 from harness import Workers
 from models import make_batch, make_model
-from training.config import TrainConfig, parse, parse_as
-from training.parallel_dims import parallel_dims_of
-from training.scoring import ScoreConfig
 from training_runs import ROOT
 
 import liger_dist
 from liger_dist.cli import _parser
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist_train.config import TrainConfig, parse
+from liger_dist_train.parallel_dims import parallel_dims_of
+from liger_dist_train.parser import parse_as
+from liger_dist_train.scoring import ScoreConfig
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]
@@ -213,9 +214,10 @@ def as_run(words: list[str]) -> list[str]:
     known = {
         "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-        "liger-dist": [sys.executable, "-m", "liger_dist"],
+        "liger-dist": [str(Path(sys.executable).with_name("liger-dist"))],
     }
-    trains = any(word in ("launch/train.py", "launch/torchrun_single_node.sh") for word in words)
+    is_training = "liger_dist_train" in words or words[:2] == ["liger-dist", "train"]
+    trains = (is_training and "score" not in words) or "launch/torchrun_single_node.sh" in words
     return [*known.get(program, [program]), *rest, *(SHORT if trains else [])]
 
 
@@ -235,7 +237,7 @@ def test_commands_run(page: str, text: str, trained: Path, tmp_path: Path) -> No
         (tmp_path / path.relative_to(ROOT)).symlink_to(path)
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md"):
         (tmp_path / path.name).symlink_to(path)
-    if "export.py" in text:
+    if "liger-dist export" in text:
         shutil.copytree(trained, tmp_path / "runs" / "train")
     (tmp_path / "notes.txt").write_text("".join(page.read_text() for page in PAGES))
     for of_page, _, settings in blocks("yaml"):
@@ -262,26 +264,36 @@ def check_command(words: list[str]) -> None:
     elif program == "pip":
         assert rest[0] == "install"
     elif program == "liger-dist":
-        _parser().parse_args(rest)
+        check_program(rest)
     elif program == "kubectl":
         assert (ROOT / rest[-1]).is_file()
     elif program == "accelerate":
         assert (ROOT / rest[rest.index("--config_file") + 1]).is_file()
     elif "-m" in words:
         module, *options = words[words.index("-m") + 1 :]
-        if module == "liger_dist":
-            _parser().parse_args(options)
+        if module in ("liger_dist", "liger_dist_train"):
+            check_program(options)
         else:
             assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     else:
         file = next(word for word in words if word.startswith(("launch/", "docs/examples/")))
         assert (ROOT / file).is_file(), file
         options = words[words.index(file) + 1 :]
-        others = ("launch/export.py", "launch/deepspeed_multi_node.sh")
-        if file == "launch/score.py":
-            parse_as(options, ScoreConfig)
-        elif file not in others and not file.startswith(("docs/", "launch/demo/")):
+        if file != "launch/deepspeed_multi_node.sh" and not file.startswith(("docs/", "launch/demo/")):
             check_training(options)
+
+
+def check_program(words: list[str]) -> None:
+    """Raises where ``liger-dist`` or ``python -m liger_dist_train`` would refuse it."""
+    command, *options = words
+    if command == "score":
+        parse_as(options, ScoreConfig)
+    elif command == "export":
+        assert options
+    elif command in ("explain", "verify", "doctor", "deepspeed"):
+        _parser().parse_args(words)
+    else:
+        check_training(options if command == "train" else words)
 
 
 def check_training(options: list[str]) -> None:
@@ -310,7 +322,7 @@ def test_settings_are_read(page: str, number: int, text: str) -> None:
 def test_what_is_shown_of_a_dry_run() -> None:
     (command,) = [text for page, _, text in blocks("bash") if page == "docs/strategies.md"]
     (shown,) = [text for page, _, text in blocks("text") if page == "docs/strategies.md"]
-    words = [sys.executable, *shlex.split(command)[1:]]
+    words = [str(Path(sys.executable).with_name("liger-dist")), *shlex.split(command)[1:]]
     printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
     assert printed == shown
 

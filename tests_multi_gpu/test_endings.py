@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from training.config import TrainConfig
-from training.fault_tolerance import default_grace
-from training.run import train
 from training_runs import (
     CPU,
     LAUNCH,
@@ -33,6 +30,9 @@ from training_runs import (
 )
 
 import liger_dist
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.fault_tolerance import default_grace
+from liger_dist_train.run import train
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="programs that meet on CPUs")
 LONG_STEP: dict[str, Any] = {"batch_size": 1, "global_batch_size": 2000, "eval_fraction": 0.0, "checkpoint_every": 100}
@@ -149,7 +149,7 @@ def test_what_cannot_work_is_not_tried_again(
 ) -> None:
     config = replace(config_for(data, cache, tmp_path / "run"), **changes)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "3", str(LAUNCH / "train.py"), *as_options(config)]
+    command += ["--max-restarts", "3", "-m", "liger_dist_train", *as_options(config)]
     with ends_within(90, tmp_path):
         ended = subprocess.run(command, capture_output=True, text=True, env=CPU, check=False)
     assert ended.returncode == 1

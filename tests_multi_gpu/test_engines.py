@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import torch
 from harness import Workers
-from training.config import parse
-from training.data_loader import collate, find_tokenization, load_data
-from training.export import export
-from training.memory_plan import plan
-from training.model import check_wrap, find_config, shell
-from training.parallel_dims import parallel_dims_of
-from training.run import train
-from training.tokenization import load_tokenizer
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist_train.config import parse
+from liger_dist_train.data_loader import collate, find_tokenization, load_data
+from liger_dist_train.export import export
+from liger_dist_train.memory_plan import plan
+from liger_dist_train.model import check_wrap, find_config, shell
+from liger_dist_train.parallel_dims import parallel_dims_of
+from liger_dist_train.run import train
+from liger_dist_train.tokenization import load_tokenizer
 
 DEEPSPEED = LAUNCH / "deepspeed"
 WAYS: dict[str, dict[str, Any]] = {
@@ -156,7 +156,7 @@ def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, c
 def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_path: Path, trained: Path) -> None:
     config = config_for(data, cache, tmp_path / "run", steps=12, stop_at_step=6, **WAYS["zero3"])
     workers_2.run(train, config)
-    command = [sys.executable, str(LAUNCH / "export.py"), str(tmp_path / "run")]
+    command = [sys.executable, "-m", "liger_dist_train", "export", str(tmp_path / "run")]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "step 6 of" in finished.stdout
@@ -331,7 +331,7 @@ def test_a_dry_run_knows_what_accumulation_holds() -> None:
 
 
 def test_a_dry_run_allocates_nothing(cache: Path) -> None:
-    command = [sys.executable, str(LAUNCH / "train.py"), "launch/llama_8b.yaml", "--dry_run", "--world_size", "4"]
+    command = [sys.executable, "-m", "liger_dist_train", "launch/llama_8b.yaml", "--dry_run", "--world_size", "4"]
     command += ["--tokenizer", str(cache / "tokenizer")]
     program = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     program += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"

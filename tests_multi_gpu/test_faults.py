@@ -22,20 +22,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from training import distributed, output_folder
-from training.checkpoint import DESCRIPTION, Checkpoints, checksum_of_file, checksum_of_text, read_description
-from training.config import TrainConfig
-from training.distributed import on_rank_zero, rank
-from training.engine import TorchEngine
-from training.export import export
-from training.fault_tolerance import PHASES, Interruption, Watchdog, run
-from training.metrics import Metrics
-from training.output_folder import write_folder
-from training.run import train
-from training.trainer import Trainer
 from training_runs import CPU, LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
+from liger_dist_train import distributed, output_folder
+from liger_dist_train.checkpoint import DESCRIPTION, Checkpoints, checksum_of_file, checksum_of_text, read_description
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.distributed import on_rank_zero, rank
+from liger_dist_train.engine import TorchEngine
+from liger_dist_train.export import export
+from liger_dist_train.fault_tolerance import PHASES, Interruption, Watchdog, run
+from liger_dist_train.metrics import Metrics
+from liger_dist_train.output_folder import write_folder
+from liger_dist_train.run import train
+from liger_dist_train.trainer import Trainer
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 """one process that reads what the two of ``trained`` read"""
@@ -99,11 +99,11 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=1e-4)
     # Another torchrun, whose first processes ended before they had begun.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr("training.output_folder.launcher", lambda: "another")
+    monkeypatch.setattr("liger_dist_train.output_folder.launcher", lambda: "another")
     with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
         train(config)
     anew = dataclasses.replace(config, overwrite=True, stop_at_step=2)
-    with mock.patch("training.run.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
+    with mock.patch("liger_dist_train.run.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
         train(anew)
     # Before the earlier checkpoints were removed: the restart removes them, too, and does not go on from them.
     train(anew)
@@ -171,9 +171,8 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
 
 def test_an_export_to_a_full_disk_is_one_sentence(trained: Path, tmp_path: Path) -> None:
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    limit += "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
-    limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = [sys.executable, "-c", limit, str(LAUNCH / "export.py"), str(trained), "--to", str(tmp_path / "to")]
+    limit += "runpy.run_module('liger_dist_train', run_name='__main__')"
+    program = [sys.executable, "-c", limit, "export", str(trained), "--to", str(tmp_path / "to")]
     finished = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False, env=CPU)
     assert finished.returncode == 1
     (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]

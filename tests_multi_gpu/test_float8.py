@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from models import full, make_batch
-from training.export import export
-from training.run import train
 from training_runs import config_for, losses_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist_train.export import export
+from liger_dist_train.run import train
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise")
@@ -324,7 +324,7 @@ def tensor_parallel_layers() -> str:
 
 
 def test_options_of_the_program() -> None:
-    from training.config import parse
+    from liger_dist_train.config import parse
 
     for options, sentence in (
         (["--float8", "rowwise"], "--float8 is rowwise and --dtype float32; expected bfloat16"),

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 from hosts import printed_by
-from training.config import parse
 from training_runs import metrics_of
 
 from liger_dist.integrations.deepspeed_section import read_section
+from liger_dist_train.config import parse
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"

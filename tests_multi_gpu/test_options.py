@@ -22,15 +22,17 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training.config import ELSEWHERE, ONE_TIME, TrainConfig, parse, to_yaml, usable_cores
-from training.export import export
-from training.model import add_lora
-from training.optimizer import decayed_parameters, make_optimizer, make_schedule
-from training.run import train
-from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
+from training_runs import ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import liger_dist
+from liger_dist_train.config import TrainConfig, parse
+from liger_dist_train.export import export
+from liger_dist_train.model import add_lora
+from liger_dist_train.optimizer import decayed_parameters, make_optimizer, make_schedule
+from liger_dist_train.options import ELSEWHERE, ONE_TIME, usable_cores
+from liger_dist_train.parser import to_yaml
+from liger_dist_train.run import train
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 
@@ -88,7 +90,7 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
         pytest.skip("no CPU sets here")
     program = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import torch; "
-        "from training import config, distributed; torch.set_num_threads(3); distributed.start(); "
+        "from liger_dist_train import config, distributed; torch.set_num_threads(3); distributed.start(); "
         "print(config.TrainConfig().num_proc, torch.get_num_threads())"
     )
     launch = Path(__file__).parents[1] / "launch"
@@ -105,7 +107,7 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
     ("options", "words"),
     [
         (["--lerning_rate", "1"], "--lerning_rate is no option; the nearest is --learning_rate"),
-        (["--xyzzy", "1"], "--xyzzy is no option; expected those that --help lists"),
+        (["--xyzzy", "1"], "--xyzzy is no option; expected those that --help-all lists"),
         (["--gradient_accumulation_steps", "2"], "is no option: it follows from --global_batch_size"),
         (["--load-in-4bit", "true"], "weights stay in fp32, sharded"),
         (["--neftune_noise_alpha", "5"], "belongs into a training loop"),
@@ -486,7 +488,7 @@ def test_clipping_refuses_what_it_cannot_add_up() -> None:
 
 def test_help_names_every_option() -> None:
     shown = subprocess.run(
-        [sys.executable, str(LAUNCH / "train.py"), "--help"], check=True, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "liger_dist_train", "--help-all"], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name}" in shown

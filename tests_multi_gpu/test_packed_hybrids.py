@@ -471,8 +471,8 @@ def of_ranks(head: str) -> tuple[list[str], float, float]:
 def test_the_program_refuses_a_hybrid_before_it_reads_data(
     program: str, data: Any, cache: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from training import run, scoring
-    from training.model import check_packing, find_config, shell
+    from liger_dist_train import run, scoring
+    from liger_dist_train.model import check_packing, find_config, shell
 
     def read(*args: Any) -> Any:
         raise AssertionError("data was read")

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from harness import InThisProcess, Workers
 from models import make_config
-from training.config import TrainConfig, parse, parse_as
-from training.run import train
-from training.scoring import ScoreConfig, score
 from training_runs import LAUNCH, config_for, losses_of, metrics_of
 from transformers import AutoModelForCausalLM
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist_train.config import TrainConfig, parse, parse_as
+from liger_dist_train.run import train
+from liger_dist_train.scoring import ScoreConfig, score
 
 TOP_K = 16
 WAYS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_every_token_of_the_data_has_scores(scores: Path, teacher: Path, sources: Path, cache: Path) -> None:
     """As many tokens as the tokenizer alone makes, each score that of the unwrapped model in fp64."""
-    from training.tokenization import load_tokenizer
+    from liger_dist_train.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(cache / "tokenizer")
     encoded = [tokenizer(file.read_text())["input_ids"] for file in sorted(sources.glob("*.txt"))]
@@ -183,7 +183,7 @@ def test_lost_and_damaged_shards(scores: Path, teacher: Path, sources: Path, cac
 
 def test_a_last_piece_of_one_token(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
     """It predicts nothing: it is left out and counted, and what is written can be trained on."""
-    from training.tokenization import load_tokenizer
+    from liger_dist_train.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(cache / "tokenizer")
     text = (data / "ast0.txt").read_text()
@@ -277,9 +277,8 @@ def test_the_loss_is_that_of_the_columns(scores: Path, cache: Path, tmp_path: Pa
 
 def expected_loss(rows: list[dict[str, Any]], config: TrainConfig) -> float:
     """Of the student before its first step."""
-    from training.model import find_config, shell
-
     from liger_dist import wrap
+    from liger_dist_train.model import find_config, shell
 
     model = shell(config, find_config(config, 601))
     torch.manual_seed(config.seed)
@@ -299,7 +298,7 @@ def expected_loss(rows: list[dict[str, Any]], config: TrainConfig) -> float:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"top_k_ids": None}, "has no 'top_k_ids', which --top_k reads; give what launch/score.py has written"),
+    "missing": ({"top_k_ids": None}, "has no 'top_k_ids', which --top_k reads; give what liger-dist score has written"),
     "length": (
         {"top_k_ids": [[1, 2]] * 3, "top_k_log_probs": [[-1.0, -2.0]] * 3},
         "has top_k_ids of 3 tokens and 4 input_ids",

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from demo.make_tokenizer import train_tokenizer
-from training.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
-from training.tokenization import Encoder, Format, fingerprint, load_tokenizer
 
 import liger_dist
+from liger_dist_train.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
+from liger_dist_train.tokenization import Encoder, Format, fingerprint, load_tokenizer
 
 TURNS = [
     {"role": "user", "content": "hello"},

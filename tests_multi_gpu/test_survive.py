@@ -19,13 +19,6 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from torch.distributed.tensor import DTensor
-from training.config import TrainConfig
-from training.distributed import rank
-from training.engine import TorchEngine
-from training.fault_tolerance import NO_HEARTBEAT, PHASES, describe_stall
-from training.model import shell
-from training.run import train
-from training.trainer import Trainer
 from training_runs import (
     CPU,
     LAUNCH,
@@ -42,6 +35,13 @@ from training_runs import (
 )
 
 import liger_dist
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.distributed import rank
+from liger_dist_train.engine import TorchEngine
+from liger_dist_train.fault_tolerance import NO_HEARTBEAT, PHASES, describe_stall
+from liger_dist_train.model import shell
+from liger_dist_train.run import train
+from liger_dist_train.trainer import Trainer
 
 ZERO_2 = {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero2.json")}
 
@@ -95,9 +95,8 @@ def test_a_full_disk_is_one_sentence(
         data, cache, tmp_path / "run", checkpoint_every=2, async_checkpoints=in_background, stop_at_step=4
     )
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    limit += "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
-    limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = [sys.executable, "-c", limit, str(LAUNCH / "train.py")]
+    limit += "runpy.run_module('liger_dist_train', run_name='__main__')"
+    program = [sys.executable, "-c", limit]
     finished = subprocess.run(
         [*program, *as_options(config)], capture_output=True, text=True, timeout=100, check=False, env=CPU
     )
@@ -181,9 +180,8 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
 
 FROZEN = """
 import os, signal, sys, time
-sys.path[:0] = {paths!r}
-from training import data_loader
-from training.distributed import rank
+from liger_dist_train import data_loader
+from liger_dist_train.distributed import rank
 
 own = data_loader.CachedData.take
 
@@ -197,9 +195,8 @@ def take(self, consumed, count, *ranks):
     return own(self, consumed, count, *ranks)
 
 data_loader.CachedData.take = take
-sys.argv[0] = {program!r}
 import runpy
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_module("liger_dist_train", run_name="__main__")
 """
 
 
@@ -207,9 +204,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: Path) -> None:
     """Rank 0 with the store that all ranks talk through, as on several machines."""
     program, pid = tmp_path / "stuck.py", tmp_path / "pid"
-    program.write_text(
-        FROZEN.format(frozen=frozen, file=str(pid), paths=[str(LAUNCH)], program=str(LAUNCH / "train.py"))
-    )
+    program.write_text(FROZEN.format(frozen=frozen, file=str(pid)))
     config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(1 - frozen)}
     process = torchrun(*as_options(config), program=program, env=CPU | variables)
@@ -241,9 +236,8 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
 
 LATE = """
 import sys, time
-sys.path[:0] = {paths!r}
-from training import fault_tolerance, run
-from training.distributed import rank
+from liger_dist_train import fault_tolerance, run
+from liger_dist_train.distributed import rank
 
 own, fault_tolerance.LEAST_FOR_SETUP = run.{stuck}, 2.0
 
@@ -253,9 +247,8 @@ def late(*arguments, **options):
     return own(*arguments, **options)
 
 run.{stuck} = late
-sys.argv[0] = {program!r}
 import runpy
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_module("liger_dist_train", run_name="__main__")
 """
 
 
@@ -270,7 +263,7 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
     stuck: str, words: str, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "late.py"
-    program.write_text(LATE.format(stuck=stuck, paths=[str(LAUNCH)], program=str(LAUNCH / "train.py")))
+    program.write_text(LATE.format(stuck=stuck))
     config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = torchrun(*as_options(config), program=program, env=CPU | variables)

@@ -19,12 +19,6 @@ import torch
 from harness import Workers
 from models import make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
-from training.config import parse
-from training.data_loader import Order, collate
-from training.dataset import Piece
-from training.fault_tolerance import run
-from training.run import train
-from training.tokenization import load_tokenizer
 from training_runs import (
     LAUNCH,
     SOURCES,
@@ -39,6 +33,12 @@ from training_runs import (
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist_train.config import parse
+from liger_dist_train.data_loader import Order, collate
+from liger_dist_train.dataset import Piece
+from liger_dist_train.fault_tolerance import run
+from liger_dist_train.run import train
+from liger_dist_train.tokenization import load_tokenizer
 
 
 def test_a_run_leaves_what_it_promises(trained: Path) -> None:
@@ -229,8 +229,8 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
     program = tmp_path / "program.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(LAUNCH)!r})\n"
-        "from training.fault_tolerance import run\n"
-        "from training.distributed import rank, start, total\n"
+        "from liger_dist_train.fault_tolerance import run\n"
+        "from liger_dist_train.distributed import rank, start, total\n"
         "from liger_dist import LigerDistError\n"
         "def main():\n"
         "    start()\n"
@@ -249,7 +249,7 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
 def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp_path: Path) -> None:
     options = as_options(config_for(data, cache, tmp_path, steps=100_000, eval_every=1000))
     process = subprocess.Popen(
-        [sys.executable, str(LAUNCH / "train.py"), *options],
+        [sys.executable, "-m", "liger_dist_train", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

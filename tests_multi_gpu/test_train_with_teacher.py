@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from harness import InThisProcess, Workers
 from models import make_config
-from training.config import TrainConfig, parse
-from training.run import train
 from training_runs import LAUNCH, config_for, losses_of, metrics_of
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist_train.config import TrainConfig, parse
+from liger_dist_train.run import train
 
 JSD = {"divergence": "jsd", "distillation_beta": 0.3, "distillation_temperature": 2.0, "hard_weight": 0.25}
 WAYS: dict[str, dict[str, Any]] = {

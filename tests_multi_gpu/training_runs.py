@@ -23,8 +23,9 @@ CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 sys.path.insert(0, str(LAUNCH))
 
 from demo.make_tokenizer import train_tokenizer  # noqa: E402
-from training.checkpoint import steps_in  # noqa: E402
-from training.config import TrainConfig  # noqa: E402
+
+from liger_dist_train.checkpoint import steps_in  # noqa: E402
+from liger_dist_train.config import TrainConfig  # noqa: E402
 
 SOURCES = (
     "argparse",
@@ -99,12 +100,13 @@ def as_options(config: TrainConfig) -> list[str]:
     return options
 
 
-def torchrun(*options: str, processes: int = 2, program: Path = LAUNCH / "train.py", **kwargs: Any) -> Any:
+def torchrun(*options: str, processes: int = 2, program: Path | None = None, **kwargs: Any) -> Any:
     """The program on so many processes of this machine, as a ``Popen`` with pipes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    started = ["-m", "liger_dist_train"] if program is None else [str(program)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     kwargs["env"] = kwargs["env"] | {"PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen([*command, str(program), *options], **(pipes | kwargs))
+    return subprocess.Popen([*command, *started, *options], **(pipes | kwargs))
 
 
 @contextmanager

@@ -19,11 +19,11 @@ def read_losses(folder: Path) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plot", type=Path, help="PNG that is written")
-    parser.add_argument("runs", type=Path, nargs="+", help="folders that launch/train.py wrote")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders that liger-dist train wrote")
     options = parser.parse_args()
     for folder in options.runs:
         if not (folder / "metrics.jsonl").is_file():
-            parser.error(f"{folder} has no metrics.jsonl; expected a folder that launch/train.py wrote")
+            parser.error(f"{folder} has no metrics.jsonl; expected a folder that liger-dist train wrote")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="what launch/export.py wrote")
+    parser.add_argument("folder", help="what liger-dist export wrote")
     parser.add_argument("prompt", help="text to continue, or what the user says")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument("--tokens", type=int, default=80, help="new ones, at most; default: %(default)s")

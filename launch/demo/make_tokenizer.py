@@ -18,10 +18,10 @@ from liger_dist import LigerDistError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from training.conversations import BadRowError, check_text
-from training.fault_tolerance import run
-from training.output_folder import write_folder
-from training.sources import find_source, read_rows, where
+from liger_dist_train.conversations import BadRowError, check_text
+from liger_dist_train.fault_tolerance import run
+from liger_dist_train.output_folder import write_folder
+from liger_dist_train.sources import find_source, read_rows, where
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -79,7 +79,7 @@ def _strings(value: Any) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the tokenizer is written")
-    parser.add_argument("data", nargs="+", help="files and folders that launch/train.py reads")
+    parser.add_argument("data", nargs="+", help="files and folders that liger-dist train reads")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries, at most; default: %(default)s")
     options = parser.parse_args()
     if options.vocab_size < 260:

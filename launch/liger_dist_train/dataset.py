@@ -82,7 +82,7 @@ def use_cache(cache: Path) -> None:
 
 
 def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] = read_rows) -> Any:
-    """Makes an ``IterableDataset`` of documents with the columns of :class:`~training.tokenization.Document`,
+    """Makes an ``IterableDataset`` of documents with the columns of :class:`~liger_dist_train.tokenization.Document`,
     ``reason``, ``begins``, ``file`` and ``at``. Its ``state_dict`` is the position in the parts."""
     from datasets import IterableDataset
 

@@ -19,7 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from liger_dist import LigerDistError
 
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
-from .config import TrainConfig, to_yaml
+from .config import TrainConfig
 from .data_loader import check_sources, find_tokenization, load_data
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import on_rank_zero, rank, total, world_size
@@ -30,6 +30,7 @@ from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import check_packing, check_wrap, find_config, shell
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
+from .parser import to_yaml
 from .stream import StreamedData
 from .teacher import Teacher, check_teacher
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts

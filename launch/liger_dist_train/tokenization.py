@@ -335,7 +335,7 @@ def check_has_top_k(values: dict[str, Any] | None) -> None:
     missing = [name for name in ("input_ids", *TOP_K_COLUMNS) if (values or {}).get(name) is None]
     if missing:
         raise BadRowError(
-            f"has no {missing[0]!r}, which --top_k reads; give what launch/score.py has written, or leave --top_k out"
+            f"has no {missing[0]!r}, which --top_k reads; give what liger-dist score has written, or leave --top_k out"
         )
 
 

@@ -146,5 +146,5 @@ def refuse_without_launcher(dims: ParallelDims) -> None:
     if not dist.is_initialized():
         raise LigerDistError(
             f"--strategy is {dims.strategy} but no launcher started this process, which it needs also for one: "
-            "torchrun --standalone --nproc-per-node 1 launch/train.py ..."
+            "torchrun --standalone --nproc-per-node 1 liger-dist train ..."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +25,25 @@ from .safe_pickle import TensorPlanner, TensorReader, deepspeed_names
 from .tokenization import load_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str]) -> None:
+    """Runs ``liger-dist export``."""
+    what = (
+        "Writes a checkpoint as safetensors that AutoModelForCausalLM.from_pretrained and liger-dist train --model "
+        "read. One process, no GPU; it needs memory for the weights in fp32."
+    )
+    parser = argparse.ArgumentParser(prog="liger-dist export", description=what)
+    parser.add_argument("run", type=Path, help="what --output_dir was")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, help="of the checkpoint; default: the newest complete one")
+    chosen.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
+    parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
+    options = parser.parse_args(arguments)
+    to = options.to or options.run / "exported"
+    step = export(options.run, to, step=options.step, best=options.best, dtype=options.dtype)
+    print(f"written to {to}: step {step} of {options.run}, in {options.dtype}")
 
 
 def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: str = "float32") -> int:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from liger_dist import LigerDistError
 
-from .config import usable_cores
+from .options import usable_cores
 
 T = TypeVar("T")
 STORE_LIMIT = 20.0

@@ -234,7 +234,7 @@ class Checkpoints:
         if found.get("format") != self._description["format"]:
             raise LigerDistError(
                 f"the checkpoint {path} is of {found.get('format')}, and this run reads {self._description['format']}. "
-                f"Export its weights (python launch/export.py {self._folder.parent}) and start from them with --model, "
+                f"Export its weights (liger-dist export {self._folder.parent}) and start from them with --model, "
                 "or go on with the strategy that wrote it."
             )
         for name, value in self._description.items():

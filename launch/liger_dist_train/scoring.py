@@ -1,4 +1,4 @@
-"""Writes the most likely tokens of a teacher for each token of the data, which ``launch/train.py --top_k`` reads.
+"""Writes the most likely tokens of a teacher for each token of the data, which ``liger-dist train --top_k`` reads.
 
 The data is packed into sequences as for training. Shards of them are written by all ranks, one each at a time; a shard
 gets its name when it is complete, so a run that was killed goes on after the shards that it finished, on any number of
@@ -55,7 +55,7 @@ def _as_in_training(name: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Writes the most likely tokens of a model for each token of the data, to distil from with launch/train.py."""
+    """Writes the most likely tokens of a model for each token of the data, to distil from with liger-dist train."""
 
     model: str = _as_in_training("model")
     tokenizer: Optional[str] = _as_in_training("tokenizer")
@@ -396,8 +396,8 @@ def _counts_of(path: Path) -> dict[str, Any]:
         counts: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[COUNTS])
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise LigerDistError(
-            f"{path} is damaged, or no file that launch/score.py wrote ({error!r}); remove it and start again, then it "
-            "is written."
+            f"{path} is damaged, or no file that liger-dist score wrote ({error!r}); remove it and start again, then "
+            "it is written."
         ) from error
     return counts
 

@@ -1,0 +1,1 @@
+"""The training program: ``liger-dist train``, or ``torchrun -m liger_dist_train`` on several GPUs."""

@@ -1,0 +1,94 @@
+"""The command ``liger-dist``: the training program's commands, and those of the library.
+
+    liger-dist train run.yaml --steps 100
+    torchrun --standalone --nproc-per-node 8 -m liger_dist_train run.yaml --steps 100
+    liger-dist export runs/train
+    torchrun --standalone --nproc-per-node 8 -m liger_dist_train score --model teacher/ --data chats.jsonl
+
+Importing torch takes seconds: nothing here does before a command needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+HELP = """usage: liger-dist COMMAND ...
+
+  train      train a causal language model: liger-dist train [run.yaml] [--name value ...]
+  export     write a checkpoint as safetensors that transformers loads
+  score      write the most likely tokens of a teacher, to distil from
+  explain    show what liger_dist finds in a model, and why
+  verify     compare a micro-batch with the model's own loss and gradients
+  doctor     look at versions, GPUs, kernels and links
+  deepspeed  run a command that trains with DeepSpeed
+
+On several GPUs: torchrun --nproc-per-node 8 -m liger_dist_train [run.yaml] ...,
+and torchrun --nproc-per-node 8 -m liger_dist verify ...
+"liger-dist COMMAND --help" lists the options of a command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``liger-dist``; returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        return run(given)
+    if not given or given[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if given else 2
+    from liger_dist.cli import main as of_library
+
+    return of_library(given)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs ``python -m liger_dist_train``: one of :data:`COMMANDS`, by default ``train``."""
+    given = list(arguments)
+    command = given.pop(0) if given and given[0] in COMMANDS else "train"
+    if command in HELPS and any(name in given for name in ("-h", "--help", "--help-all")):
+        HELPS[command]("--help-all" in given)
+        return 0
+    # Of other packages, which a run does not use.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from .fault_tolerance import run as guarded
+
+    guarded(lambda: COMMANDS[command](given))
+    return 0
+
+
+def _train(arguments: list[str]) -> None:
+    from .config import parse
+    from .distributed import start
+    from .run import train
+
+    config = parse(arguments)
+    start()
+    train(config)
+
+
+def _score(arguments: list[str]) -> None:
+    from .distributed import start
+    from .parser import parse_as
+    from .scoring import ScoreConfig, score
+
+    config = parse_as(arguments, ScoreConfig)
+    start()
+    score(config)
+
+
+def _export(arguments: list[str]) -> None:
+    from .export import main as export
+
+    export(arguments)
+
+
+def _help_of_train(is_whole: bool) -> None:
+    from .options import TrainOptions
+    from .parser import help_text
+
+    print(help_text(TrainOptions, "liger-dist train", is_whole=is_whole))
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "export": _export, "score": _score}
+HELPS: dict[str, Callable[[bool], None]] = {"train": _help_of_train}

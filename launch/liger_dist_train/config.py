@@ -1,0 +1,185 @@
+"""What a run is made of: the options, checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import SchedulerType
+
+from liger_dist import LigerDistError
+
+from .options import WINDOW, TrainOptions
+from .parser import parse_as
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainOptions):
+    """Trains a causal language model with liger_dist."""
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_choices()
+        self._check_data()
+
+    @property
+    def lr_kwargs(self) -> dict[str, Any]:
+        """``lr_scheduler_kwargs`` as a dict."""
+        found: dict[str, Any] = json.loads(self.lr_scheduler_kwargs or "{}")
+        return found
+
+    def _check_data(self) -> None:
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            raise LigerDistError(
+                f"--data_weights has {len(self.data_weights)} numbers and --data {len(self.data)} sources; expected "
+                "one for each."
+            )
+        if self.data_weights and min(self.data_weights) <= 0:
+            raise LigerDistError(f"--data_weights holds {min(self.data_weights)}; expected numbers above 0.")
+        if self.steps is not None and self.epochs is not None:
+            raise LigerDistError(f"--steps is {self.steps} and --epochs {self.epochs}; give one of them.")
+        if self.dora and not self.lora_rank:
+            raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
+        if self.streaming and self.steps is None and not self.eval_only:
+            raise LigerDistError("--streaming is true, and the length of a stream is not known; give --steps.")
+        if self.shuffle_window != WINDOW and not self.streaming:
+            raise LigerDistError(
+                f"--shuffle_window is {self.shuffle_window} but --streaming is false, where all data is shuffled; "
+                "leave it out."
+            )
+        if self.global_batch_size is not None and self.global_batch_tokens is not None:
+            raise LigerDistError(
+                f"--global_batch_size is {self.global_batch_size} and --global_batch_tokens "
+                f"{self.global_batch_tokens}; give one of them."
+            )
+        if (self.global_batch_tokens or 0) % self.sequence_length:
+            raise LigerDistError(
+                f"--global_batch_tokens is {self.global_batch_tokens}; expected a multiple of --sequence_length, "
+                f"{self.sequence_length}."
+            )
+
+    def _check_choices(self) -> None:
+        has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
+        if has_lora_options and not self.lora_rank:
+            raise LigerDistError(
+                "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
+            )
+        if self.offload_checkpoints and not self.activation_checkpointing:
+            raise LigerDistError(
+                "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
+            )
+        self._check_teacher()
+        if self.mlp_tile_tokens and (self.compile or self.float8 or not self.layer_kernels):
+            raise LigerDistError(
+                f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile, --float8 "
+                "or --layer_kernels false); leave one of them out."
+            )
+        if self.float8 and self.dtype != "bfloat16":
+            raise LigerDistError(
+                f"--float8 is {self.float8} and --dtype {self.dtype}; expected bfloat16, in which everything else is "
+                "computed."
+            )
+        if (self.sp or 1) > 1 and (self.teacher is not None or self.top_k or not self.fused_loss):
+            raise LigerDistError(
+                f"--sp is {self.sp}, which has no distillation (--teacher, --top_k) and needs the fused loss; leave "
+                "one of them out."
+            )
+        if self.resume_step is not None and not self.resume:
+            raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
+        if self.resume and self.overwrite:
+            raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
+        if self.world_size is not None and not self.dry_run:
+            raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
+        if self.dry_run and self.lora_rank:
+            raise LigerDistError(
+                f"--dry_run plans the training of all weights, but --lora_rank is {self.lora_rank}; leave it out, or "
+                "measure a step (peak_memory_bytes in metrics.jsonl)."
+            )
+        if (self.strategy == "deepspeed") != (self.deepspeed is not None):
+            raise LigerDistError(
+                f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "
+                "--strategy deepspeed --deepspeed launch/deepspeed/zero3.json"
+            )
+        if self.strategy == "deepspeed" and self.async_checkpoints:
+            raise LigerDistError("--async_checkpoints is set, which DeepSpeed's checkpoints cannot do; leave it out.")
+        schedules = [schedule.value for schedule in SchedulerType if schedule.value not in UNUSABLE_SCHEDULES]
+        if self.lr_scheduler not in schedules:
+            raise LigerDistError(f"--lr_scheduler is {self.lr_scheduler!r}; expected one of {', '.join(schedules)}.")
+        try:
+            self.lr_kwargs.items()
+        except (ValueError, AttributeError) as error:
+            raise LigerDistError(
+                f"--lr_scheduler_kwargs is {self.lr_scheduler_kwargs!r}; expected a JSON object."
+            ) from error
+        has_held_out = bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
+        if (self.early_stopping_patience or self.keep_best) and not has_held_out:
+            raise LigerDistError("--early_stopping_patience and --keep_best need held-out data; give --eval_data.")
+        if self.keep_best and not self.checkpoint_every:
+            raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
+
+    def _check_teacher(self) -> None:
+        given = (self.divergence, self.distillation_beta, self.distillation_temperature, self.hard_weight)
+        if self.teacher is None and given != ("forward_kl", 0.5, 1.0, 0.0):
+            raise LigerDistError(
+                "--divergence, --distillation_beta, --distillation_temperature or --hard_weight is given but --teacher "
+                "is not; give the model to distil from."
+            )
+        if self.teacher is not None and not self.fused_loss:
+            raise LigerDistError("--teacher is given and --fused_loss is false, which has no divergence; leave it out.")
+        if self.top_k and (self.teacher is not None or not self.fused_loss):
+            raise LigerDistError(
+                f"--top_k is {self.top_k} and --teacher {self.teacher}, --fused_loss {self.fused_loss}; expected the "
+                "probabilities that a teacher has written, and the fused loss. Leave one of them out."
+            )
+        if not self.top_k and (self.soft_weight, self.remainder) != (1.0, "drop"):
+            raise LigerDistError(
+                f"--soft_weight is {self.soft_weight} and --remainder {self.remainder}, but --top_k is 0; give it."
+            )
+        if not 0 < self.distillation_beta < 1 or (self.distillation_beta != 0.5 and self.divergence != "jsd"):
+            raise LigerDistError(
+                f"--distillation_beta is {self.distillation_beta} and --divergence {self.divergence}; expected a "
+                "number between 0 and 1, with --divergence jsd."
+            )
+
+    def _check_ranges(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise LigerDistError(f"--{name} is {value}; expected a finite number.")
+            least = MINIMA.get(name)
+            if least is not None and value < least:
+                expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
+                raise LigerDistError(f"--{name} is {value}; expected {expected}.")
+        for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1, "lora_dropout": 1}.items():
+            if getattr(self, name) >= limit:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
+        for name in ("min_learning_rate_ratio", "hard_weight", "soft_weight"):
+            if getattr(self, name) > 1:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected at most 1.")
+
+
+ABOVE_ZERO = 1e-300
+MINIMA: dict[str, float] = {
+    **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
+    **dict.fromkeys(
+        ("dp_replicate", "dp_shard", "tp", "sp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
+    ),
+    **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
+    **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
+    **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
+    **dict.fromkeys(("top_k", "soft_weight"), 0),
+    **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
+    **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
+    "sequence_length": 2,
+}
+"""the least that an option may be; 2 tokens are a token and the one it predicts"""
+UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""of transformers: they go by a metric"""
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """Parses the options of a training run, as :func:`.parse_as`."""
+    return parse_as(argv, TrainConfig)

@@ -1,1 +1,0 @@
-"""The parts of ``launch/train.py``; copy the folder and start from it."""
