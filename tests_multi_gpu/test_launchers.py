@@ -142,7 +142,8 @@ def test_the_manifest_asks_for_what_torchrun_starts() -> None:
     assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
     assert policy["nProcPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert container["command"][0] == "torchrun"
-    config = parse([str(ROOT / container["command"][2]), *container["command"][3:]])
+    assert container["command"][1:3] == ["-m", "liger_dist_train"]
+    config = parse([str(ROOT / container["command"][3]), *container["command"][4:]])
     assert config.resume
     assert (ROOT / config.model).is_file()
     assert config.data

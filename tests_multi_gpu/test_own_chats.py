@@ -24,6 +24,7 @@ def test_from_chats_to_answers(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     text = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    programs["liger-dist"] = [str(Path(sys.executable).with_name("liger-dist"))]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     said = ""
     for line in text.replace("\\\n", " ").splitlines():

@@ -65,6 +65,6 @@ def test_it_works_alone(installed: Path, tmp_path: Path) -> None:
     version = run(sys.executable, "-c", PROGRAM, str(installed), folder=tmp_path, **alone)
     assert version.strip().splitlines()[-1] == "0.2.0"
     (metadata,) = installed.glob("liger_dist-*.dist-info")
-    assert "liger-dist = liger_dist.cli:main" in (metadata / "entry_points.txt").read_text()
+    assert "liger-dist = liger_dist_train.command:main" in (metadata / "entry_points.txt").read_text()
     assert "Version: 0.2.0" in (metadata / "METADATA").read_text()
     assert "kernels" in run(sys.executable, "-m", "liger_dist", "doctor", folder=tmp_path, **alone)

@@ -190,7 +190,7 @@ def test_what_is_predicted_of_every_format(values: dict[str, Any], expected: str
         assert (row["labels"] is None) == ("labels" not in values)
     else:
         assert learned(tokenizer, values) == expected
-    assert encoded(tokenizer, values, Format(train_on_prompts=True))["labels"] is None or expected is None
+    assert encoded(tokenizer, values, Format(train_on="all"))["labels"] is None or expected is None
 
 
 UNLEARNED = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]

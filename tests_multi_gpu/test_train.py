@@ -37,6 +37,7 @@ from liger_dist_train.config import parse
 from liger_dist_train.data_loader import Order, collate
 from liger_dist_train.dataset import Piece
 from liger_dist_train.fault_tolerance import run
+from liger_dist_train.parser import to_yaml
 from liger_dist_train.run import train
 from liger_dist_train.tokenization import load_tokenizer
 
@@ -349,8 +350,20 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
             continue
         with pytest.raises(liger_dist.LigerDistError, match=words):
             parse([str(file)])
+    file.write_text(
+        "batch: {steps: 1e3, epochs: null}\noptimizer: {name: adamw, learning_rate: 1e-5}\ndata: {sources: a.txt}\n"
+    )
+    config = parse([str(file)])
+    assert (config.steps, config.epochs, config.learning_rate, config.data) == (1000, None, 1e-5, ["a.txt"])
+    config = parse([str(file), "--steps", "null", "--epochs", "2", "--data=~/b.txt"])
+    assert (config.steps, config.epochs, config.data) == (None, 2.0, [str(Path.home() / "b.txt")])
+    file.write_text(to_yaml(config))
+    assert parse([str(file)]) == config
+    file.write_text("batch: {stepz: 1}\n")
+    with pytest.raises(liger_dist.LigerDistError, match="sets 'stepz', which is no option; the nearest is --steps"):
+        parse([str(file)])
     file.write_text("dtype: bf16\n")
-    with pytest.raises(SystemExit):
+    with pytest.raises(liger_dist.LigerDistError, match="--dtype is 'bf16'; expected one of float32, bfloat16"):
         parse([str(file)])
     file.write_text("step: 5\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'step', which is no option; the nearest is --steps"):
@@ -360,8 +373,13 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     for name in ("accumulation_steps", "vocab_size", "sample_tokens"):
         with pytest.raises(liger_dist.LigerDistError, match=f"--{name} is no option"):
             parse([f"--{name}", "5"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(liger_dist.LigerDistError, match="--data has no values; expected one"):
         parse(["--data", "--steps", "5"])
+    file.write_text("steps: 5\n")
+    with pytest.raises(liger_dist.LigerDistError, match=r"'other\.yaml' stands where an option is expected"):
+        parse([str(file), "other.yaml"])
+    with pytest.raises(liger_dist.LigerDistError, match=r"--steps is 1\.5; expected a whole number"):
+        parse(["--steps", "1.5"])
     with pytest.raises(liger_dist.LigerDistError, match=r"absent\.yaml does not exist"):
         parse(["absent.yaml"])
     with pytest.raises(liger_dist.LigerDistError, match="--steps is 0"):

@@ -79,12 +79,22 @@ def check_messages(turns: Any) -> list[dict[str, Any]]:
             raise BadRowError(f"has {turn!r} for turn {index}; expected a role and a content")
         # Columns of a table have every key in every row.
         turn = {name: value for name, value in turn.items() if value is not None}
+        if isinstance(turn.get("content"), list):
+            turn["content"] = "".join(_text_of_part(part, index) for part in turn["content"])
         if "tool_calls" in turn:
             turn["tool_calls"] = _without_nulls(turn["tool_calls"])
         if not isinstance(turn.get("content"), str) and not (turn.get("tool_calls") and "content" not in turn):
             raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
         found.append(turn)
     return found
+
+
+def _text_of_part(part: Any, index: int) -> str:
+    """Reads a part of a turn's content, which is text here."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise BadRowError(f"has {part!r} in the content of turn {index}; expected parts of text")
+    return text
 
 
 def check_text(name: str, value: Any) -> str:

@@ -29,6 +29,9 @@ class TrainOptions:
     model: str = option("tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, or config.json")
     tokenizer: Optional[str] = option(None, "folder with a tokenizer; default: the one in the folder of --model")
     chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")
+    chat_template_kwargs: Optional[str] = option(
+        None, """variables of the template, as JSON: '{"enable_thinking": false}'"""
+    )
 
     data: list[str] = option([], "sources: files or folders (.txt .md .py .jsonl .json .csv .parquet), saved datasets")
     data_weights: list[float] = option(
@@ -38,7 +41,9 @@ class TrainOptions:
     eval_fraction: float = option(0.05, "of the documents, held out where there is no --eval_data; 0 for none")
     text_column: str = option("text", "column with plain text")
     messages_column: str = option("messages", "column with chat turns (conversations, prompt and completion, too)")
-    train_on_prompts: bool = option(False, "make prompts and user turns labels, too")
+    train_on: Literal["assistant", "last_turn", "all"] = option(
+        "assistant", "labels of a conversation: every answer, the last one, or prompts and all turns too"
+    )
     max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
     streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
     shuffle_window: int = option(WINDOW, "streaming: sequences that are packed and shuffled together")
@@ -198,6 +203,7 @@ ELSEWHERE = {
     **dict.fromkeys(("save_only_model", "save_model_only"), "liger-dist export writes the weights alone"),
     **dict.fromkeys(("pipeline_parallel_degree", "pipeline_model_parallel_size"), "it shards with --strategy fsdp2"),
     **dict.fromkeys(("freeze_trainable_layers", "unfrozen_parameters"), "train few parameters with --lora_rank"),
+    **dict.fromkeys(("train_on_prompts", "train_on_inputs"), "--train_on all makes prompts labels, too"),
     "auto_find_batch_size": "--dry_run true plans the memory before a run",
     "neftune_noise_alpha": "it belongs into a training loop with liger_dist.wrap",
     "loss_type": "the loss is cross entropy; others belong into a training loop with liger_dist.wrap",

@@ -112,12 +112,12 @@ def _read_line(argv: list[str], hints: dict[str, Any]) -> dict[str, Any]:
 def _of_line(name: str, values: list[str], kind: Any) -> Any:
     if values == [UNSET]:
         return None
-    if get_origin(kind) is list:
+    if get_origin(kind) is list and values:
         return values
     if kind is bool and not values:
         return True
     if len(values) != 1:
-        _refuse(f"--{name} has {len(values) or 'no'} values ({' '.join(values)}); expected one.")
+        _refuse(f"--{name} has {len(values) or 'no'} values{': ' * bool(values)}{' '.join(values)}; expected one.")
     return values[0]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
@@ -58,6 +59,12 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(config)
     tokenizer = tokenization.load_tokenizer()
+    end_of_turn = tokenization.end_of_turn(tokenizer)
+    if end_of_turn not in (None, tokenizer.eos_token_id):
+        _say(
+            f"an answer ends with {tokenizer.decode([end_of_turn])!r} and a text with {tokenizer.eos_token!r}: the "
+            "checkpoints' generation config stops at both"
+        )
     model_config = find_config(config, len(tokenizer))
     if config.teacher is not None:
         check_teacher(config, len(tokenizer))
@@ -65,7 +72,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
         folder / "checkpoints",
-        lambda to: _write_model(to, model_config, tokenizer, Path(config.model)),
+        lambda to: _write_model(to, model_config, tokenizer, Path(config.model), end_of_turn),
         keep=config.keep_checkpoints,
     )
     saved = checkpoints.newest(None if is_restarted else config.resume_step) if resume else None
@@ -295,15 +302,27 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     return resolved
 
 
-def _write_model(folder: Path, model_config: Any, tokenizer: Any, pretrained: Path) -> None:
+def _write_model(folder: Path, model_config: Any, tokenizer: Any, pretrained: Path, end_of_turn: int | None) -> None:
     model_config.save_pretrained(folder)
     if (pretrained / GENERATION_CONFIG_NAME).is_file():
         # How a pretrained model generates: tokens that end a text, temperature and the like.
         shutil.copyfile(pretrained / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
+    if end_of_turn not in (None, tokenizer.eos_token_id):
+        _stop_at(end_of_turn, folder, tokenizer)
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # So general by the tokenizers library.
         raise OSError(f"{folder}: {error}") from error
+
+
+def _stop_at(end_of_turn: int | None, folder: Path, tokenizer: Any) -> None:
+    """Adds the token that ends an answer to those that end what is generated."""
+    has_settings = (folder / GENERATION_CONFIG_NAME).is_file()
+    settings = GenerationConfig.from_pretrained(folder, local_files_only=True) if has_settings else GenerationConfig()
+    known = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    ends = [*known] if isinstance(known, list) else [known]
+    settings.eos_token_id = ends if end_of_turn in ends else [*ends, end_of_turn]
+    settings.save_pretrained(folder)
 
 
 def _plan(config: TrainConfig) -> None:

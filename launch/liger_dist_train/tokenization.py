@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from liger_dist import LigerDistError
 
-from .conversations import BadRowError, check_messages, check_text, is_learned, is_unicode, read_tools, with_system
+from .chat_template import ChatTemplate, read_variables
+from .conversations import BadRowError, check_messages, check_text, is_unicode, read_tools, with_system
 from .sources import split_text
 
 IGNORE_INDEX = -100
@@ -33,8 +34,10 @@ class Format:
 
     text_column: str = "text"
     messages_column: str = "messages"
-    train_on_prompts: bool = False
-    """True: prompts and all turns of a conversation are labels too"""
+    train_on: str = "assistant"
+    """labels of a conversation: "assistant" for every answer, "last_turn" for the last one, "all" for prompts too"""
+    template_variables: str | None = None
+    """what the chat template is given beside the conversation, as JSON"""
     top_k: int = 0
     """classes that are read of :data:`TOP_K_COLUMNS`, the most likely ones; 0: the columns are not read"""
 
@@ -58,10 +61,17 @@ class Tokenization:
 
     def fingerprint(self) -> str:
         """Hashes everything that could change a token."""
-        # Without what checkpoints of earlier versions do not know.
-        format = {name: value for name, value in asdict(self.format).items() if value or name != "top_k"}
+        usual = asdict(Format())
+        format = {name: value for name, value in asdict(self.format).items() if value != usual[name]}
         key = [fingerprint(self.load_tokenizer()), format, self.vocab_size]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+    def end_of_turn(self, tokenizer: Any) -> int | None:
+        """The token that ends an answer; None without a chat template, or with one that has no special token there."""
+        if tokenizer.chat_template is None:
+            return None
+        end = ChatTemplate(tokenizer, variables=read_variables(self.format.template_variables)).end_of_turn()
+        return None if end is None else tokenizer.convert_tokens_to_ids(end)
 
     def encoder(self) -> Encoder:
         return Encoder(self.load_tokenizer(), self.format, self.vocab_size)
@@ -95,6 +105,7 @@ class Encoder:
         first = tokenizer("a")["input_ids"][:1]
         self._bos = first if first == [tokenizer.bos_token_id] else []
         self._fast = tokenizer.backend_tokenizer
+        self._template = ChatTemplate(tokenizer, format.train_on, read_variables(format.template_variables))
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Encodes a batch of ``map(batched=True)`` into the columns of :class:`Document`, each of one dimension, and
@@ -221,7 +232,7 @@ class Encoder:
         return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
 
     def _conversation(self, ids: Ids, labels: Ids) -> Document:
-        return Document(ids, None if self._format.train_on_prompts else labels, True)
+        return Document(ids, None if self._format.train_on == "all" else labels, True)
 
     def _token_ids(self, ids: Any, labels: Any, mask: Any) -> Document:
         for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
@@ -285,9 +296,8 @@ class Encoder:
         return document._replace(top_k_ids=ids.astype(np.int32), top_k_log_probs=log_probs)
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
-        """Makes labels of the assistant's turns from ``first`` on, each beyond the prompt that generation starts
-        from."""
-        text, spans = self._assistant_spans(messages, read_tools(tools), first)
+        """Makes labels of the answers from turn ``first`` on."""
+        text, spans = self._template.answers(messages, read_tools(tools), first)
         check_text(self._format.messages_column, text)
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
@@ -296,36 +306,6 @@ class Encoder:
         for start, stop in spans:
             learned |= (begins >= start) & (begins < stop)
         return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
-
-    def _assistant_spans(
-        self, messages: list[dict[str, Any]], tools: Any, first: int
-    ) -> tuple[str, list[tuple[int, int]]]:
-        if self._tokenizer.chat_template is None:
-            raise BadRowError("holds chat turns but the tokenizer has no chat template; give --chat_template FILE")
-        text = self._render(messages, tools, prompt=False)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < first or not is_learned(message, index):
-                continue
-            before = self._render(messages[:index], tools, prompt=True) if index else ""
-            after = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools, prompt=False)
-            if not text.startswith(after) or not after.startswith(before):
-                raise BadRowError(
-                    f"has a turn {index} that the chat template writes differently as a prompt, as history, or when "
-                    "later turns follow, so its labels are not known; give a template that only appends, with "
-                    "--chat_template FILE"
-                )
-            spans.append((len(before), len(after)))
-        return text, spans
-
-    def _render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # Templates raise what they like.
-            raise BadRowError(f"is refused by the chat template: {error}") from error
-        return text
 
 
 def check_has_top_k(values: dict[str, Any] | None) -> None:

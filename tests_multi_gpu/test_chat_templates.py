@@ -1,0 +1,260 @@
+"""Labels of conversations by the chat templates of current model families, as TRL ships them: equal to the masks of
+``{% generation %}``, or to each answer rendered as the last turn; and which conversations are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from training_runs import config_for
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from liger_dist_train.chat_template import GENERATION
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.export import export
+from liger_dist_train.run import train
+from liger_dist_train.sources import Row
+from liger_dist_train.tokenization import Encoder, Format
+
+trl = pytest.importorskip("trl")
+TEMPLATES = {file.stem: file.read_text() for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
+EOS = {
+    **dict.fromkeys(("phi3", "phi3_5", "glm4moe"), "<|endoftext|>"),
+    **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
+    "gptoss": "<|return|>",
+}
+OTHER_EOS = (
+    *("<｜end▁of▁sentence｜>", "<|im_end|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>", "<turn|>"),
+    *("<end_of_utterance>", "<|end_of_text|>"),
+)
+SPECIAL = r"<\|[a-zA-Z_0-9]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<end_of_utterance>|\[/?INST\]"
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "now", "parameters": CITY}}]
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "one": [user("Hi there"), assistant("Hello world")],
+    "turns": [
+        *(user("Hi"), assistant("First answer"), user("And?"), assistant("Second answer")),
+        *(user("Then?"), assistant("Third answer")),
+    ],
+    "system": [
+        {"role": "system", "content": "Be brief"},
+        *(user("Hi"), assistant("First answer"), user("And?"), assistant("Second answer")),
+    ],
+    "reasoning": [
+        *(user("Hi"), assistant("<think>\nlong thought\n</think>\n\nFirst answer")),
+        *(user("And?"), assistant("<think>\nother thought\n</think>\n\nSecond answer")),
+    ],
+    "tools": [
+        *(user("Weather?"), assistant("", tool_calls=CALL)),
+        *({"role": "tool", "name": "weather", "content": '{"t": 21}'}, assistant("It is warm")),
+    ],
+}
+REFUSED: dict[str, dict[str, str]] = {
+    # What the template itself refuses, or cannot write.
+    **{name: {"tools": "template"} for name in ("cohere", "cohere2", "gemma3", "llava_next")},
+    "gemma": {"system": "template", "tools": "template"},
+    # History without what the last answer has.
+    "glm4moe": {"reasoning": "last"},
+    "qwen3": dict.fromkeys(("turns", "system", "reasoning", "tools"), "last"),
+    **{name: dict.fromkeys(("turns", "system", "reasoning"), "last") for name in ("qwen3_5_think", "qwen3_6")},
+    "qwen3_5_nothink": {"turns": "last", "system": "last", "reasoning": "prompt"},
+    # Prompts that begin a reasoning, which the answer does not have, or loses.
+    "deepseek_r1_distill": dict.fromkeys(("one", "turns", "system", "reasoning"), "prompt") | {"tools": "last"},
+    "deepseekv3": dict.fromkeys(("one", "turns", "system", "reasoning"), "prompt") | {"tools": "template"},
+    **{
+        f"nemotron_3_{name}": dict.fromkeys(("one", "turns", "system", "tools"), "prompt") | {"reasoning": "last"}
+        for name in ("nano", "super", "ultra", "5_lightning")
+    },
+}
+"""template and kind: refused by the template, because the prompt is not how the answer begins, or but for the last
+answer; all others are learned whole"""
+IN_PARTS = ("idefics3", "smolvlm", "llava_next")
+"""families whose templates take contents as lists of parts alone"""
+ENDS = re.compile(rf"(?:(?:{SPECIAL})?\s*)+\Z")
+ANOTHER_END = ("gptoss", "phi3", "phi3_5", "glm4moe")
+"""templates that end an answer in history otherwise than the last one, or with the next turn's first token"""
+
+
+def tokenizer_for(name: str) -> Any:
+    """Bytes, and the special tokens that the template writes."""
+    template = TEMPLATES[name]
+    special = set(re.findall(SPECIAL, template))
+    eos = EOS.get(name.removesuffix("_training")) or next((one for one in OTHER_EOS if one in special), "</s>")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokens = sorted({*special, eos, "<s>"})
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        ["hello world"], trainers.BpeTrainer(special_tokens=tokens, initial_alphabet=alphabet, show_progress=False)
+    )
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=eos, bos_token="<s>", additional_special_tokens=sorted(special - {eos})
+    )
+    found.chat_template = template
+    return found
+
+
+def learned(tokenizer: Any, turns: list[dict[str, Any]], tools: Any = None, **format: Any) -> list[str] | str:
+    """The runs of labels as texts; or why the row is refused."""
+    row = Row("", 0, {"messages": turns, "tools": tools}, None)._asdict()
+    found = Encoder(tokenizer, Format(**format), len(tokenizer))({name: [value] for name, value in row.items()})
+    if found["reason"][0] is not None:
+        return str(found["reason"][0])
+    runs: list[list[int]] = [[]]
+    for label in found["labels"][0]:
+        if label >= 0:
+            runs[-1].append(int(label))
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def rendered_alone(tokenizer: Any, turns: list[dict[str, Any]], tools: Any) -> Iterator[str]:
+    """Each answer as the last turn, without the prompt that it is generated from."""
+    if tokenizer.chat_template in [TEMPLATES[name] for name in IN_PARTS]:
+        turns = _in_parts(turns)
+    for index, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            shown = {"tools": tools, "tokenize": False}
+            before = tokenizer.apply_chat_template(turns[:index], add_generation_prompt=True, **shown)
+            yield tokenizer.apply_chat_template(turns[: index + 1], **shown).removeprefix(before)
+
+
+MARKED = sorted(name for name, template in TEMPLATES.items() if GENERATION.search(template))
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - MARKED))
+def test_every_answer_is_learned_or_the_conversation_refused(name: str) -> None:
+    tokenizer, expected = tokenizer_for(name), REFUSED.get(name, {})
+    for kind, turns in KINDS.items():
+        tools = TOOLS if kind == "tools" else None
+        found, outcome = learned(tokenizer, turns, tools), expected.get(kind)
+        if outcome is None:
+            assert isinstance(found, list), (kind, found)
+            alone = list(rendered_alone(tokenizer, turns, tools))
+            assert len(found) == len(alone)
+            for got, want in zip(found, alone, strict=True):
+                if name in ANOTHER_END:
+                    assert ENDS.sub("", got) == ENDS.sub("", want)
+                    assert ENDS.search(got), "no end of turn"
+                else:
+                    assert got == want
+            continue
+        assert isinstance(found, str), (kind, found)
+        last = learned(tokenizer, turns, tools, train_on="last_turn")
+        if outcome == "last":
+            assert "--train_on last_turn" in found or "enable_thinking" in found
+            (got,), want = last, list(rendered_alone(tokenizer, turns, tools))[-1]
+            assert ENDS.sub("", got) == ENDS.sub("", want)
+        else:
+            assert isinstance(last, str)
+            assert outcome in last
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marks_of_the_template_are_the_labels(name: str) -> None:
+    tokenizer = tokenizer_for(name)
+    for kind, turns in KINDS.items():
+        tools = TOOLS if kind == "tools" else None
+        found = learned(tokenizer, turns, tools)
+        if isinstance(found, str):
+            assert "is refused by the chat template" in found
+            assert REFUSED[name.removesuffix("_training")][kind] == "template"
+            continue
+        shown = tokenizer.apply_chat_template(
+            _in_parts(turns) if name.startswith(IN_PARTS) else turns,
+            tools=tools,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        marked = [i for i, mark in zip(shown["input_ids"], shown["assistant_masks"], strict=True) if mark]
+        assert "".join(found) == tokenizer.decode(marked)
+
+
+def _in_parts(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+
+
+MARKED_OTHERWISE = {
+    # From the role on.
+    **dict.fromkeys(("gptoss", "muse_glimmer"), tuple(KINDS)),
+    # With the line break, or the beginning of a reasoning, that the prompt ends with.
+    "qwen2_5": tuple(KINDS),
+    "qwen3_8": tuple(KINDS),
+    **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), ("one", "tools")),
+    # Without the space after the end of a turn; without the token that ends a call.
+    "llava_next": ("one", "turns", "system", "reasoning"),
+    "diffusion_gemma": ("tools",),
+}
+"""template and kinds where the marks that TRL has added are not what follows the prompt"""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if f"{name}_training" in TEMPLATES))
+def test_the_labels_without_marks_are_those_with_marks(name: str) -> None:
+    plain, marked = tokenizer_for(name), tokenizer_for(f"{name}_training")
+    for kind, turns in KINDS.items():
+        got, want = (learned(one, turns, TOOLS if kind == "tools" else None) for one in (plain, marked))
+        if isinstance(got, list) and isinstance(want, list):
+            assert ("".join(got) == "".join(want)) != (kind in MARKED_OTHERWISE.get(name, ())), kind
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llama3"])
+def test_contents_in_parts(name: str) -> None:
+    tokenizer = tokenizer_for(name)
+    found = learned(tokenizer, _in_parts(KINDS["one"]))
+    assert found == learned(tokenizer, KINDS["one"])
+    assert "Hello world" in found[0]
+    with_image = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, assistant("A cat")]
+    assert "expected parts of text" in learned(tokenizer, with_image)
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
+    tokenizer = tokenizer_for("llama3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "'-'")
+    assert "leaves out or changes: 'Hello world'" in learned(tokenizer, KINDS["one"])
+
+
+def test_variables_of_a_template() -> None:
+    """Qwen3's empty reasoning is the prompt's part, and no label, where it is switched off."""
+    tokenizer = tokenizer_for("qwen3")
+    assert learned(tokenizer, KINDS["one"]) == ["<think>\n\n</think>\n\nHello world<|im_end|>\n"]
+    off = json.dumps({"enable_thinking": False})
+    assert learned(tokenizer, KINDS["one"], template_variables=off) == ["Hello world<|im_end|>\n"]
+    nemotron = tokenizer_for("nemotron_3_nano")
+    assert "enable_thinking" in learned(nemotron, KINDS["turns"])
+    found = learned(nemotron, KINDS["turns"], template_variables=off)
+    assert [text.removesuffix("<|im_end|>\n") for text in found] == ["First answer", "Second answer", "Third answer"]
+
+
+def test_generation_stops_where_an_answer_ends(cache: Path, tmp_path: Path) -> None:
+    """A base model's tokenizer with another family's template: its end of a text is not its end of a turn."""
+    tokenizer = tokenizer_for("qwen2_5")
+    tokenizer.eos_token = "</s>"
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [json.dumps({"messages": KINDS["turns"]})] * 40
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    settings = {"tokenizer": str(tmp_path / "tokenizer"), "steps": 1, "sequence_length": 256, "eval_fraction": 0.0}
+    config: TrainConfig = config_for(
+        tmp_path / "chats.jsonl", tmp_path / "cache", tmp_path / "run", **settings, strategy="none", global_batch_size=2
+    )
+    train(config)
+    export(tmp_path / "run", tmp_path / "model", step=None)
+    ends = GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id
+    assert ends == tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
