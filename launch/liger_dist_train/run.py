@@ -27,7 +27,7 @@ from .engine import Engine, TorchEngine
 from .fault_tolerance import Interruption, Watchdog, check_weights, default_grace, refuse_numbers
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import check_packing, check_wrap, find_config, shell
+from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import to_yaml
@@ -74,6 +74,8 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     check_packing(config, model)
+    if config.lora_rank:
+        model = add_lora(model, config, has_weights=has_weights_at(config.model))
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)

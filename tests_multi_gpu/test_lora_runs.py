@@ -1,0 +1,138 @@
+"""LoRA runs of the training program: how the frozen base is loaded, stored, known again, exported and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from models import make_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from training_runs import config_for, losses_of, metrics_of
+from transformers import AutoTokenizer
+
+from liger_dist_train import model as model_module
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.distributed import world_size
+from liger_dist_train.engine import TorchEngine
+from liger_dist_train.model import add_lora, find_config, shell
+from liger_dist_train.parallel_dims import parallel_dims_of
+from liger_dist_train.run import train
+from liger_dist_train.teacher import load_frozen
+
+ALONE: dict[str, Any] = {"strategy": "none"}
+SIZES: dict[str, Any] = {"sequence_length": 32, "global_batch_size": 4, "eval_batches": 1, "layer_kernels": False}
+SHORT: dict[str, Any] = SIZES | {"lora_rank": 4, "steps": 2, "checkpoint_every": 2, "warmup_steps": 0}
+
+
+def write_base(cache: Path, folder: Path, *, tied: bool = False) -> Path:
+    model: Any = make_model("llama", dtype=torch.float32, tied=tied)
+    model.resize_token_embeddings(601)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+def bytes_held(model: nn.Module) -> int:
+    """Bytes of parameters that have storage on this rank."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(p.numel() * p.element_size() for p in local if p.device.type != "meta")
+
+
+def engine_of(config: TrainConfig) -> TorchEngine:
+    """The engine that the program would make."""
+    model_config = find_config(config, 601)
+    model = add_lora(shell(config, model_config), config, has_weights=True)
+    return TorchEngine(config, parallel_dims_of(config, world_size()), model)
+
+
+def stored_of_a_run(config: TrainConfig) -> tuple[int, int, dict[str, tuple[torch.dtype, torch.Tensor]]]:
+    """Bytes of parameters with storage at ``wrap`` and after it, and every full parameter."""
+    at_wrap = []
+    wrap = model_module.wrap
+
+    def note(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+        at_wrap.append(bytes_held(model))
+        return wrap(model, *arguments, **options)
+
+    model_module.wrap = note
+    try:
+        model = engine_of(config).model
+    finally:
+        model_module.wrap = wrap
+    named = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
+    full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named.items()}
+    return at_wrap[0], bytes_held(model), {name: (p.dtype, p.float()) for name, p in full.items()}
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_fsdp2_holds_no_full_base(
+    dora: bool, dtype: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    base = write_base(cache, tmp_path / "base")
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens"]
+    changes: dict[str, Any] = {"model": str(base), "dtype": dtype, "dora": dora, "lora_targets": targets} | SHORT
+    config = config_for(data, cache, tmp_path / "run", strategy="fsdp2", **changes)
+    # What PEFT itself makes of the folder.
+    torch.manual_seed(config.seed)
+    expected = dict(
+        add_lora(
+            model_module.read_weights(base, None, getattr(torch, dtype)), config, has_weights=True
+        ).named_parameters()
+    )
+    all_bytes = sum(p.numel() * p.element_size() for p in expected.values())
+    for strategy in ("fsdp2", "ddp", "none"):
+        changed = config_for(data, cache, tmp_path / "run", strategy=strategy, **changes)
+        results = [stored_of_a_run(changed)] if strategy == "none" else workers_2.run(stored_of_a_run, changed)
+        for at_wrap, after, values in results:
+            assert at_wrap == 0, f"{strategy}: {at_wrap} bytes are on the device before anything is sharded"
+            assert after <= all_bytes / (1.8 if strategy == "fsdp2" else 1)
+            assert values.keys() == expected.keys()
+            for name, (dtype_, value) in values.items():
+                assert dtype_ == expected[name].dtype, name
+                assert torch.equal(value, expected[name].detach().float()), name
+    kept = {p.dtype for name, p in expected.items() if "lora_" not in name}
+    assert kept == {getattr(torch, dtype)}
+    assert {p.dtype for name, p in expected.items() if "lora_" in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_lora_fsdp2_losses_are_those_of_one_process(
+    dora: bool, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    base = write_base(cache, tmp_path / "base")
+    changes: dict[str, Any] = {"model": str(base), "dora": dora} | SHORT
+    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
+    expected = losses_of(tmp_path / "none")
+    first, *_, last = [row["eval_loss"] for row in metrics_of(tmp_path / "none") if "eval_loss" in row]
+    assert last != first
+    for strategy in ("fsdp2", "fsdp1"):
+        workers_2.run(train, config_for(data, cache, tmp_path / strategy, strategy=strategy, **changes))
+        assert losses_of(tmp_path / strategy) == pytest.approx(expected, rel=1e-5), strategy
+
+
+@pytest.mark.parametrize("head", ["gather", "vocab_parallel"])
+def test_lora_fsdp2_trains_beside_a_bf16_base(
+    head: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Frozen bf16 and trained fp32 parameters are in one FSDP2 group."""
+    base = write_base(cache, tmp_path / "base")
+    changes: dict[str, Any] = {"model": str(base), "dtype": "bfloat16"} | SHORT
+    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
+    workers_2.run(train, config_for(data, cache, tmp_path / "fsdp2", strategy="fsdp2", lm_head=head, **changes))
+    train(config_for(data, cache, tmp_path / "fp32", **ALONE, **(changes | {"dtype": "float32"})))
+    expected = losses_of(tmp_path / "fp32")
+    assert losses_of(tmp_path / "none") == pytest.approx(expected, rel=1e-2)
+    assert losses_of(tmp_path / "fsdp2") == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_bf16_teacher_keeps_its_rotary_frequencies(data: Path, cache: Path, tmp_path: Path) -> None:
+    config = config_for(data, cache, tmp_path, model=str(write_base(cache, tmp_path / "base")), dtype="bfloat16")
+    teacher = load_frozen(config, find_config(config, 601))
+    assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
+    frequencies = [buffer for name, buffer in teacher.named_buffers() if name.endswith("inv_freq")]
+    assert {buffer.dtype for buffer in frequencies} == {torch.float32}
