@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,19 @@ import pytest
 import torch
 from harness import Workers
 from models import make_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training_runs import config_for, losses_of, metrics_of
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from liger_dist import LigerDistError
 from liger_dist_train import model as model_module
+from liger_dist_train.checkpoint import DESCRIPTION, checksum_of_text
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import world_size
 from liger_dist_train.engine import TorchEngine
+from liger_dist_train.export import export
 from liger_dist_train.model import add_lora, find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
@@ -136,3 +142,64 @@ def test_a_bf16_teacher_keeps_its_rotary_frequencies(data: Path, cache: Path, tm
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
     frequencies = [buffer for name, buffer in teacher.named_buffers() if name.endswith("inv_freq")]
     assert {buffer.dtype for buffer in frequencies} == {torch.float32}
+
+
+def test_lora_knows_its_base_by_its_weights(
+    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, run = write_base(cache, tmp_path / "base"), tmp_path / "run"
+    config = config_for(data, cache, run, **ALONE, model=str(base), **SHORT)
+    train(config)
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(LigerDistError, match=r"is not at .*base; say where it is with --base FOLDER"):
+        export(run, tmp_path / "exported", step=None)
+    export(run, tmp_path / "exported", step=None, base=moved)
+    # Another spelling of another place goes on, too.
+    monkeypatch.chdir(tmp_path)
+    train(replace(config, model="./moved/", resume=True, steps=3))
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: 1.5 * value for name, value in weights.items()}, moved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LigerDistError, match=r"model.safetensors is \d+ \w+ \(bytes, XXH3\) and was \d+ \w+ when"):
+        train(replace(config, model="moved", resume=True, steps=4))
+    with pytest.raises(LigerDistError, match=r"is not the base of the LoRA checkpoint .* with --base FOLDER"):
+        export(run, tmp_path / "again", step=None, base=moved)
+
+
+def test_lora_checkpoints_without_checksums_of_the_base_resume_by_its_path(
+    data: Path, cache: Path, tmp_path: Path
+) -> None:
+    base, run = write_base(cache, tmp_path / "base"), tmp_path / "run"
+    config = config_for(data, cache, run, **ALONE, model=str(base), **SHORT)
+    train(config)
+    file = run / "checkpoints" / "step-00000002" / DESCRIPTION
+    description = json.loads(file.read_text())
+    del description["lora"]["weights"]
+    file.write_text(json.dumps(description | {"checksum": checksum_of_text(description)}))
+    other = base.rename(tmp_path / "other")
+    with pytest.raises(LigerDistError, match=r"another model: model .*base instead of .*other"):
+        train(replace(config, model=str(other), resume=True, steps=3))
+    other.rename(base)
+    train(replace(config, resume=True, steps=3))
+    export(run, tmp_path / "exported", step=2)
+
+
+def test_export_of_full_weights_has_no_base(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(LigerDistError, match=r"--base is .* has all weights of its model"):
+        export(trained, tmp_path / "exported", step=None, base=tmp_path)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_lora_export_unties_what_it_changes(target: str, data: Path, cache: Path, tmp_path: Path) -> None:
+    base = write_base(cache, tmp_path / "base", tied=True)
+    changes: dict[str, Any] = {"model": str(base), "lora_targets": [target, "q_proj"], "learning_rate": 0.1} | SHORT
+    config = config_for(data, cache, tmp_path / "run", **ALONE, **(changes | {"steps": 4, "checkpoint_every": 4}))
+    train(config)
+    export(tmp_path / "run", tmp_path / "exported", step=None)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert not exported.config.tie_word_embeddings
+    assert not torch.equal(exported.lm_head.weight, exported.model.embed_tokens.weight)
+    last = metrics_of(tmp_path / "run")[-1]["eval_loss"]
+    alone = replace(config, model=str(tmp_path / "exported"), lora_rank=0, lora_targets=["all-linear"], eval_only=True)
+    train(replace(alone, output_dir=str(tmp_path / "evaluated")))
+    found = json.loads((tmp_path / "evaluated" / "eval.json").read_text())["eval_loss"]
+    assert found == pytest.approx(last, rel=1e-5)
