@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training_runs import config_for, losses_of, metrics_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
 from liger_dist import LigerDistError
 from liger_dist_train import model as model_module
@@ -24,10 +24,12 @@ from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import world_size
 from liger_dist_train.engine import TorchEngine
 from liger_dist_train.export import export
+from liger_dist_train.metrics import Flops
 from liger_dist_train.model import add_lora, find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
-from liger_dist_train.run import train
+from liger_dist_train.run import Loop, train
 from liger_dist_train.teacher import load_frozen
+from liger_dist_train.trainer import Trainer
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 SIZES: dict[str, Any] = {"sequence_length": 32, "global_batch_size": 4, "eval_batches": 1, "layer_kernels": False}
@@ -203,3 +205,76 @@ def test_lora_export_unties_what_it_changes(target: str, data: Path, cache: Path
     train(replace(alone, output_dir=str(tmp_path / "evaluated")))
     found = json.loads((tmp_path / "evaluated" / "eval.json").read_text())["eval_loss"]
     assert found == pytest.approx(last, rel=1e-5)
+
+
+L, D, F, Q, V, R = 2, 16, 24, 16, 601, 4
+"""layers; hidden, MLP and query widths; classes; rank of the LoRA layers, of the model that write_base writes"""
+
+
+def test_lora_flops_count_no_gradients_of_frozen_weights(data: Path, cache: Path, tmp_path: Path) -> None:
+    base = write_base(cache, tmp_path / "base")
+    config = config_for(data, cache, tmp_path, **ALONE, model=str(base), **SHORT)
+    model_config = find_config(config, 601)
+    KV = model_config.num_key_value_heads * model_config.head_dim
+    linear = L * (2 * D * Q + 2 * D * KV + 3 * D * F)
+    full = Flops.of(shell(replace(config, lora_rank=0), model_config), model_config, replace(config, lora_rank=0))
+    assert full.per_token == 6 * (linear + D * V)
+    assert full.per_pair == 12 * L * Q
+    lora = Flops.of(add_lora(shell(config, model_config), config, has_weights=True), model_config, config)
+    # Of q, o; k, v; gate, up, down: input and output widths.
+    trained = L * R * (2 * (D + Q) + 2 * (D + KV) + 3 * (D + F))
+    assert lora.per_token == 4 * (linear + D * V) + 6 * trained
+    assert lora.per_pair == full.per_pair
+
+
+@pytest.mark.parametrize("kind", [MixtralConfig, Qwen3MoeConfig])
+def test_flops_of_experts_are_those_of_a_token(kind: Any, data: Path, cache: Path, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    experts = {"num_local_experts" if kind is MixtralConfig else "num_experts": 8, "num_experts_per_tok": 2}
+    model_config = kind(vocab_size=64, intermediate_size=48, moe_intermediate_size=48, **sizes, **experts)
+    config = config_for(data, cache, tmp_path)
+    found = Flops.of(shell(config, model_config), model_config, config)
+    # Queries and output, keys and values, router, and two of eight experts of three matrices; lm_head.
+    layer = 2 * 32 * 16 + 2 * 32 * 8 + 8 * 32 + 2 * 3 * 32 * 48
+    assert found.per_token == 6 * (3 * layer + 32 * 64)
+    assert found.per_pair == 12 * 3 * 16
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_flops_of_attention_are_those_of_each_document(
+    across: bool, data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against positions of the micro-batches that the model is called with."""
+    attended, counted = [], []
+    loss, rates = Trainer._loss, Loop._rates
+
+    def note(self: Trainer, batch: dict[str, Any], *arguments: Any) -> Any:
+        if self.engine.model.training:
+            # A token attends to all positions up to its own; padding begins behind the last document.
+            assert ("position_ids" in batch) != across
+            positions = torch.arange(32).expand_as(batch["labels"])
+            attended.append([batch.get("position_ids", positions), batch["labels"]])
+        return loss(self, batch, *arguments)
+
+    def note_rates(self: Loop, *arguments: Any) -> Any:
+        counted.append(self._trainer.pairs)
+        return rates(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_loss", note)
+    monkeypatch.setattr(Loop, "_rates", note_rates)
+    changes: dict[str, Any] = SIZES | {"steps": 1, "attend_across_documents": across, "train_on_prompts": True}
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "def f(x): return x\n" * (1 + n % 3)}) + "\n" for n in range(200)))
+    train(config_for(texts, cache, tmp_path / "run", **ALONE, **changes))
+    expected = 0
+    for positions, labels in attended:
+        for row, of in zip(positions.tolist(), labels.tolist(), strict=True):
+            used = max(index for index, label in enumerate(of) if label >= 0) + 1
+            expected += sum(position + 1 for position in row[:used])
+    assert counted == [expected]

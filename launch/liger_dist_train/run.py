@@ -236,7 +236,7 @@ class Loop:
             row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
         row["peak_memory_bytes"] = peak_memory_bytes()
         row["learning_rate"] = trainer.learning_rate
-        return row | self._flops.utilization(speed / world_size())
+        return row | self._flops.utilization(self._flops.of_step(num_tokens, trainer.pairs) / seconds / world_size())
 
     def _note_loss(self, loss: float) -> bool:
         """Notes a held-out loss; True for the best so far, the same on every rank."""
