@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,7 +237,8 @@ class Checkpoints:
                 f"Export its weights (liger-dist export {self._folder.parent}) and start from them with --model, "
                 "or go on with the strategy that wrote it."
             )
-        for name, value in self._description.items():
+        own, found = _without_place(self._description, found)
+        for name, value in own.items():
             if found.get(name) != value:
                 raise LigerDistError(
                     f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
@@ -362,16 +363,60 @@ def describe_model(model_config: Any, tokenization: str, config: TrainConfig, fo
     """Collects what a checkpoint must share with the run that resumes it."""
     settings = model_config.get_text_config().to_diff_dict()
     model = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
-    lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
-    lora["model"] = config.model
+    lora: dict[str, Any] = {}
+    if config.lora_rank:
+        lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
+        lora |= on_rank_zero(lambda: describe_base(Path(config.model)))
     return {
         "format": format,
         # As it is when it is read again.
         "model": json.loads(json.dumps(model, default=str)),
         "tokenizer": tokenization,
         "seed": config.seed,
-        "lora": lora if config.lora_rank else None,
+        "lora": lora or None,
     }
+
+
+def describe_base(folder: Path) -> dict[str, Any]:
+    """Identifies the frozen base of LoRA: where it is, and size and XXH3 (128 bits) of each file with its weights."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    with ThreadPoolExecutor() as pool:
+        checksums = list(pool.map(checksum_of_file, files))
+    weights = {file.name: f"{file.stat().st_size} {sum_}" for file, sum_ in zip(files, checksums, strict=True)}
+    return {"model": str(folder.resolve()), "weights": weights}
+
+
+def difference_of_bases(written: dict[str, str], found: dict[str, str]) -> str | None:
+    """Names the first file of weights that differs, with both contents; None where all are the same."""
+    for name in sorted(written.keys() | found.keys()):
+        if written.get(name) != found.get(name):
+            is_, was = (x.get(name, "not there") for x in (found, written))
+            return f"{name} is {is_} (bytes, XXH3) and was {was} when the LoRA layers were trained"
+    return None
+
+
+def _without_place(own: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Leaves out where the base of LoRA is, for both know its weights; of a checkpoint that does not know them, the
+    weights.
+
+    Raises:
+        LigerDistError: the base has other weights.
+    """
+    mine, theirs = own.get("lora"), found.get("lora")
+    if not mine or not theirs:
+        return own, found
+    written = theirs.get("weights")
+    difference = None if written is None else difference_of_bases(written, mine["weights"])
+    if difference is not None:
+        raise LigerDistError(
+            f"--model {mine['model']} is not the base of the checkpoint, which was {theirs['model']}: {difference}. "
+            "Give the folder with the weights that the LoRA layers were trained on, or choose another --output_dir."
+        )
+    ignored = {"weights"} if written is None else {"weights", "model"}
+    if written is None:
+        theirs = theirs | {"model": str(Path(theirs["model"]).resolve())}
+    kept = [{name: value for name, value in of.items() if name not in ignored} for of in (mine, theirs)]
+    return own | {"lora": kept[0]}, found | {"lora": kept[1]}
 
 
 def _step_of(name: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -17,7 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 
-from .checkpoint import MODEL, damage_of, read_description, reason_of, steps_in
+from .checkpoint import MODEL, damage_of, describe_base, difference_of_bases, read_description, reason_of, steps_in
 from .config import TrainConfig
 from .model import add_lora, read_weights
 from .optimizer import decays
@@ -39,27 +40,31 @@ def main(arguments: list[str]) -> None:
     chosen.add_argument("--step", type=int, help="of the checkpoint; default: the newest complete one")
     chosen.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
+    parser.add_argument("--base", type=Path, help="LoRA: where the pretrained model is now; default: where it was")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args(arguments)
     to = options.to or options.run / "exported"
-    step = export(options.run, to, step=options.step, best=options.best, dtype=options.dtype)
+    step = export(options.run, to, step=options.step, best=options.best, dtype=options.dtype, base=options.base)
     print(f"written to {to}: step {step} of {options.run}, in {options.dtype}")
 
 
-def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: str = "float32") -> int:
+def export(
+    run: Path, to: Path, *, step: int | None, best: bool = False, dtype: str = "float32", base: Path | None = None
+) -> int:
     """Writes config, weights and tokenizer of a run's checkpoint into ``to``, LoRA layers merged; returns its step.
 
     Args:
         best: the checkpoint with the lowest held-out loss, instead of the newest one.
+        base: folder of the pretrained model under LoRA layers; default: that of the run.
 
     Raises:
-        LigerDistError: there is no such complete checkpoint, or ``to`` exists.
+        LigerDistError: there is no such complete checkpoint, ``to`` exists, or the base is not that of the run.
     """
     if to.exists():
         raise LigerDistError(f"{to} exists; give another folder with --to, or remove it.")
     path = _checkpoint(run, step, best=best)
     description = read_description(path)
-    model = _empty_model(path, description)
+    model = _empty_model(path, description, base)
     try:
         weights = _weights(path, description, model)
     except LigerDistError:
@@ -68,15 +73,7 @@ def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: 
         raise LigerDistError(
             f"the checkpoint {path} cannot be read: {reason_of(error)}; choose another --step."
         ) from error
-    missing = set(model.load_state_dict(weights, strict=False).missing_keys)
-    if description["lora"] is not None:
-        missing = {name for name in missing if "lora_" in name}
-    if missing:
-        raise LigerDistError(
-            f"the checkpoint {path} has no values for {', '.join(sorted(missing)[:5])}; it is of another model."
-        )
-    if description["lora"] is not None:
-        model = model.merge_and_unload()
+    model = _filled(model, weights, path, has_lora=description["lora"] is not None)
     model.to(getattr(torch, dtype))
     _let_it_end(model, load_tokenizer(path / MODEL))
     partial = to.with_name(f"{to.name}.partial")
@@ -96,17 +93,78 @@ def export(run: Path, to: Path, *, step: int | None, best: bool = False, dtype: 
     return found
 
 
-def _empty_model(path: Path, description: dict[str, Any]) -> Any:
+def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool) -> Any:
+    """Loads ``weights``, and merges LoRA layers into the base.
+
+    Raises:
+        LigerDistError: parameters without a value.
+    """
+    missing = set(model.load_state_dict(weights, strict=False).missing_keys)
+    if has_lora:
+        missing = {name for name in missing if "lora_" in name}
+    if missing:
+        raise LigerDistError(
+            f"the checkpoint {path} has no values for {', '.join(sorted(missing)[:5])}; it is of another model."
+        )
+    if not has_lora:
+        return model
+    _untie(model.get_base_model())
+    return model.merge_and_unload()
+
+
+def _untie(model: Any) -> None:
+    """Gives lm_head its own weight where it is tied to the embedding and either has a LoRA layer, which would be merged
+    into both."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    has_lora = any(hasattr(module, "get_base_layer") for module in (head, embedding))
+    if not has_lora or head.weight is not embedding.weight:
+        return
+    base: Any = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+    base.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for settings in (model.config, model.config.get_text_config()):
+        settings.tie_word_embeddings = False
+
+
+def _read_base(path: Path, lora: dict[str, Any], base: Path | None) -> Any:
+    """Reads the pretrained model of a checkpoint, and adds LoRA layers without values of the checkpoint.
+
+    Raises:
+        LigerDistError: its folder is not there, or has other weights than those that were trained on.
+    """
+    folder = Path(lora["model"]) if base is None else base
+    if not folder.is_dir():
+        raise LigerDistError(
+            f"the pretrained model of the LoRA checkpoint {path} is not at {folder}; say where it is with --base "
+            "FOLDER."
+        )
+    # Checkpoints of earlier versions know the folder alone.
+    written = lora.get("weights")
+    found = describe_base(folder)
+    difference = None if written is None else difference_of_bases(written, found["weights"])
+    if difference is not None:
+        raise LigerDistError(
+            f"{folder} is not the base of the LoRA checkpoint {path}: {difference}. Give the folder with those weights "
+            "with --base FOLDER."
+        )
+    settings = {name: value for name, value in lora.items() if name != "weights"}
+    config = TrainConfig(**(settings | {"model": str(folder)}))
+    return add_lora(read_weights(folder, None), config, has_weights=True)
+
+
+def _empty_model(path: Path, description: dict[str, Any], base: Path | None) -> Any:
     """Makes the model of a checkpoint, without values; with LoRA layers the pretrained one, whose weights the
     checkpoint lacks.
 
     Raises:
-        LigerDistError: the folder of the pretrained model is not there any more.
+        LigerDistError: see :func:`_read_base`; or ``base`` is given and the checkpoint has no LoRA layers.
     """
     lora = description["lora"]
     if lora is not None:
-        config = TrainConfig(**lora)
-        return add_lora(read_weights(Path(lora["model"]), None), config, has_weights=True)
+        return _read_base(path, lora, base)
+    if base is not None:
+        raise LigerDistError(
+            f"--base is {base} but the checkpoint {path} has all weights of its model, no LoRA layers; leave it out."
+        )
     config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
-from .distributed import on_rank_zero, rank, world_size
+from .distributed import on_rank_zero, rank
 
 METRICS = "metrics.jsonl"
 SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}", "epoch": "{:.2f}"}
@@ -105,10 +105,10 @@ class Metrics:
                 f"step {step} cannot be written to {self._path}: {error}. Make room and go on with --resume true."
             ) from error
 
-    def usual_speed(self) -> float | None:
-        """Computes tokens per second: the median of the steps after the third, which compile and warm up."""
-        speeds = [row["tokens_per_second"] for row in self.rows if row["step"] > 3]
-        return median(speeds) if speeds else None
+    def usual(self, name: str) -> float | None:
+        """Computes the median of the steps after the third, which compile and warm up; None without any."""
+        values = [row[name] for row in self.rows if row["step"] > 3 and name in row]
+        return median(values) if values else None
 
     def close(self) -> None:
         """Ends the bar, the file and the trackers."""
@@ -161,10 +161,10 @@ class Metrics:
         losses = [row["eval_loss"] for row in self.rows if "eval_loss" in row]
         if losses:
             print(f"held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        speed = self.usual_speed()
+        speed = self.usual("tokens_per_second")
         if speed is not None:
             said = f"{speed:.0f} tokens/s (median of the steps after the third)"
-            print(f"{said}{flops.in_words(speed / world_size())}")
+            print(f"{said}{flops.in_words(self.usual('mfu'))}")
 
 
 def start_trackers(config: TrainConfig) -> list[Any]:
@@ -230,37 +230,77 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """dense bf16 operations per second by the vendor's data sheets, by a part of the device's name"""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """As in the appendix of PaLM (Chowdhery et al. 2022): six for each weight of a linear layer that a token meets, and
-    those of attention, here of its causal half. What is computed again for activation checkpointing does not count."""
+    """As in the appendix of PaLM (Chowdhery et al. 2022): six for each weight that a token is multiplied with, four for
+    a frozen one, which has no gradient, and those of attention over the keys of each token's own document. Of experts
+    the ones that a token is sent to count. What is computed again for activation checkpointing does not."""
 
     per_token: float
+    per_pair: float
+    """for each pair of a token and one that it attends to, itself included"""
     peak: float | None
     """of one device; None where it is not known, and in fp32"""
 
     @classmethod
     def of(cls, model: nn.Module, model_config: Any, config: TrainConfig) -> Flops:
-        weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
         text = model_config.get_text_config()
         heads = getattr(text, "num_attention_heads", 0)
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
-        attention = 6 * getattr(text, "num_hidden_layers", 0) * width * config.sequence_length
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         known = [peak for part, peak in PEAKS.items() if part in name and config.dtype == "bfloat16"]
-        return cls(6.0 * weights + attention, known[0] if known else None)
+        # Scores and their product with the values: two operations each, and twice as many in the backward.
+        attention = 12.0 * getattr(text, "num_hidden_layers", 0) * width
+        return cls(_operations(model, text), attention, known[0] if known else None)
 
-    def utilization(self, tokens_per_second: float) -> dict[str, float]:
-        """Computes the entry of ``metrics.jsonl`` from the tokens per second of one device."""
-        return {} if self.peak is None else {"mfu": tokens_per_second * self.per_token / self.peak}
+    def of_step(self, tokens: int, pairs: int) -> float:
+        """Computes the operations of a step."""
+        return self.per_token * tokens + self.per_pair * pairs
 
-    def in_words(self, tokens_per_second: float) -> str:
-        if self.peak is None:
+    def utilization(self, flops_per_second: float) -> dict[str, float]:
+        """Computes the entry of ``metrics.jsonl`` from the operations per second of one device."""
+        return {} if self.peak is None else {"mfu": flops_per_second / self.peak}
+
+    def in_words(self, utilization: float | None) -> str:
+        if self.peak is None or utilization is None:
             return ""
-        achieved = tokens_per_second * self.per_token
-        share = f"utilisation {achieved / self.peak:.1%} of the {self.peak / 1e12:.0f} of bf16"
-        return f", {achieved / 1e12:.0f} TFLOP/s of the model on each GPU, {share}"
+        share = f"utilisation {utilization:.1%} of the {self.peak / 1e12:.0f} of bf16"
+        return f", {utilization * self.peak / 1e12:.0f} TFLOP/s of the model on each GPU, {share}"
+
+
+def _operations(model: nn.Module, text: Any) -> float:
+    """Counts the operations of a token with the weights of linear layers, routers and experts.
+
+    Raises:
+        LigerDistError: the config does not say how many experts a token is sent to.
+    """
+    counts = [getattr(text, name, None) for name in NUMBERS_OF_EXPERTS]
+    experts = next((count for count in counts if isinstance(count, int) and count > 1), None)
+    found = 0.0
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            # Of transformers 5: a router's weight [E, D], and those of all experts in one parameter [E, ..., ...].
+            is_router = key == "weight" and parameter.dim() == 2 and not isinstance(module, nn.Embedding)
+            is_stacked = parameter.shape[0] == experts and (parameter.dim() == 3 or is_router)
+            if parameter.dim() < 2 or not (isinstance(module, nn.Linear) or is_stacked):
+                continue
+            is_expert = parameter.dim() == 3 or ".experts." in name
+            share = _experts_of_a_token(text) / experts if is_expert and experts else 1.0
+            found += (6.0 if parameter.requires_grad else 4.0) * share * parameter.numel()
+    return found
+
+
+def _experts_of_a_token(text: Any) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
+        found = getattr(text, name, None)
+        if isinstance(found, int):
+            return found
+    raise LigerDistError(
+        f"the config of {text.model_type} has experts and no num_experts_per_tok, so the operations of a token are not "
+        "known; add it to the model's config.json."
+    )

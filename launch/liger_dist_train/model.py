@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,9 @@ PRESETS = {
     "8b": (4096, 14336, 32, 32, 8),
 }
 FULL_FIRST = ("fsdp1", "deepspeed")
-"""strategies that take pretrained weights as a full model, which every rank reads"""
+"""strategies that take pretrained weights as a full model, which every rank reads in fp32, the frozen base of LoRA
+included: FSDP1 puts frozen and trained parameters of a layer into one tensor of one dtype, and DeepSpeed casts them
+itself"""
 
 
 def find_config(config: TrainConfig, vocab_size: int) -> Any:
@@ -94,8 +98,18 @@ def read_config(path: Path) -> Any:
         raise LigerDistError(f"no model config can be read from {path}: {error}") from error
 
 
-def shell(config: TrainConfig, model_config: Any) -> nn.Module:
-    """Makes the model without storage.
+def weights_dtype(config: TrainConfig) -> torch.dtype:
+    """Returns the dtype of weights that are read: fp32, the optimizer's masters; ``--dtype`` for the frozen base of
+    LoRA, whose own parameters PEFT keeps in fp32."""
+    found: torch.dtype = getattr(torch, config.dtype) if config.lora_rank else torch.float32
+    return found
+
+
+def shell(config: TrainConfig, model_config: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    """Makes the model without storage, and without LoRA layers.
+
+    Args:
+        dtype: of the parameters; default: :func:`weights_dtype`.
 
     Raises:
         LigerDistError: an implementation of attention that transformers does not have here.
@@ -105,7 +119,7 @@ def shell(config: TrainConfig, model_config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch.float32, attn_implementation=config.attention
+                model_config, dtype=dtype or weights_dtype(config), attn_implementation=config.attention
             )
     except (ImportError, ValueError) as error:
         raise LigerDistError(
@@ -118,26 +132,23 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     """Wraps ``model``, and loads pretrained weights when ``--model`` is a folder that has them.
 
     Args:
+        model: without storage; with ``--lora_rank`` it has its LoRA layers.
         wrapping: what the configuration is added to; default: WrapConfig's defaults.
     """
     torch.manual_seed(config.seed)
-    folder, has_weights = Path(config.model), has_weights_at(config.model)
-    is_full_first = dims.strategy in FULL_FIRST or config.lora_rank > 0
-    if has_weights and is_full_first:
-        model = read_weights(folder, config.attention)
-    if config.lora_rank:
-        model = add_lora(model, config, has_weights=has_weights)
-        if dims.strategy not in FULL_FIRST:
-            # wrap gives storage on the device to models without any, and leaves others where they are.
-            model.to(device())
+    has_weights = has_weights_at(config.model)
+    is_full_first = has_weights and dims.strategy in FULL_FIRST
+    if is_full_first:
+        model = read_model(config, torch.float32)
     if config.compile:
         compile_layers(model)
     if config.activation_checkpointing:
         _checkpoint_activations(model, offload=config.offload_checkpoints)
     strategy = strategy_of(config, dims, dims.mesh(device().type))
-    wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
+    with _zeros_in_lora_layers(model):
+        wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
     if has_weights and not is_full_first:
-        load_pretrained(wrapped, folder)
+        load_pretrained(wrapped, lambda: read_model(config, weights_dtype(config)))
     if rank() == 0:
         explanation = explain(wrapped)
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
@@ -275,17 +286,50 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
     )
 
 
-def load_pretrained(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Reads the folder in ``dtype`` on rank 0, and loads the shards of every rank."""
+def read_model(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
+    """Reads ``--model`` in ``dtype``, and adds LoRA layers with PEFT's initial values, which depend on ``--seed``
+    alone. DoRA's magnitudes are those of the weights that were read."""
+    model = read_weights(Path(config.model), config.attention, dtype)
+    if config.lora_rank:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = add_lora(model, config, has_weights=True)
+    return model
+
+
+def load_pretrained(model: nn.Module, read: Callable[[], nn.Module]) -> None:
+    """Calls ``read`` on rank 0, and copies the state of the model that it returns to the shards of every rank."""
     weights: dict[str, Any] = {}
-    if rank() == 0:
-        weights = read_weights(folder, None, dtype).state_dict()
+    on_rank_zero(lambda: weights.update(read().state_dict()))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(model, weights, options=options)
 
 
+@contextmanager
+def _zeros_in_lora_layers(model: nn.Module) -> Iterator[None]:
+    """Within, ``wrap`` gives zeros to parameters of LoRA layers for which a model without storage has no rule (DoRA's
+    magnitudes, LoRA of an embedding). :func:`load_pretrained` replaces them with PEFT's values."""
+    without_rule = [
+        module
+        for name, module in model.named_modules()
+        if ".lora_" in name and not isinstance(module, nn.Linear) and module._parameters
+    ]
+    for module in without_rule:
+        module._init_weights = _fill_with_zeros
+    try:
+        yield
+    finally:
+        for module in without_rule:
+            del module._init_weights
+
+
+def _fill_with_zeros(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.zero_()
+
+
 def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.Module:
-    """Adds PEFT's LoRA layers to the model, and freezes all else.
+    """Adds PEFT's LoRA layers to the model, which may be without storage, and freezes all else.
 
     Raises:
         LigerDistError: the model has no pretrained weights, PEFT is not installed, or no layer has such a name.

@@ -28,7 +28,7 @@ from .engine import Engine, TorchEngine
 from .fault_tolerance import Interruption, Watchdog, check_weights, default_grace, refuse_numbers
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import check_packing, check_wrap, find_config, shell
+from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import to_yaml
@@ -81,6 +81,8 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     check_packing(config, model)
+    if config.lora_rank:
+        model = add_lora(model, config, has_weights=has_weights_at(config.model))
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
@@ -241,7 +243,7 @@ class Loop:
             row["epoch"] = trainer.progress.sequences / trainer.data.num_sequences
         row["peak_memory_bytes"] = peak_memory_bytes()
         row["learning_rate"] = trainer.learning_rate
-        return row | self._flops.utilization(speed / world_size())
+        return row | self._flops.utilization(self._flops.of_step(num_tokens, trainer.pairs) / seconds / world_size())
 
     def _note_loss(self, loss: float) -> bool:
         """Notes a held-out loss; True for the best so far, the same on every rank."""

@@ -13,7 +13,7 @@ from liger_dist import LigerDistError, WrapConfig, distillation_loss, wrap
 
 from .config import TrainConfig
 from .distributed import world_size
-from .model import check_packing, find_config, has_weights_at, load_pretrained, shell, wrap_config
+from .model import check_packing, find_config, has_weights_at, load_pretrained, read_weights, shell, wrap_config
 
 TEACHER_DEFAULTS: dict[str, Any] = {
     "divergence": "forward_kl",
@@ -33,11 +33,12 @@ def load_frozen(config: TrainConfig, model_config: Any, wrapping: WrapConfig | N
         wrapping: what the configuration is added to; default: WrapConfig's defaults.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
-    model = shell(config, model_config).to(dtype).requires_grad_(False).eval()
+    # Cast as a whole, its rotary frequencies would be in the compute dtype, too.
+    model = shell(config, model_config, dtype).requires_grad_(False).eval()
     torch.manual_seed(config.seed)
     wrapped = wrap(model, "fsdp2" if world_size() > 1 else "none", config=wrap_config(config, wrapping or WrapConfig()))
     if has_weights_at(config.model):
-        load_pretrained(wrapped, Path(config.model), dtype)
+        load_pretrained(wrapped, lambda: read_weights(Path(config.model), None, dtype))
     return wrapped
 
 

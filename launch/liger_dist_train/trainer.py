@@ -70,6 +70,8 @@ class Trainer:
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
         """of this rank's stream, before what the running step takes"""
+        self.pairs = 0
+        """of the last step on all ranks: tokens with each one that they attend to"""
         self.learning_rate = 0.0
         """of the last step, of the first group of parameters"""
         self._pad = pad
@@ -87,7 +89,7 @@ class Trainer:
         config, step = self.config, self.progress.step
         watchdog.at(step + 1, "reading data")
         self.data_state = self.data.state()
-        batches, labels, read = self._read_batches()
+        batches, labels, read, pairs = self._read_batches()
         # Dropout draws the same numbers in a resumed run, and different ones for other tokens.
         ranks, shared = self.dims.world_size, self.dims.tensor_parallel
         torch.manual_seed((config.seed * 1_000_003 + step) * (ranks // shared) + rank() // shared)
@@ -114,6 +116,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
         self.progress.tokens += tokens
+        self.pairs = int(pairs) // self.dims.same_data
         self.data_state = self.data.state()
         return mean, norm, tokens
 
@@ -155,8 +158,8 @@ class Trainer:
         before = self.progress.sequences - self.global_batch_size
         return self.data.places(before, self.global_batch_size, self._data_rank, self._data_size)
 
-    def _read_batches(self) -> tuple[list[dict[str, Tensor]], float, float]:
-        """Makes the micro-batches of this rank, and counts labels and tokens of all ranks."""
+    def _read_batches(self) -> tuple[list[dict[str, Tensor]], float, float, float]:
+        """Makes the micro-batches of this rank, and counts labels, tokens and pairs that attend of all ranks."""
         config, problem, sequences = self.config, "", list[list[Piece]]()
         try:
             sequences = self.data.take(
@@ -170,13 +173,14 @@ class Trainer:
         batches = [self._collated(sequences[i * size : (i + 1) * size], top_k) for i in range(count)]
         read = sum(len(piece.ids) for sequence in sequences for piece in sequence)
         bad_rows = self.data.bad_rows()
-        labels, tokens, bad, failed = total(count_labels(batches), read, len(bad_rows), bool(problem))
+        attended = count_pairs(sequences, across=config.attend_across_documents)
+        labels, tokens, pairs, bad, failed = total(count_labels(batches), read, attended, len(bad_rows), bool(problem))
         are_too_many = bad / self.dims.same_data > config.max_bad_rows
         if are_too_many and bad_rows:
             problem = describe_bad_rows(bad_rows, config.max_bad_rows)
         if failed or are_too_many:
             raise LigerDistError(next(filter(None, gathered(problem))))
-        return batches, labels, tokens
+        return batches, labels, tokens, pairs
 
     def _collated(self, sequences: list[list[Piece]], top_k: int = 0) -> dict[str, Tensor]:
         config = self.config
@@ -208,6 +212,13 @@ class Trainer:
 def count_labels(batches: list[dict[str, Tensor]]) -> int:
     """Counts the labels that are predicted; the first of a sequence never is."""
     return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
+
+
+def count_pairs(sequences: list[list[Piece]], *, across: bool) -> int:
+    """Counts the tokens that each token attends to, itself included: those before it in its document, with ``across``
+    in its sequence."""
+    lengths = [[len(piece.ids) for piece in sequence] for sequence in sequences]
+    return sum(n * (n + 1) // 2 for of in lengths for n in ([sum(of)] if across else of))
 
 
 def num_steps(config: TrainConfig, data: Data, global_batch_size: int) -> int:
