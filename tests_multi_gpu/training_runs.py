@@ -75,6 +75,9 @@ def config_for(data: Path, cache: Path, output: Path, **changes: Any) -> TrainCo
         "checkpoint_every": 6,
         "memory_budget": 2**16,
         "num_proc": 1,
+        # On GPUs as on CPUs.
+        "dtype": "float32",
+        "matmul_precision": "highest",
     }
     return TrainConfig(**(settings | changes))
 

@@ -10,7 +10,7 @@ Importing torch takes seconds: nothing here does before a command needs it.
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
@@ -49,8 +49,9 @@ def run(arguments: Sequence[str]) -> int:
     if command in HELPS and any(name in given for name in ("-h", "--help", "--help-all")):
         HELPS[command]("--help-all" in given)
         return 0
-    # Of other packages, which a run does not use.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # torchao's words on kernels that it was not built with, which no run uses, and torch's on torchao's classes.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     from .fault_tolerance import run as guarded
 
     guarded(lambda: COMMANDS[command](given))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import SchedulerType
 
 from liger_dist import LigerDistError
 
-from .options import WINDOW, TrainOptions
+from .options import PRESETS, WINDOW, TrainOptions
 from .parser import parse_as
 
 
@@ -20,6 +22,16 @@ class TrainConfig(TrainOptions):
     """Trains a causal language model with liger_dist."""
 
     def __post_init__(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        pretrained = 2e-4 if self.lora_rank else 2e-5
+        defaults = {
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "matmul_precision": "high" if on_gpu else "highest",
+            "learning_rate": pretrained if Path(self.model).is_dir() and self.model not in PRESETS else 1e-3,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         self._check_ranges()
         self._check_choices()
         self._check_data()

@@ -19,7 +19,8 @@ from liger_dist import LigerDistError
 from .config import TrainConfig
 from .dataset import Piece, TokenTable
 from .distributed import gathered, on_rank_zero, rank
-from .model import PRESETS, read_config
+from .model import read_config
+from .options import PRESETS
 from .packing import (
     PACKING_FORMAT,
     Integers,

@@ -165,7 +165,7 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None) -> 
         raise LigerDistError(
             f"--base is {base} but the checkpoint {path} has all weights of its model, no LoRA layers; leave it out."
         )
-    config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True)
+    config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # What is computed from the config is not stored, and not exported either.

@@ -46,7 +46,15 @@ class Metrics:
         """last value of everything that a row had"""
         on_rank_zero(lambda: self._start(config, first_step))
         if self._is_writer:
-            self._bar = tqdm(total=num_steps, initial=first_step, desc="training", unit=" steps", mininterval=1)
+            # A file gets lines; what a bar draws over itself would be one line of megabytes.
+            self._bar = tqdm(
+                total=num_steps,
+                initial=first_step,
+                desc="training",
+                unit=" steps",
+                mininterval=1,
+                disable=not sys.stderr.isatty(),
+            )
 
     def _start(self, config: TrainConfig, first_step: int) -> None:
         if first_step > 0 and self._path.is_file():
@@ -66,7 +74,8 @@ class Metrics:
             return
         self.rows.append(row)
         step = row["step"]
-        if step % self._every == 0 or "eval_loss" in row or step in (1, self._num_steps):
+        is_written = step % self._every == 0 or "eval_loss" in row or step in (1, self._num_steps)
+        if is_written:
             with self._refusing(step):
                 rest = (json.dumps(row) + "\n").encode()
                 while rest:
@@ -76,8 +85,12 @@ class Metrics:
         newest = self._newest
         shown = {name: form.format(newest[name]) for name, form in SHOWN.items() if name in newest}
         shown |= {"tokens": f"{newest['tokens']:.3g}", "peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(1)
+        if not self._bar.disable:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(1)
+        elif is_written:
+            words = ", ".join(f"{name} {value}" for name, value in shown.items() if name != "eval_loss" or name in row)
+            print(f"step {step}/{self._num_steps}: {words}", file=sys.stderr, flush=True)
 
     def _track(self, row: dict[str, Any]) -> None:
         """Gives the trackers a step's numbers; one that fails is left out from then on."""
@@ -230,6 +243,7 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """dense bf16 operations per second by the vendor's data sheets, by a part of the device's name"""
@@ -245,7 +259,7 @@ class Flops:
     per_pair: float
     """for each pair of a token and one that it attends to, itself included"""
     peak: float | None
-    """of one device; None where it is not known, and in fp32"""
+    """of one device; None where it or the operations of a token are not known, and in fp32"""
 
     @classmethod
     def of(cls, model: nn.Module, model_config: Any, config: TrainConfig) -> Flops:
@@ -256,7 +270,8 @@ class Flops:
         known = [peak for part, peak in PEAKS.items() if part in name and config.dtype == "bfloat16"]
         # Scores and their product with the values: two operations each, and twice as many in the backward.
         attention = 12.0 * getattr(text, "num_hidden_layers", 0) * width
-        return cls(_operations(model, text), attention, known[0] if known else None)
+        per_token = _operations(model, text)
+        return cls(per_token or 0.0, attention, known[0] if known and per_token is not None else None)
 
     def of_step(self, tokens: int, pairs: int) -> float:
         """Computes the operations of a step."""
@@ -273,12 +288,10 @@ class Flops:
         return f", {utilization * self.peak / 1e12:.0f} TFLOP/s of the model on each GPU, {share}"
 
 
-def _operations(model: nn.Module, text: Any) -> float:
-    """Counts the operations of a token with the weights of linear layers, routers and experts.
-
-    Raises:
-        LigerDistError: the config does not say how many experts a token is sent to.
-    """
+def _operations(model: nn.Module, text: Any) -> float | None:
+    """Counts the operations of a token with the weights of linear layers, routers and experts; None for experts of
+    which the config does not say how many a token is sent to."""
+    of_a_token = next((n for name in EXPERTS_OF_A_TOKEN if isinstance(n := getattr(text, name, None), int)), None)
     counts = [getattr(text, name, None) for name in NUMBERS_OF_EXPERTS]
     experts = next((count for count in counts if isinstance(count, int) and count > 1), None)
     found = 0.0
@@ -290,17 +303,8 @@ def _operations(model: nn.Module, text: Any) -> float:
             if parameter.dim() < 2 or not (isinstance(module, nn.Linear) or is_stacked):
                 continue
             is_expert = parameter.dim() == 3 or ".experts." in name
-            share = _experts_of_a_token(text) / experts if is_expert and experts else 1.0
+            if is_expert and experts and of_a_token is None:
+                return None
+            share = of_a_token / experts if is_expert and experts and of_a_token else 1.0
             found += (6.0 if parameter.requires_grad else 4.0) * share * parameter.numel()
     return found
-
-
-def _experts_of_a_token(text: Any) -> int:
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
-        found = getattr(text, name, None)
-        if isinstance(found, int):
-            return found
-    raise LigerDistError(
-        f"the config of {text.model_type} has experts and no num_experts_per_tok, so the operations of a token are not "
-        "known; add it to the model's config.json."
-    )

@@ -29,16 +29,9 @@ from liger_dist import (
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
+from .options import PRESETS
 from .parallel_dims import ParallelDims
 
-# hidden size, MLP size, layers, heads, key-value heads
-PRESETS = {
-    "tiny": (128, 352, 4, 4, 2),
-    "small": (384, 1024, 6, 6, 2),
-    "160m": (768, 2048, 12, 12, 4),
-    "1b": (2048, 8192, 16, 32, 8),
-    "8b": (4096, 14336, 32, 32, 8),
-}
 FULL_FIRST = ("fsdp1", "deepspeed")
 """strategies that take pretrained weights as a full model, which every rank reads in fp32, the frozen base of LoRA
 included: FSDP1 puts frozen and trained parameters of a layer into one tensor of one dtype, and DeepSpeed casts them
@@ -93,7 +86,7 @@ def read_config(path: Path) -> Any:
             "that exists."
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise LigerDistError(f"no model config can be read from {path}: {error}") from error
 
@@ -101,7 +94,7 @@ def read_config(path: Path) -> Any:
 def weights_dtype(config: TrainConfig) -> torch.dtype:
     """Returns the dtype of weights that are read: fp32, the optimizer's masters; ``--dtype`` for the frozen base of
     LoRA, whose own parameters PEFT keeps in fp32."""
-    found: torch.dtype = getattr(torch, config.dtype) if config.lora_rank else torch.float32
+    found: torch.dtype = getattr(torch, str(config.dtype)) if config.lora_rank else torch.float32
     return found
 
 
@@ -259,7 +252,12 @@ def read_weights(folder: Path, attention: str | None, dtype: torch.dtype = torch
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LigerDistError(f"the weights in {folder} cannot be read: {error}; get its files again.") from error

@@ -20,6 +20,14 @@ def usable_cores() -> int:
 
 
 WINDOW = 256
+# hidden size, MLP size, layers, heads, key-value heads
+PRESETS = {
+    "tiny": (128, 352, 4, 4, 2),
+    "small": (384, 1024, 6, 6, 2),
+    "160m": (768, 2048, 12, 12, 4),
+    "1b": (2048, 8192, 16, 32, 8),
+    "8b": (4096, 14336, 32, 32, 8),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ class TrainOptions:
     )
 
     optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", "adamw_8bit: states in 8 bits, by torchao")
-    learning_rate: float = option(1e-3, "peak")
+    learning_rate: Optional[float] = option(
+        None, "peak; default: 1e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA"
+    )
     lr_scheduler: str = option("cosine_with_min_lr", "of transformers: linear, cosine, constant_with_warmup ...")
     lr_scheduler_kwargs: Optional[str] = option(None, "more of its arguments, as JSON")
     min_learning_rate_ratio: float = option(0.1, "final over peak, for schedules that have it")
@@ -92,8 +102,12 @@ class TrainOptions:
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
     cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
 
-    dtype: Literal["float32", "bfloat16"] = option("float32", "compute dtype; weights and optimizer states are fp32")
-    matmul_precision: Literal["highest", "high", "medium"] = option("highest", "of fp32 products; high: TF32")
+    dtype: Optional[Literal["float32", "bfloat16"]] = option(
+        None, "compute dtype, beside fp32 weights and optimizer states; default: bfloat16 on GPUs, float32 on CPUs"
+    )
+    matmul_precision: Optional[Literal["highest", "high", "medium"]] = option(
+        None, "of fp32 products; default: high (TF32) on GPUs, highest on CPUs"
+    )
     deterministic: bool = option(False, "let torch use deterministic algorithms alone, and fail where there is none")
     seed: int = option(0, "of weights, dropout and data order")
     fused_loss: bool = option(True, "compute the loss in lm_head; false trains with the model's own, to compare")

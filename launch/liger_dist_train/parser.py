@@ -50,6 +50,16 @@ def to_yaml(config: Any) -> str:
     return text
 
 
+def changes_text(config: Any) -> str:
+    """Writes the options that are not the defaults, a line for each section."""
+    defaults, lines = type(config)(), []
+    for section, names in sections_of(type(config)).items():
+        changed = [name for name in names if getattr(config, name) != getattr(defaults, name)]
+        words = [f"{name} {_default_text(getattr(config, name))[2:-1]}" for name in changed]
+        lines += [f"{section}: {', '.join(words)}"] if words else []
+    return "\n".join(lines)
+
+
 def sections_of(kind: type[Any]) -> dict[str, list[str]]:
     """Returns the names of the options of each section, in order."""
     found: dict[str, list[str]] = {}

@@ -31,7 +31,7 @@ from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
-from .parser import to_yaml
+from .parser import changes_text, to_yaml
 from .stream import StreamedData
 from .teacher import Teacher, check_teacher
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts
@@ -44,7 +44,7 @@ def train(config: TrainConfig) -> None:
         return
     dims, folder = parallel_dims_of(config, world_size()), Path(config.output_dir)
     torch.use_deterministic_algorithms(config.deterministic)
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    torch.set_float32_matmul_precision(str(config.matmul_precision))
     watchdog = Watchdog(config.stall_timeout)
     with watchdog.watching(), held(folder / "checkpoints"):
         _train(config, dims, folder, watchdog)
@@ -290,7 +290,7 @@ def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> TrainConfig:
-    """Adds what a checkpoint decides to the configuration, and prints it."""
+    """Adds what a checkpoint decides to the configuration, and prints what is not a default."""
     if saved is not None and config.global_batch_size is None and config.global_batch_tokens is None:
         config = replace(config, global_batch_size=saved.progress["global_batch_size"])
     size = dims.global_batch_size(config)
@@ -298,7 +298,8 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
     micro_batches = dims.micro_batches(config, size)
     _say(
-        f"{to_yaml(resolved)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
+        f"{changes_text(resolved)}\nall options: {Path(config.output_dir) / 'config.yaml'}\n{dims}, {config.dtype}; "
+        f"a step is {size} sequences of {config.sequence_length} tokens: "
         f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
     )
     return resolved

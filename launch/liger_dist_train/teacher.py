@@ -32,7 +32,7 @@ def load_frozen(config: TrainConfig, model_config: Any, wrapping: WrapConfig | N
     Args:
         wrapping: what the configuration is added to; default: WrapConfig's defaults.
     """
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype: torch.dtype = getattr(torch, str(config.dtype))
     # Cast as a whole, its rotary frequencies would be in the compute dtype, too.
     model = shell(config, model_config, dtype).requires_grad_(False).eval()
     torch.manual_seed(config.seed)

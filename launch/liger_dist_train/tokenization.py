@@ -360,7 +360,7 @@ def load_tokenizer(folder: Path) -> Any:
             "--tokenizer out for the one in the folder of --model."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # The tokenizers library and damaged files raise anything.
         raise LigerDistError(f"no tokenizer can be loaded from {folder}: {error!r}; give another folder.") from error
     if not tokenizer.is_fast:
