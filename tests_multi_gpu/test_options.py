@@ -10,9 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -484,6 +487,25 @@ def test_clipping_refuses_what_it_cannot_add_up() -> None:
     parameter.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(liger_dist.LigerDistError, match="DeepSpeed's, whose engine clips"):
         liger_dist.clip_grad_norm_([parameter], 1.0)
+
+
+def test_a_resumed_run_continues_its_row_at_wandb(
+    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the package, which asks a service."""
+    begun: list[dict[str, Any]] = []
+    service = types.ModuleType("wandb")
+    service.__spec__ = ModuleSpec("wandb", None)
+    service.init = lambda **options: begun.append(options) or mock.MagicMock()  # type: ignore[attr-defined, func-returns-value]
+    service.config = mock.MagicMock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    config = config_for(data, cache, tmp_path / "run", **ALONE, trackers=["wandb"], steps=4, checkpoint_every=2)
+    train(dataclasses.replace(config, stop_at_step=2))
+    train(dataclasses.replace(config, resume=True))
+    train(dataclasses.replace(config, overwrite=True, steps=1))
+    first, second, third = begun
+    assert first == second == {"project": "liger_dist", "name": "run", "id": first["id"], "resume": "allow"}
+    assert third["id"] != first["id"]
 
 
 def test_help_names_every_option() -> None:

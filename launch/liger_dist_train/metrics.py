@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from liger_dist import LigerDistError
 
 from .config import TrainConfig
 from .distributed import on_rank_zero, rank
+from .output_folder import write_text
 
 METRICS = "metrics.jsonl"
 SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}", "epoch": "{:.2f}"}
@@ -66,7 +68,7 @@ class Metrics:
             os.replace(partial, self._path)
             # Unbuffered: what a full disk refuses would be tried again when the file is closed, and hide the reason.
             self._file = self._path.open("ab", buffering=0)
-        self._trackers = start_trackers(config)
+        self._trackers = start_trackers(config, goes_on=first_step > 0)
 
     def add(self, row: dict[str, Any]) -> None:
         """Writes one step's numbers and shows them."""
@@ -180,8 +182,19 @@ class Metrics:
             print(f"{said}{flops.in_words(self.usual('mfu'))}")
 
 
-def start_trackers(config: TrainConfig) -> list[Any]:
+def _wandb_options(folder: Path, *, goes_on: bool) -> dict[str, str]:
+    """Names the run as its folder, and continues its row; a file in the folder keeps the row's id."""
+    file = folder / "wandb-id"
+    if not goes_on or not file.is_file():
+        write_text(file, uuid4().hex)
+    return {"name": folder.name, "id": file.read_text(), "resume": "allow"}
+
+
+def start_trackers(config: TrainConfig, *, goes_on: bool) -> list[Any]:
     """Starts Accelerate's trackers that ``--trackers`` names, in ``output_dir``.
+
+    Args:
+        goes_on: the run continues an earlier one, as its row at wandb does.
 
     Raises:
         LigerDistError: Accelerate does not know one, its package is not installed, or it cannot be started.
@@ -199,6 +212,8 @@ def start_trackers(config: TrainConfig) -> list[Any]:
             raise LigerDistError(f"--trackers names {name!r}; expected some of {', '.join(known)}.")
         kind = known[name]
         options = {"logging_dir": config.output_dir} if kind.requires_logging_directory else {}
+        if name == "wandb":
+            options = _wandb_options(Path(config.output_dir), goes_on=goes_on)
         try:
             tracker = kind(config.run_name, **options)
             tracker.start()
