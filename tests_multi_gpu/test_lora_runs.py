@@ -268,7 +268,7 @@ def test_flops_of_attention_are_those_of_each_document(
 
     monkeypatch.setattr(Trainer, "_loss", note)
     monkeypatch.setattr(Loop, "_rates", note_rates)
-    changes: dict[str, Any] = SIZES | {"steps": 1, "attend_across_documents": across, "train_on_prompts": True}
+    changes: dict[str, Any] = SIZES | {"steps": 1, "attend_across_documents": across, "train_on": "all"}
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": "def f(x): return x\n" * (1 + n % 3)}) + "\n" for n in range(200)))
     train(config_for(texts, cache, tmp_path / "run", **ALONE, **changes))
