@@ -50,6 +50,8 @@ class Part(NamedTuple):
     start: int
     stop: int
     """exclusive; -1 for the end"""
+    source: int = 0
+    """number of the source that it is of, where several are read together"""
 
     @property
     def size(self) -> int:
@@ -70,6 +72,8 @@ class Row(NamedTuple):
     """of a file of text"""
     begins: bool = True
     ends: bool = True
+    source: int = 0
+    """number of its part"""
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
     """
     for part in parts:
         with _readable(part.file):
-            yield from (row._asdict() for row in READERS[part.kind](part))
+            yield from (row._replace(source=part.source)._asdict() for row in READERS[part.kind](part))
 
 
 @contextmanager
