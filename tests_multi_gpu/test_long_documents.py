@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from test_dataset import counts_in, loaded, short
 from test_dataset import tokenizer_folder as tokenizer_folder
 
@@ -17,7 +19,7 @@ from liger_dist_train import dataset
 from liger_dist_train.data_loader import find_tokenization
 from liger_dist_train.dataset import Piece
 from liger_dist_train.run import train
-from liger_dist_train.sources import TEXT_PART, find_source
+from liger_dist_train.sources import TEXT_PART, find_source, read_rows
 from liger_dist_train.stream import StreamedData
 
 CHARACTERS = 1_700_000
@@ -177,3 +179,19 @@ def test_a_file_of_two_sources_counts_for_the_one_that_reads_it(tokenizer_folder
         resumed, _ = loaded(replace(config, sequence_length=64, max_bad_rows=9))
         resumed.load_state(json.loads(json.dumps(state)))
         assert resumed.counts([resumed.state()]) == data.counts([state])
+
+
+def test_a_row_group_of_parquet_is_decoded_a_few_times(tmp_path: Path) -> None:
+    """Whatever the size of the parts: each decodes its row group from the start to its own end."""
+    rows = [{"text": f"row {row}"} for row in range(3000)]
+    for group in (3000, 700, 10):
+        file = tmp_path / f"{group}.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=group)
+        source = find_source(str(file))
+        parts = source.parts(source.num_bytes // 64)
+        assert [row["values"] for row in read_rows(parts)] == rows
+        assert sum(part.stop - part.start // group * group for part in parts) <= 4.6 * len(rows)
+        assert len(parts) >= 8
+        assert len(source.parts(10**9)) == 1
+    # A stream has a part for every rank.
+    assert len(find_source(str(tmp_path / "3000.parquet")).parts(1, ranks=24)) == 24

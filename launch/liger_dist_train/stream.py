@@ -319,7 +319,7 @@ def _parts(numbered: list[tuple[int, Source]], ranks: int) -> list[Part]:
         LigerDistError: there are fewer, because the files cannot be divided.
     """
     size = min(STREAM_PART, max(1, sum(source.num_bytes for _, source in numbered) // (4 * ranks)))
-    found = [part._replace(source=number) for number, source in numbered for part in source.parts(size)]
+    found = [part._replace(source=number) for number, source in numbered for part in source.parts(size, ranks)]
     if len(found) < ranks:
         raise LigerDistError(
             f"--streaming: {', '.join(source.name for _, source in numbered)} can be read in {len(found)} parts and "
