@@ -344,7 +344,7 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
         ({"prompt": "a", "completion": 3}, "has 3 in 'completion'"),
         ({"prompt": "a", "response": "b"}, "has 'prompt' and no 'completion' (its columns: prompt, response)"),
         ({"instruction": "a", "answer": "b"}, "has 'instruction' and no 'output'"),
-        ({"input_ids": torch.tensor([1, 2])}, "with_format(None)"),
+        ({"input_ids": torch.tensor([1, 2])}, "in 'input_ids'; expected a list of integers"),
         ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "has 0.5 for 'weight' of turn 1; expected 0 or 1"),
         ({"messages": [TURNS[0], TURNS[1] | {"train": "no"}]}, "has 'no' for 'train' of turn 1"),
         ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "expected one of them"),

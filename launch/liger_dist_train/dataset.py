@@ -67,7 +67,7 @@ class ShardCounts:
     documents: int
     tokens: int
     labels: int
-    """tokens that are predicted, without the first one of each document"""
+    """tokens that are predicted where no document is cut: all but the first one of each"""
     skipped: list[tuple[str, int, str]]
     """file, place and reason of every bad row"""
     digest: str
@@ -82,8 +82,9 @@ def use_cache(cache: Path) -> None:
 
 
 def token_stream(parts: list[Part], encoder: Encoder, read: Callable[..., Any] = read_rows) -> Any:
-    """Makes an ``IterableDataset`` of documents with the columns of :class:`~liger_dist_train.tokenization.Document`,
-    ``reason``, ``begins``, ``file`` and ``at``. Its ``state_dict`` is the position in the parts."""
+    """Makes an ``IterableDataset`` of rows with the columns of :class:`~liger_dist_train.tokenization.Document`,
+    ``reason``, ``begins``, ``ends``, ``file``, ``at`` and ``source``; a long text is several rows. Its ``state_dict``
+    is the position in the parts."""
     from datasets import IterableDataset
 
     rows = IterableDataset.from_generator(read, gen_kwargs={"parts": parts})
@@ -255,12 +256,14 @@ def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCou
 
     for row in token_stream(task.parts, encoder, read):
         if row["reason"] is not None:
-            skipped.append((row["file"], row["at"], row["reason"]))
+            # Once for a text, of which all rows are bad.
+            skipped += [(row["file"], row["at"], row["reason"])] * row["begins"]
             refuse_bad_rows(skipped, task.max_bad_rows)
             continue
         documents += row["begins"]
         tokens += len(row["ids"])
-        labels += count_labels(row)
+        found = row["ids"] if row["labels"] is None else row["labels"]
+        labels += count_labels(found) if row["begins"] else len(found)
         batch.append(row)
         for name in LISTS:
             if row[name] is not None:
@@ -280,11 +283,11 @@ def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCou
     return ShardCounts(documents_read, documents, tokens, labels, skipped, digest.hexdigest())
 
 
-def count_labels(row: dict[str, Any]) -> int:
-    """Counts the tokens that are predicted; the first one of a document never is."""
-    if row["labels"] is None:
-        return len(row["ids"]) - bool(row["begins"])
-    return int((row["labels"][1:] >= 0).sum())
+def count_labels(labels: NDArray[np.int32], length: int | None = None) -> int:
+    """Counts the labels of a document that are predicted; the first one never is, nor is that of a later piece of
+    ``length`` tokens."""
+    firsts = labels[:: length or max(1, len(labels))]
+    return int((labels >= 0).sum() - (firsts >= 0).sum())
 
 
 def _record_batch(rows: list[dict[str, Any]], files: dict[str, int]) -> Any:
@@ -344,7 +347,8 @@ def make_piece(columns: Mapping[str, NDArray[Any] | None], *, is_conversation: b
 
 
 class TokenTable:
-    """The rows of all shards of a source, mapped from disk."""
+    """The documents of all shards of a source, mapped from disk. A long text is in several rows there, which are joined
+    where a piece of it is read."""
 
     def __init__(self, shards: list[Path], files: list[str]) -> None:
         self._files = files
@@ -359,32 +363,56 @@ class TokenTable:
                     lists.append((column.values.to_numpy(), column.offsets.to_numpy()))
                 for name, columns in flags.items():
                     columns.append(batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64))
-        is_conversation, begins, self._file, self._at = (np.concatenate(flags[name]) for name in FLAGS)
-        self.is_conversation, self.begins = is_conversation.astype(bool), begins.astype(bool)
-        self._firsts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._lists["ids"])])
-        lengths = [np.diff(offsets) for _, offsets in self._lists["ids"]]
-        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
+        self._first_rows = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._lists["ids"])])
+        """of the batches"""
+        sizes = [np.diff(offsets).astype(np.int64) for _, offsets in self._lists["ids"]]
+        self._tokens_before = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+        """of each row, and of the end"""
+        is_conversation, begins, file, at = (np.concatenate(flags[name]) for name in FLAGS)
+        first = np.flatnonzero(begins)
+        self.is_conversation = is_conversation[first].astype(bool)
+        self._file, self._at = file[first], at[first]
+        self._first_token = self._tokens_before[first]
+        """of each document"""
+        self.lengths = np.diff(self._first_token, append=self._tokens_before[-1])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def place(self, row: int) -> tuple[str, int]:
-        """Returns the file of a row, and its place there."""
-        return self._files[self._file[row]], int(self._at[row])
+    def place(self, document: int) -> tuple[str, int]:
+        """Returns the file of a document, and its place there."""
+        return self._files[self._file[document]], int(self._at[document])
 
-    def piece(self, row: int, start: int, length: int) -> Piece:
-        """Returns ``length`` tokens of a row, from token ``start`` on."""
-        columns = {name: self._numbers(name, row, start, length) for name in LISTS}
-        return make_piece(columns, is_conversation=bool(self.is_conversation[row]))
+    def piece(self, document: int, start: int, length: int) -> Piece:
+        """Returns ``length`` tokens of a document, from token ``start`` on."""
+        first = int(self._first_token[document]) + start
+        stop = first + length
+        row = int(np.searchsorted(self._tokens_before, first, side="right")) - 1
+        parts: list[dict[str, NDArray[Any] | None]] = []
+        while first < stop:
+            before, end = self._tokens_before[row : row + 2].tolist()
+            count = min(stop, end) - first
+            parts.append({name: self._numbers(name, row, first - before, count) for name in LISTS})
+            first, row = first + count, row + 1
+        return make_piece(join_rows(parts), is_conversation=bool(self.is_conversation[document]))
 
     def _numbers(self, name: str, row: int, start: int, length: int) -> NDArray[Any] | None:
         """Returns ``[length]``, or ``[length, K]`` of a column with K numbers for each token; None for a row without
         any."""
-        batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        batch = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         values, offsets = self._lists[name][batch]
-        begin, end = offsets[row - self._firsts[batch] :][:2]
-        each = int(end - begin) // max(1, int(self.lengths[row]))
+        begin, end = offsets[row - self._first_rows[batch] :][:2]
+        before, after = self._tokens_before[row : row + 2]
+        each = int(end - begin) // max(1, int(after - before))
         if each == 0:
             return None
         part = values[begin + start * each : begin + (start + length) * each]
         return part if name in ("ids", "labels") else part.reshape(length, each)
+
+
+def join_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the columns :data:`LISTS` of the rows of a document; other columns are those of the first row."""
+    if len(rows) == 1:
+        return rows[0]
+    columns = {name: [row[name] for row in rows if row[name] is not None] for name in LISTS}
+    return rows[0] | {name: np.concatenate(found) if found else None for name, found in columns.items()}

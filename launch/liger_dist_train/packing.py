@@ -17,8 +17,8 @@ from .output_folder import write_folder
 from .sources import Source
 from .tokenization import Tokenization
 
-PACKING_FORMAT = 1
-"""part of a cache's key"""
+PACKING_FORMAT = 2
+"""part of a cache's key; 1 packed the rows of a long text apart"""
 Integers = NDArray[np.int64]
 
 
@@ -167,12 +167,15 @@ def prepare_source(
     too_long = np.flatnonzero(table.is_conversation & (table.lengths > sequence_length))
     skipped = [bad for counts in shards for bad in counts.skipped]
     first = too_long[: max_bad_rows + 1].tolist()
-    too_long_rows = [(*table.place(row), too_long_reason(int(table.lengths[row]), sequence_length)) for row in first]
+    too_long_rows = [
+        (*table.place(index), too_long_reason(int(table.lengths[index]), sequence_length)) for index in first
+    ]
     refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows)
     folders: dict[str, Path] = {}
+    packings: dict[str, Packing] = {}
     said: dict[str, dict[str, Any]] = {}
     for split, selection in split_rows(table, eval_fraction).items():
-        keep = ~np.isin(selection.rows, too_long)
+        keep = ~np.isin(selection.documents, too_long)
         chosen = Selection(*(column[keep] for column in selection))
         if not chosen.lengths.sum():
             raise LigerDistError(
@@ -181,11 +184,14 @@ def prepare_source(
             )
         folder = tokens.folder / f"packed-{PACKING_FORMAT}-{sequence_length}-{eval_fraction}-{split}"
         if not folder.is_dir():
-            packing = pack(chosen.rows, chosen.lengths, sequence_length, chosen.first)
+            packing = pack(chosen.documents, chosen.lengths, sequence_length, chosen.first)
             write_folder(folder, packing.save)
         folders[split] = folder
-        said[split] = asdict(_count(table, chosen, Packing.load(folder), sequence_length))
+        packings[split] = Packing.load(folder)
+        said[split] = asdict(_count(chosen, packings[split], sequence_length))
     totals = _totals(shards, table, too_long) | {"skipped": len(skipped) + len(too_long)}
+    # The first token of a later piece is not predicted. What has labels of its own is a conversation, never cut.
+    totals["labels"] -= sum(int((packing.start > 0).sum()) for packing in packings.values())
     _check_counts(source, totals, said)
     counts = {"source": source.name, "files": len(source.files), **totals, "splits": said}
     return PreparedSource(tokens.paths, list(tokens.files), [shard.digest for shard in shards], folders, counts)
@@ -197,9 +203,9 @@ def too_long_reason(tokens: int, sequence_length: int) -> str:
 
 
 class Selection(NamedTuple):
-    """Rows of a split, or the part of each from token ``first`` on."""
+    """Documents of a split, or the part of each from token ``first`` on."""
 
-    rows: Integers
+    documents: Integers
     first: Integers
     lengths: Integers
 
@@ -207,33 +213,30 @@ class Selection(NamedTuple):
 def split_rows(table: TokenTable, eval_fraction: float) -> dict[str, Selection]:
     """Holds out every 20th document where ``eval_fraction`` is 0.05; of a source with fewer documents, the end of each
     text, or the last conversation."""
-    rows = np.arange(len(table))
+    documents = np.arange(len(table))
     first = np.zeros(len(table), np.int64)
     if eval_fraction == 0:
-        return {"train": Selection(rows, first, table.lengths)}
-    document = np.cumsum(table.begins) - 1
-    is_out = np.floor((document + 1) * eval_fraction + 1e-9) > np.floor(document * eval_fraction + 1e-9)
+        return {"train": Selection(documents, first, table.lengths)}
+    is_out = np.floor((documents + 1) * eval_fraction + 1e-9) > np.floor(documents * eval_fraction + 1e-9)
     if is_out.any():
-        parts = {"train": rows[~is_out], "held_out": rows[is_out]}
+        parts = {"train": documents[~is_out], "held_out": documents[is_out]}
         return {name: Selection(part, first[part], table.lengths[part]) for name, part in parts.items()}
-    last = rows == len(rows) - 1
+    last = documents == len(documents) - 1
     end_of_text = (table.lengths * eval_fraction).astype(np.int64)
     out = np.where(table.is_conversation, np.where(last, table.lengths, 0), end_of_text)
     kept = table.lengths - out
     return {
-        "train": Selection(rows[kept > 0], first[kept > 0], kept[kept > 0]),
-        "held_out": Selection(rows[out > 0], kept[out > 0], out[out > 0]),
+        "train": Selection(documents[kept > 0], first[kept > 0], kept[kept > 0]),
+        "held_out": Selection(documents[out > 0], kept[out > 0], out[out > 0]),
     }
 
 
-def _count(table: TokenTable, chosen: Selection, packing: Packing, length: int) -> SplitCounts:
+def _count(chosen: Selection, packing: Packing, length: int) -> SplitCounts:
     tokens = int(packing.length.sum())
-    document = np.cumsum(table.begins)[chosen.rows]
-    sizes = np.bincount(document, weights=chosen.lengths) if len(document) else np.zeros(1)
     return SplitCounts(
-        documents=len(np.unique(document)),
+        documents=len(chosen.documents),
         tokens=tokens,
-        documents_cut=int((sizes > length).sum()),
+        documents_cut=int((chosen.lengths > length).sum()),
         sequences=len(packing),
         packed_efficiency=round(tokens / max(1, len(packing) * length), 6),
     )
@@ -243,11 +246,11 @@ def _totals(shards: list[ShardCounts], table: TokenTable, too_long: Integers) ->
     """Adds up the documents in the sequences; ``documents_read`` of all rows."""
     names = ("documents_read", "documents", "tokens", "labels")
     totals = {name: sum(getattr(counts, name) for counts in shards) for name in names}
-    for row in too_long.tolist():
-        piece = table.piece(row, 0, int(table.lengths[row]))
+    for document in too_long.tolist():
+        piece = table.piece(document, 0, int(table.lengths[document]))
         totals["documents"] -= 1
         totals["tokens"] -= len(piece.ids)
-        totals["labels"] -= count_labels({"ids": piece.ids, "labels": piece.labels, "begins": True})
+        totals["labels"] -= count_labels(piece.labels)
     return totals
 
 

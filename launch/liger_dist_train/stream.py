@@ -17,17 +17,42 @@ from numpy.typing import NDArray
 
 from liger_dist import LigerDistError
 
-from .dataset import LISTS, Piece, count_labels, make_piece, token_stream, use_cache
+from .dataset import LISTS, Piece, count_labels, join_rows, make_piece, token_stream, use_cache
 from .packing import pack, too_long_reason
 from .sources import Part, Source
-from .tokenization import Tokenization
+from .tokenization import Encoder, Tokenization
 
+STREAM_FORMAT = 2
+"""part of a stream's key; 1 packed the rows of a long text apart"""
 STREAM_PART = 2**23
 """bytes of a file that are read one after another in a stream; parts are shuffled"""
 
 
 class EmptyStreamError(Exception):
     """A stream has no row for this rank."""
+
+
+class DocumentStream:
+    """Documents of parts of files: the rows of a long text are joined, so that its tokens are held (8 bytes each, as
+    those of a row of JSONL). Has the interface of an ``IterableDataset``; every place is one between two documents."""
+
+    def __init__(self, parts: list[Part], encoder: Encoder) -> None:
+        self._rows = token_stream(parts, encoder)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._rows.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for row in self._rows:
+            rows.append(row | {name: _numbers(name, row) for name in LISTS if row[name] is not None})
+            if row["ends"]:
+                yield join_rows(rows)
+                rows = []
 
 
 class WeightedStreams:
@@ -111,19 +136,18 @@ class StreamedData:
         self._encoder = tokenization.encoder()
         self._length, self._window, self._seed = sequence_length, window, seed
         self._weights = weights
-        groups = [[source] for source in sources] if weights is not None else [sources]
+        numbered = list(enumerate(sources))
+        groups = [[source] for source in numbered] if weights is not None else [numbered]
         self._groups = [_parts(group, size) for group in groups]
         self._rank, self._size = rank, size
         shares = None if weights is None else ["of tokens", *weights]
-        settings = [tokenization.fingerprint(), sequence_length, window, seed, shares, size]
+        settings = [STREAM_FORMAT, tokenization.fingerprint(), sequence_length, window, seed, shares, size]
         key = [[source.fingerprint() for source in sources], settings]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._names = [source.name for source in sources]
-        self._source_of = {
-            name: i for i, s in enumerate(sources) for f in s.files for name in (str(f), str(f.resolve()))
-        }
         self._place: dict[str, Any] = {"epoch": 0, "window": 0, "stream": None, "emitted": 0}
-        self._bad: list[tuple[str, int, str]] = []
+        self._bad: list[tuple[str, int, str, int]] = []
+        """file, place and reason of every bad row, and the number of its source"""
         self._counts = [Counter[str]() for _ in sources]
         self._num_packed = 0
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -134,7 +158,7 @@ class StreamedData:
         """Continues where :meth:`state` was asked; before the first :meth:`take`."""
         assert not self._is_started
         self._place = dict(state["place"])
-        self._bad = [(file, at, reason) for file, at, reason in state["bad"]]
+        self._bad = [(file, at, reason, source) for file, at, reason, source in state["bad"]]
         self._counts = [Counter(counts) for counts in state["counts"]]
         self._num_packed = state["num_packed"]
 
@@ -147,7 +171,7 @@ class StreamedData:
         for state in states:
             for total, counts in zip(totals, state["counts"], strict=True):
                 total.update(counts)
-        skipped = Counter(self._index(file) for state in states for file, _, _ in state["bad"])
+        skipped = Counter(source for state in states for *_, source in state["bad"])
         sequences = sum(state["num_packed"] for state in states)
         tokens = sum(total["tokens"] for total in totals)
         columns = ("documents", "tokens", "labels", "documents_cut")
@@ -161,7 +185,7 @@ class StreamedData:
         }
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
-        return self._bad
+        return [bad[:3] for bad in self._bad]
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
         if not self._is_started:
@@ -193,7 +217,7 @@ class StreamedData:
         self._place, self._pending, bad, counts = made
         if is_new:
             # A stream that begins again meets the same rows.
-            self._bad = list({row[:2]: row for row in [*self._bad, *bad]}.values())
+            self._bad = list({(file, at, of): (file, at, why, of) for file, at, why, of in [*self._bad, *bad]}.values())
             for total, seen in zip(self._counts, counts, strict=True):
                 total.update(seen)
             self._num_packed += len(self._pending)
@@ -236,20 +260,21 @@ class StreamedData:
         for group in self._groups:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(group))
             mine: list[Part] = [group[index] for index in order[self._rank :: self._size]]
-            make.append(partial(token_stream, mine, self._encoder))
+            make.append(partial(DocumentStream, mine, self._encoder))
         if self._weights is None:
             return make[0]()
         return WeightedStreams(make, [weight / sum(self._weights) for weight in self._weights])
 
-    def _read_window(self, rows: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, int, str]]]:
+    def _read_window(
+        self, rows: Iterator[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[tuple[str, int, str, int]]]:
         documents, bad, held = [], [], 0
-        for found in rows:
-            row = found | {name: _numbers(name, found) for name in LISTS if found[name] is not None}
-            reason = found["reason"]
+        for row in rows:
+            reason = row["reason"]
             if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
                 reason = too_long_reason(len(row["ids"]), self._length)
             if reason is not None:
-                bad.append((row["file"], row["at"], reason))
+                bad.append((row["file"], row["at"], reason, row["source"]))
                 continue
             documents.append(row)
             held += len(row["ids"])
@@ -275,15 +300,10 @@ class StreamedData:
         counts = [Counter[str]() for _ in self._names]
         for row in documents:
             tokens = len(row["ids"])
-            is_cut = row["begins"] and (tokens > self._length or not row["ends"])
-            of_row = {"documents": int(row["begins"]), "tokens": tokens, "labels": count_labels(row)}
-            counts[self._index(row["file"])].update(of_row | {"documents_cut": int(is_cut)})
+            labels = count_labels(row["ids"] if row["labels"] is None else row["labels"], self._length)
+            of_row = {"documents": 1, "tokens": tokens, "labels": labels, "documents_cut": int(tokens > self._length)}
+            counts[row["source"]].update(of_row)
         return counts
-
-    def _index(self, file: str) -> int:
-        """Returns the source of a file, whose path a checkpoint may spell in another way."""
-        found = self._source_of.get(file)
-        return self._source_of[str(Path(file).resolve())] if found is None else found
 
 
 def _numbers(name: str, row: dict[str, Any]) -> NDArray[Any]:
@@ -292,17 +312,17 @@ def _numbers(name: str, row: dict[str, Any]) -> NDArray[Any]:
     return values.reshape(len(row["ids"]), -1) if name.startswith("top_k") else values
 
 
-def _parts(sources: list[Source], ranks: int) -> list[Part]:
-    """Divides several sources into parts, at least one for each rank.
+def _parts(numbered: list[tuple[int, Source]], ranks: int) -> list[Part]:
+    """Divides several sources, given with their numbers, into parts, at least one for each rank.
 
     Raises:
         LigerDistError: there are fewer, because the files cannot be divided.
     """
-    size = min(STREAM_PART, max(1, sum(source.num_bytes for source in sources) // (4 * ranks)))
-    found = [part for source in sources for part in source.parts(size)]
+    size = min(STREAM_PART, max(1, sum(source.num_bytes for _, source in numbered) // (4 * ranks)))
+    found = [part._replace(source=number) for number, source in numbered for part in source.parts(size, ranks)]
     if len(found) < ranks:
         raise LigerDistError(
-            f"--streaming: {', '.join(source.name for source in sources)} can be read in {len(found)} parts and "
+            f"--streaming: {', '.join(source.name for _, source in numbered)} can be read in {len(found)} parts and "
             f"{ranks} ranks read different ones; give more files, or leave --streaming out."
         )
     return found

@@ -237,11 +237,9 @@ class Encoder:
     def _token_ids(self, ids: Any, labels: Any, mask: Any) -> Document:
         for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
             if values is not None and not isinstance(values, list):
-                raise BadRowError(
-                    f"has {values!r} in {name!r}; expected a list of integers (of a saved dataset with a format: "
-                    "load_from_disk, with_format(None), save_to_disk)"
-                )
-        if mask is not None and (len(mask) != len(ids) or not all(value in (0, 1) for value in mask)):
+                raise BadRowError(f"has {values!r} in {name!r}; expected a list of integers")
+        marks = None if mask is None else as_numbers(mask, "biuf")
+        if mask is not None and (len(mask) != len(ids) or marks is None or not np.isin(marks, (0, 1)).all()):
             raise BadRowError(
                 f"has an attention_mask of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
             )
@@ -249,24 +247,26 @@ class Encoder:
         for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORE_INDEX)):
             if values is None:
                 continue
-            for value in values:
-                if not isinstance(value, int):
-                    raise BadRowError(f"has {name} of type {type(value).__name__} ({value}); expected integers")
-                if not 0 <= value < self._vocab_size and value != extra:
-                    raise BadRowError(
-                        f"has {value} in {name} but the model's vocabulary has {self._vocab_size} entries; expected "
-                        f"numbers in [0, {self._vocab_size}). Tokenise with the model's own tokenizer"
-                    )
-            found.append(np.array(values, dtype=np.int32))
+            numbers = as_numbers(values)
+            if numbers is None:
+                bad = next((value for value in values if not isinstance(value, int)), None)
+                raise BadRowError(f"has {name} of type {type(bad).__name__} ({bad}); expected integers")
+            outside = numbers[((numbers < 0) | (numbers >= self._vocab_size)) & (numbers != extra)]
+            if outside.size:
+                raise BadRowError(
+                    f"has {outside[0]} in {name} but the model's vocabulary has {self._vocab_size} entries; expected "
+                    f"numbers in [0, {self._vocab_size}). Tokenise with the model's own tokenizer"
+                )
+            found.append(numbers.astype(np.int32))
         if labels is not None and len(labels) != len(ids):
             raise BadRowError(
                 f"has {len(labels)} labels for {len(ids)} input_ids; expected one label for each token, {IGNORE_INDEX} "
                 "where nothing is predicted"
             )
-        if mask is not None:
+        if marks is not None:
             # Rows that were padded to a length.
-            found = [values[np.array(mask, dtype=bool)] for values in found]
-            if self._format.top_k and 0 in mask:
+            found = [values[marks.astype(bool)] for values in found]
+            if self._format.top_k and not marks.all():
                 raise BadRowError("has padding in attention_mask beside top_k_ids; expected the tokens alone")
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
 
@@ -306,6 +306,22 @@ class Encoder:
         for start, stop in spans:
             learned |= (begins >= start) & (begins < stop)
         return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
+
+
+def as_numbers(values: list[Any], kinds: str = "biu") -> NDArray[Any] | None:
+    """Makes an array ``[tokens]`` of a list of integers, of any size, or of numpy's ``kinds``; None for a list of
+    something else."""
+    try:
+        found = np.array(values)
+    except ValueError:
+        # Lists of several lengths.
+        return None
+    if found.size == 0 and found.ndim == 1:
+        return found.astype(np.int64)
+    if found.ndim == 1 and found.dtype.kind in kinds:
+        return found
+    # Beyond 64 bits, where numpy makes objects or floats of them.
+    return np.array(values, dtype=object) if all(isinstance(value, int) for value in values) else None
 
 
 def check_has_top_k(values: dict[str, Any] | None) -> None:
