@@ -13,7 +13,7 @@ from transformers import SchedulerType
 
 from liger_dist import LigerDistError
 
-from .options import PRESETS, WINDOW, TrainOptions
+from .options import EVAL_FRACTION, MIN_RATIO, PRESETS, WINDOW, TrainOptions
 from .parser import parse_as
 
 
@@ -35,6 +35,7 @@ class TrainConfig(TrainOptions):
         self._check_ranges()
         self._check_choices()
         self._check_data()
+        self._check_effect()
 
     @property
     def lr_kwargs(self) -> dict[str, Any]:
@@ -131,6 +132,26 @@ class TrainConfig(TrainOptions):
         if self.keep_best and not self.checkpoint_every:
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
 
+    def _check_effect(self) -> None:
+        """Raises:
+        LigerDistError: an option is given that this run would not read.
+        """
+        if self.eval_fraction not in (0, EVAL_FRACTION) and (self.eval_data or self.streaming):
+            other = "--eval_data names what is held out" if self.eval_data else "--streaming is true, where none is"
+            raise LigerDistError(
+                f"--eval_fraction is {self.eval_fraction}, the share of --data that is held out, but {other}; leave it "
+                "out."
+            )
+        if self.min_learning_rate_ratio != MIN_RATIO and self.lr_scheduler not in RATIO_OF:
+            raise LigerDistError(
+                f"--min_learning_rate_ratio is {self.min_learning_rate_ratio}, which --lr_scheduler "
+                f"{self.lr_scheduler} does not have; leave it out, or take one of {', '.join(RATIO_OF)}."
+            )
+        if self.profile_step is not None and self.steps is not None and self.profile_step > self.steps:
+            raise LigerDistError(
+                f"--profile_step is {self.profile_step} and --steps {self.steps}; expected a step of the run."
+            )
+
     def _check_teacher(self) -> None:
         given = (self.divergence, self.distillation_beta, self.distillation_temperature, self.hard_weight)
         if self.teacher is None and given != ("forward_kl", 0.5, 1.0, 0.0):
@@ -188,6 +209,11 @@ MINIMA: dict[str, float] = {
     "sequence_length": 2,
 }
 """the least that an option may be; 2 tokens are a token and the one it predicts"""
+RATIO_OF = {
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), "min_lr_rate"),
+    "warmup_stable_decay": "min_lr_ratio",
+}
+"""schedules of transformers with a lowest rate, and what they call ``--min_learning_rate_ratio``"""
 UNUSABLE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """of transformers: they go by a metric"""
 

@@ -183,7 +183,9 @@ class Interruption:
         self.requested = True
 
 
-def refuse_numbers(step: int, loss: float, own_loss: float, places: list[str], broken_gradients: list[str]) -> NoReturn:
+def refuse_numbers(
+    step: int, loss: float, own_loss: float, places: list[str], broken_gradients: list[str], published_step: int
+) -> NoReturn:
     """Refuses a loss or gradient norm that is NaN or Inf. Every rank calls it, before gradients are cleared.
 
     Args:
@@ -191,6 +193,7 @@ def refuse_numbers(step: int, loss: float, own_loss: float, places: list[str], b
         own_loss: this rank's part of it.
         places: files of this rank's sequences, as far as they are known.
         broken_gradients: names of this rank's parameters.
+        published_step: of the newest checkpoint; 0 for none.
 
     Raises:
         LigerDistError: the same on every rank, with the ranks, the files of their sequences and the parameters, as far
@@ -207,14 +210,27 @@ def refuse_numbers(step: int, loss: float, own_loss: float, places: list[str], b
     if names:
         said.append(f"gradients that are not: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}")
     raise LigerDistError(
-        f"{'; '.join(said)}. No checkpoint was written of it; go on from the newest one with --resume true and a lower "
-        "--learning_rate or --max_grad_norm, or without the data that does it."
+        f"{'; '.join(said)}. {_way_on(published_step)} a lower --learning_rate or --max_grad_norm, or without the data "
+        "that does it."
     )
 
 
-def check_weights(step: int, broken_weights: list[str], held_out_loss: float | None) -> None:
+def _way_on(published_step: int) -> str:
+    if published_step == 0:
+        return "There is no checkpoint yet; begin again with"
+    return (
+        f"No checkpoint was written of it; go on from the newest one, of step {published_step}, with --resume true and"
+    )
+
+
+def check_weights(
+    step: int, broken_weights: list[str], held_out_loss: float | None, published_step: Callable[[], int]
+) -> None:
     """Refuses, on every rank, weights that hold NaN or Inf after a step with a finite loss: before a checkpoint of them
     replaces the last good one.
+
+    Args:
+        published_step: publishes what is being written, and returns the step of the newest checkpoint; 0 for none.
 
     Raises:
         LigerDistError: with the parameters.
@@ -226,8 +242,8 @@ def check_weights(step: int, broken_weights: list[str], held_out_loss: float | N
             f"weights after step {step} are not finite: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
         )
         raise LigerDistError(
-            f"{what if names else f'the held-out loss of step {step} is not finite'}. No checkpoint was written of it; "
-            "go on from the newest one with --resume true and a lower --learning_rate."
+            f"{what if names else f'the held-out loss of step {step} is not finite'}. {_way_on(published_step())} a "
+            "lower --learning_rate."
         )
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from liger_dist import LigerDistError
 
-from .config import TrainConfig
+from .config import RATIO_OF, TrainConfig
+
+MANY_STEPS = 10**6
+"""of a run whose length is not known yet"""
 
 
 def clean(name: str) -> str:
@@ -104,10 +109,10 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
             )
     warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * num_steps)
     kwargs: dict[str, Any] = {}
-    if config.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        kwargs["min_lr_rate"] = config.min_learning_rate_ratio
+    if config.lr_scheduler in RATIO_OF:
+        kwargs[RATIO_OF[config.lr_scheduler]] = config.min_learning_rate_ratio
     if config.lr_scheduler == "warmup_stable_decay":
-        kwargs |= {"num_decay_steps": max(1, num_steps // 5), "min_lr_ratio": config.min_learning_rate_ratio}
+        kwargs["num_decay_steps"] = max(1, num_steps // 5)
     try:
         schedule: LRScheduler = get_scheduler(
             config.lr_scheduler,
@@ -116,12 +121,39 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
             num_training_steps=num_steps,
             scheduler_specific_kwargs=kwargs | config.lr_kwargs,
         )
-    except (TypeError, ValueError) as error:
+        # What has a wrong type is met where it is read: in the warm-up, after it, or at the end.
+        for factor in schedule.lr_lambdas if isinstance(schedule, LambdaLR) else ():
+            for step in (0, warmup, warmup + 1, num_steps):
+                math.isfinite(factor(step))
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise LigerDistError(
             f"--lr_scheduler {config.lr_scheduler} does not take {kwargs | config.lr_kwargs}: {error}; change "
             "--lr_scheduler_kwargs."
         ) from error
     return schedule
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Refuses what :func:`make_schedule` would, before the data is read and the number of steps is known.
+
+    Raises:
+        LigerDistError: as :func:`make_schedule`.
+    """
+    optimizer = AdamW([torch.zeros(1)], lr=config.learning_rate or 0.0)
+    make_schedule(optimizer, config, config.steps or MANY_STEPS)
+
+
+def check_no_weight_decay(config: TrainConfig, model: nn.Module) -> None:
+    """Raises:
+    LigerDistError: ``--no_weight_decay`` has a part that no parameter's name has.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for part in config.no_weight_decay:
+        if not any(is_named(name, [part]) for name in names):
+            raise LigerDistError(
+                f"--no_weight_decay has {part!r}, which is in no parameter's name; expected parts of names such as "
+                f"{', '.join(names[:3])}."
+            )
 
 
 def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:

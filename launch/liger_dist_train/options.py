@@ -20,6 +20,8 @@ def usable_cores() -> int:
 
 
 WINDOW = 256
+EVAL_FRACTION = 0.05
+MIN_RATIO = 0.1
 # hidden size, MLP size, layers, heads, key-value heads
 PRESETS = {
     "tiny": (128, 352, 4, 4, 2),
@@ -46,7 +48,7 @@ class TrainOptions:
         [], "shares of the sources in the sequences, or tokens of a stream; default: by their size"
     )
     eval_data: list[str] = option([], "held-out sources; default: --eval_fraction of --data")
-    eval_fraction: float = option(0.05, "of the documents, held out where there is no --eval_data; 0 for none")
+    eval_fraction: float = option(EVAL_FRACTION, "of the documents, held out where there is no --eval_data; 0 for none")
     text_column: str = option("text", "column with plain text")
     messages_column: str = option("messages", "column with chat turns (conversations, prompt and completion, too)")
     train_on: Literal["assistant", "last_turn", "all"] = option(
@@ -79,7 +81,7 @@ class TrainOptions:
     )
     lr_scheduler: str = option("cosine_with_min_lr", "of transformers: linear, cosine, constant_with_warmup ...")
     lr_scheduler_kwargs: Optional[str] = option(None, "more of its arguments, as JSON")
-    min_learning_rate_ratio: float = option(0.1, "final over peak, for schedules that have it")
+    min_learning_rate_ratio: float = option(MIN_RATIO, "final over peak, for schedules that have it")
     warmup_steps: float = option(20, "of the schedule; below 1: share of all steps")
     weight_decay: float = option(0.1, "of matrices; vectors have none")
     no_weight_decay: list[str] = option([], "parts of names of further parameters without weight decay")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from .fault_tolerance import Interruption, Watchdog, check_weights, default_grac
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
+from .optimizer import check_no_weight_decay, check_schedule
+from .options import PRESETS
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import changes_text, to_yaml
@@ -55,6 +57,9 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     resume = is_restarted or config.resume
     if not resume and not config.overwrite and not config.eval_only:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    check_names(config)
+    check_trackers(config)
+    check_schedule(config)
     check_sources(config)
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(config)
@@ -83,6 +88,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     check_packing(config, model)
     if config.lora_rank:
         model = add_lora(model, config, has_weights=has_weights_at(config.model))
+    check_no_weight_decay(config, model)
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
@@ -101,6 +107,49 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         _evaluate_only(trainer, folder, watchdog)
         return
     _run(trainer, checkpoints, folder, flops, watchdog)
+
+
+def check_names(config: TrainConfig) -> None:
+    """Raises:
+    LigerDistError: on every rank: ``--model``, ``--tokenizer`` or ``--teacher`` is a name of a hub, or a folder of its
+        cache, instead of a folder with files.
+    """
+
+    def check() -> None:
+        for option in ("model", "tokenizer", "teacher"):
+            name = getattr(config, option)
+            if name is None or name in PRESETS:
+                continue
+            found = sorted(map(str, Path(name).glob("snapshots/*")))
+            if found:
+                raise LigerDistError(
+                    f"--{option} {name} is a folder of a hub's cache; give the snapshot in it, such as {found[0]}."
+                )
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".json") and not Path(name).exists():
+                raise LigerDistError(
+                    f"--{option} is {name!r}, and there is no such folder here. Nothing is loaded from a hub; get what "
+                    f"it names first: hf download {name} --local-dir FOLDER, and give --{option} FOLDER."
+                )
+
+    on_rank_zero(check)
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raises:
+    LigerDistError: on every rank: Accelerate does not know one of ``--trackers``, or its package is not installed.
+    """
+
+    def check() -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+        known, installed = map(str, LOGGER_TYPE_TO_CLASS), [str(name) for name in get_available_trackers()]
+        expected = f"expected some of {', '.join(known)}; installed are {', '.join(installed) or 'none of them'}"
+        for name in config.trackers:
+            if name not in installed:
+                raise LigerDistError(f"--trackers names {name!r}; {expected}. Install its package, or leave it out.")
+
+    if config.trackers:
+        on_rank_zero(check)
 
 
 def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops, watchdog: Watchdog) -> None:
@@ -190,7 +239,8 @@ class Loop:
                     is_asked = True
             self._checkpoints.finish()
             if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
-                check_weights(trainer.progress.step, trainer.engine.broken_weights(), None)
+                broken = trainer.engine.broken_weights()
+                check_weights(trainer.progress.step, broken, None, self._published_step)
                 self._save(in_background=False)
         if trainer.progress.step >= trainer.num_steps:
             return None
@@ -212,9 +262,9 @@ class Loop:
         if writers == world_size():
             self._checkpoints.finish()
         if broken > 0:
-            with self._published_first():
-                own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
-                refuse_numbers(step, row["loss"], own, trainer.places(), trainer.engine.broken_gradients())
+            own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
+            broken_gradients = trainer.engine.broken_gradients()
+            refuse_numbers(step, row["loss"], own, trainer.places(), broken_gradients, self._published_step())
         trainer.engine.clear()
         seconds = time.perf_counter() - began
         row |= self._rates(num_tokens, seconds)
@@ -227,8 +277,7 @@ class Loop:
                 asked = 1
         is_due = bool(config.checkpoint_every) and (asked > 0 or step % config.checkpoint_every == 0 or is_last)
         if is_due or "eval_loss" in row:
-            with self._published_first():
-                check_weights(step, trainer.engine.broken_weights(), row.get("eval_loss"))
+            check_weights(step, trainer.engine.broken_weights(), row.get("eval_loss"), self._published_step)
         is_best = self._note_loss(row["eval_loss"]) if "eval_loss" in row else False
         self._metrics.add(row)
         if is_due or (is_best and config.keep_best):
@@ -271,14 +320,10 @@ class Loop:
         self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)
         write_counts(trainer, states)
 
-    @contextmanager
-    def _published_first(self) -> Iterator[None]:
-        """Publishes what is written in the background before all ranks refuse to go on."""
-        try:
-            yield
-        except LigerDistError:
-            self._checkpoints.finish()
-            raise
+    def _published_step(self) -> int:
+        """Publishes what is written in the background, before all ranks refuse to go on; returns the newest step."""
+        self._checkpoints.finish()
+        return self._checkpoints.published_step
 
 
 def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
@@ -330,6 +375,7 @@ def _stop_at(end_of_turn: int | None, folder: Path, tokenizer: Any) -> None:
 
 def _plan(config: TrainConfig) -> None:
     dims = parallel_dims_of(config, config.world_size or world_size())
+    check_names(config)
     # A config.json says how large its vocabulary is.
     is_known = config.tokenizer is None and Path(config.model).is_file()
     vocab_size = 0 if is_known else len(find_tokenization(config).load_tokenizer())
