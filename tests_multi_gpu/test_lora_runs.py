@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import world_size
 from liger_dist_train.engine import TorchEngine
 from liger_dist_train.export import export
+from liger_dist_train.memory_plan import plan
 from liger_dist_train.metrics import Flops
-from liger_dist_train.model import add_lora, find_config, shell
+from liger_dist_train.model import add_lora, autocast, find_config, shell
+from liger_dist_train.optimizer import make_optimizer
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import Loop, train
 from liger_dist_train.teacher import load_frozen
@@ -44,10 +47,15 @@ def write_base(cache: Path, folder: Path, *, tied: bool = False) -> Path:
     return folder
 
 
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Bytes of this rank's part of tensors that have storage."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum(x.numel() * x.element_size() for x in local if x.device.type != "meta")
+
+
 def bytes_held(model: nn.Module) -> int:
     """Bytes of parameters that have storage on this rank."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(p.numel() * p.element_size() for p in local if p.device.type != "meta")
+    return bytes_of(model.parameters())
 
 
 def engine_of(config: TrainConfig) -> TorchEngine:
@@ -278,3 +286,37 @@ def test_flops_of_attention_are_those_of_each_document(
             used = max(index for index, label in enumerate(of) if label >= 0) + 1
             expected += sum(position + 1 for position in row[:used])
     assert counted == [expected]
+
+
+def bytes_of_a_step(config: TrainConfig) -> tuple[int, int, int, Any]:
+    """Bytes of parameters, optimizer states and gradients of this rank after a step, and the plan."""
+    engine = engine_of(config)
+    model_config = find_config(config, 601)
+    model = add_lora(shell(config, model_config), config, has_weights=True)
+    (found, *_) = plan(config, parallel_dims_of(config, world_size()), model, model_config).plans
+    ids = torch.randint(0, 601, (config.batch_size, config.sequence_length))
+    with autocast(config, str(config.strategy)):
+        engine.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer = make_optimizer(engine.model, config, frozenset())
+    optimizer.step()
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return bytes_held(engine.model), bytes_of(states), bytes_of(p.grad for p in trained), found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_a_dry_run_knows_lora(
+    strategy: str, dtype: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    base = write_base(cache, tmp_path / "base")
+    changes: dict[str, Any] = {"model": str(base), "dtype": dtype, "lora_targets": ["all-linear"]} | SHORT
+    config = config_for(data, cache, tmp_path / "run", strategy=strategy, **changes | {"lora_rank": 8})
+    for parameters, states, gradients, found in workers_2.run(bytes_of_a_step, config):
+        assert parameters == pytest.approx(found.parameters, rel=0.05)
+        assert states == pytest.approx(found.optimizer, rel=0.05)
+        assert gradients == pytest.approx(found.gradients, rel=0.05)
+    whole = replace(config, lora_rank=0, lora_targets=["all-linear"])
+    model_config = find_config(whole, 601)
+    (full, *_) = plan(whole, parallel_dims_of(whole, 2), shell(whole, model_config), model_config).plans
+    assert found.peak < full.peak

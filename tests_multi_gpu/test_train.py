@@ -329,7 +329,6 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("shuffle_window: 20\n", "--shuffle_window is 20 but --streaming is false"),
         ("lora_dropout: 1.0\n", "--lora_dropout is 1.0; expected less than 1"),
         ("lora_alpha: 32.0\n", "--lora_targets is given but --lora_rank is 0"),
-        ("dry_run: true\nlora_rank: 8\n", "--dry_run plans the training of all weights, but --lora_rank is 8"),
         ("steps: 10\nepochs: 1\n", "--steps is 10 and --epochs 1"),
         ("global_batch_size: 8\nglobal_batch_tokens: 4096\n", "--global_batch_size is 8 and --global_batch_tokens"),
         ("global_batch_tokens: 4095\n", "expected a multiple of --sequence_length, 512"),

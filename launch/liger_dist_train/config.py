@@ -105,11 +105,6 @@ class TrainConfig(TrainOptions):
             raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
         if self.world_size is not None and not self.dry_run:
             raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
-        if self.dry_run and self.lora_rank:
-            raise LigerDistError(
-                f"--dry_run plans the training of all weights, but --lora_rank is {self.lora_rank}; leave it out, or "
-                "measure a step (peak_memory_bytes in metrics.jsonl)."
-            )
         if (self.strategy == "deepspeed") != (self.deepspeed is not None):
             raise LigerDistError(
                 f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "

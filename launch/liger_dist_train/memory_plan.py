@@ -17,6 +17,7 @@ from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, he
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
+from .model import FULL_FIRST
 from .parallel_dims import ParallelDims
 
 FP32 = 4
@@ -79,8 +80,8 @@ class Plans:
 def plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any, teacher_config: Any = None
 ) -> Plans:
-    """Plans a model without storage: parameters and gradients in fp32, states of the optimizer, decoder layers of
-    attention and a gated MLP.
+    """Plans a model without storage: trained parameters and their gradients in fp32, states of the optimizer, decoder
+    layers of attention and a gated MLP, with LoRA layers or not.
 
     Args:
         teacher_config: of a teacher's model; None without one.
@@ -119,20 +120,46 @@ def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: An
     return size * (-(-numbers // dims.world_size) + gathered + hidden)
 
 
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a model, or of one of its modules."""
+
+    trained: int
+    """numbers, in fp32"""
+    frozen: int
+    """numbers under LoRA"""
+    frozen_bytes: int
+
+    @classmethod
+    def of(cls, module: nn.Module, strategy: str) -> Held:
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        sizes = [FP32 if strategy in FULL_FIRST else p.element_size() for p in frozen]
+        return cls(
+            trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            frozen=sum(p.numel() for p in frozen),
+            frozen_bytes=sum(p.numel() * size for p, size in zip(frozen, sizes, strict=True)),
+        )
+
+    @property
+    def numbers(self) -> int:
+        return self.trained + self.frozen
+
+
 def _plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
 ) -> MemoryPlan:
     # Each rank of a sequence-parallel group has a shard of the tokens.
     a = replace(config, sequence_length=-(-config.sequence_length // dims.sequence_parallel))
     size = FP32 if a.dtype == "float32" else 2
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    layer = max(sum(p.numel() for p in module.parameters()) for module in structure.layers)
+    held = Held.of(model, dims.strategy)
+    layer = max((Held.of(module, dims.strategy) for module in structure.layers), key=lambda found: found.numbers)
     embedding = structure.head.weight.numel() * size
-    stored = _stored(a, dims, numbers, layer, embedding, size)
+    stored = _stored(a, dims, held, layer, embedding, size)
     if dims.holds_unsharded_gradients(config):
-        stored = replace(stored, gradients=numbers * FP32)
+        stored = replace(stored, gradients=held.trained * FP32)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)
+    layer_needs = replace(layer_needs, kept=layer_needs.kept + T * size * _of_lora(a, structure.layers[0]))
     kept = (0 if a.offload_checkpoints else T * D * size) if a.activation_checkpointing else layer_needs.kept
     shapes = HeadShapes(
         tokens=T,
@@ -140,7 +167,7 @@ def _plan(
         vocab_size=structure.vocab_size,
         ranks=dims.parameter_shards if "fsdp" in dims.strategy else 1,
         tied=structure.tied,
-        trains=True,
+        trains=structure.head.weight.requires_grad,
         itemsize=size,
         memory_budget=a.memory_budget,
     )
@@ -159,23 +186,30 @@ def _plan(
     )
 
 
-def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedding: int, size: int) -> MemoryPlan:
-    """Plans what does not depend on the tokens; ``numbers`` of the model, and of one ``layer``."""
-    states = STATES[a.optimizer]
-    empty = MemoryPlan("", numbers * FP32, numbers * states, numbers * FP32, 0, 0, 0, 0, 0)
+def _of_lora(a: TrainConfig, layer: nn.Module) -> int:
+    """Counts the numbers that LoRA layers keep of each token: what is between their two matrices, and with dropout
+    their input."""
+    downs = [module for name, module in layer.named_modules() if isinstance(module, nn.Linear) and ".lora_A." in name]
+    return sum(down.out_features + (down.in_features if a.lora_dropout else 0) for down in downs)
+
+
+def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: int, size: int) -> MemoryPlan:
+    """Plans what does not depend on the tokens."""
+    states, numbers = STATES[a.optimizer], held.trained
+    empty = MemoryPlan("", numbers * FP32 + held.frozen_bytes, numbers * states, numbers * FP32, 0, 0, 0, 0, 0)
     if dims.strategy == "deepspeed":
-        return _zero(a, dims, numbers, size)
+        return _zero(a, dims, held, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
         share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
-        gathered = layer * (GATHERED_LAYERS * size + size + FP32)
+        gathered = layer.numbers * GATHERED_LAYERS * size + layer.trained * (size + FP32)
         if a.cpu_offload:
             return replace(empty, parameters=0, optimizer=0, gradients=0, gathered=gathered)
         # FSDP1 keeps what is in its root gathered: the embedding.
         buffers = embedding if dims.strategy == "fsdp1" else 0
         return replace(
             empty,
-            parameters=share * FP32,
+            parameters=share * FP32 + -(-held.frozen_bytes // dims.parameter_shards),
             optimizer=share * states,
             gradients=share * FP32,
             buffers=buffers,
@@ -187,18 +221,18 @@ def _stored(a: TrainConfig, dims: ParallelDims, numbers: int, layer: int, embedd
     return replace(empty, gathered=casts, buffers=numbers * FP32 if dims.strategy == "ddp" else 0)
 
 
-def _zero(a: TrainConfig, dims: ParallelDims, numbers: int, size: int) -> MemoryPlan:
+def _zero(a: TrainConfig, dims: ParallelDims, held: Held, size: int) -> MemoryPlan:
     settings = deepspeed_settings(a, dims)
     zero = settings.get("zero_optimization", {})
     stage, ranks = int(zero.get("stage", 0)), dims.world_size
-    held = {name: int(float(zero.get(name, default))) for name, default in BUCKETS.items()}
+    limits = {name: int(float(zero.get(name, default))) for name, default in BUCKETS.items()}
     masters = 0 if size == FP32 else FP32
-    weights = numbers // ranks if stage == 3 else numbers
-    states = numbers // ranks if stage > 0 else numbers
-    gradients = (numbers // ranks if stage > 1 else numbers) * size
-    bucket = min(held["reduce_bucket_size"], numbers) * size
-    live = min(held["stage3_max_live_parameters"], numbers) * size if stage == 3 else 0
-    in_step = min(held["sub_group_size"], states) * FP32 if masters else 0
+    weights = held.numbers // ranks if stage == 3 else held.numbers
+    states = held.trained // ranks if stage > 0 else held.trained
+    gradients = (held.trained // ranks if stage > 1 else held.trained) * size
+    bucket = min(limits["reduce_bucket_size"], held.trained) * size
+    live = min(limits["stage3_max_live_parameters"], held.numbers) * size if stage == 3 else 0
+    in_step = min(limits["sub_group_size"], states) * FP32 if masters else 0
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     return MemoryPlan(
         head="",

@@ -385,6 +385,9 @@ def _plan(config: TrainConfig) -> None:
         teacher_config = None if config.teacher is None else check_teacher(config, vocab_size)
         model = shell(config, model_config)
         check_packing(config, model)
+        if config.lora_rank:
+            # A config.json is planned as the folder of a pretrained model.
+            model = add_lora(model, config, has_weights=True)
         print(plan(config, dims, model, model_config, teacher_config))
 
 
