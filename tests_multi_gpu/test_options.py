@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -36,6 +37,7 @@ from liger_dist_train.optimizer import decayed_parameters, make_optimizer, make_
 from liger_dist_train.options import ELSEWHERE, ONE_TIME, usable_cores
 from liger_dist_train.parser import to_yaml
 from liger_dist_train.run import train
+from liger_dist_train.scoring import ScoreConfig
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 
@@ -512,8 +514,24 @@ def test_a_resumed_run_continues_its_row_at_wandb(
 
 
 def test_help_names_every_option() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "liger_dist_train", "--help-all"], check=True, capture_output=True, text=True, cwd=ROOT
-    ).stdout
+    whole = said_by("train", "--help-all")
     for field in dataclasses.fields(TrainConfig):
-        assert f"--{field.name}" in shown
+        assert f"--{field.name}" in whole
+    for field in dataclasses.fields(ScoreConfig):
+        assert f"--{field.name}" in said_by("score", "--help")
+
+
+def test_help_is_a_screen_and_needs_no_torch() -> None:
+    shown = said_by("train", "--help")
+    assert len(shown.splitlines()) <= 32
+    assert "--data " in shown
+    assert "--adam_beta2" not in shown
+    look = "import sys; from liger_dist_train.command import main; main({words}); assert 'torch' not in sys.modules"
+    for words in (["train", "--help"], ["train", "--help-all"], ["--help"]):
+        subprocess.run([sys.executable, "-c", look.format(words=words)], check=True, capture_output=True, cwd=ROOT)
+
+
+@functools.cache
+def said_by(*words: str) -> str:
+    command = [sys.executable, "-m", "liger_dist_train", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout

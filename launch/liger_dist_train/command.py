@@ -91,5 +91,12 @@ def _help_of_train(is_whole: bool) -> None:
     print(help_text(TrainOptions, "liger-dist train", is_whole=is_whole))
 
 
+def _help_of_score(is_whole: bool) -> None:
+    from .parser import help_text
+    from .scoring import ScoreConfig
+
+    print(help_text(ScoreConfig, "liger-dist score", is_whole=True))
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "export": _export, "score": _score}
-HELPS: dict[str, Callable[[bool], None]] = {"train": _help_of_train}
+HELPS: dict[str, Callable[[bool], None]] = {"train": _help_of_train, "score": _help_of_score}
