@@ -534,4 +534,5 @@ def test_help_is_a_screen_and_needs_no_torch() -> None:
 @functools.cache
 def said_by(*words: str) -> str:
     command = [sys.executable, "-m", "liger_dist_train", *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    wide = os.environ | {"COLUMNS": "120"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=wide).stdout
