@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -529,6 +530,18 @@ def test_help_is_a_screen_and_needs_no_torch() -> None:
     look = "import sys; from liger_dist_train.command import main; main({words}); assert 'torch' not in sys.modules"
     for words in (["train", "--help"], ["train", "--help-all"], ["--help"]):
         subprocess.run([sys.executable, "-c", look.format(words=words)], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_z_loss_is_in_the_trained_loss_alone(data: Path, cache: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = ALONE | {"steps": 1, "eval_every": 1, "learning_rate": 0.0, "checkpoint_every": 0}
+    for name, factor in (("without", 0.0), ("with", 1e-2)):
+        train(config_for(data, cache, tmp_path / name, **changes, z_loss=factor))
+    (without,), (with_,) = (metrics_of(tmp_path / name) for name in ("without", "with"))
+    assert with_["eval_loss"] == without["eval_loss"]
+    # A random model's logits are nearly even: the log-sum-exp of 601 of them is about log 601.
+    assert with_["loss"] - without["loss"] == pytest.approx(1e-2 * math.log(601) ** 2, rel=0.02)
+    with pytest.raises(liger_dist.LigerDistError, match=r"--z_loss is 0\.01, which needs the fused loss"):
+        TrainConfig(z_loss=0.01, fused_loss=False)
 
 
 @functools.cache

@@ -99,6 +99,10 @@ class TrainConfig(TrainOptions):
                 f"--sp is {self.sp}, which has no distillation (--teacher, --top_k) and needs the fused loss; leave "
                 "one of them out."
             )
+        if self.z_loss and (self.teacher is not None or not self.fused_loss):
+            raise LigerDistError(
+                f"--z_loss is {self.z_loss}, which needs the fused loss and no --teacher; leave one of them out."
+            )
         if self.resume_step is not None and not self.resume:
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
@@ -198,7 +202,7 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
     **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
-    **dict.fromkeys(("top_k", "soft_weight"), 0),
+    **dict.fromkeys(("top_k", "soft_weight", "z_loss"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
     **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
     "sequence_length": 2,

@@ -88,6 +88,7 @@ class TrainOptions:
     adam_beta1: float = option(0.9, "of AdamW")
     adam_beta2: float = option(0.95, "of AdamW")
     adam_epsilon: float = option(1e-8, "of AdamW")
+    z_loss: float = option(0.0, "factor of the mean squared log-sum-exp of the logits, added to the loss: 1e-4")
     max_grad_norm: float = option(1.0, "gradient clipping; 0 for none")
 
     strategy: Optional[Literal["none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]] = option(

@@ -201,6 +201,9 @@ class Trainer:
         if "top_k_ids" in batch:
             on_device["soft_labels"] = (on_device.pop("top_k_ids"), on_device.pop("top_k_probs"))
             on_device |= {"soft_weight": self.config.soft_weight, "remainder": self.config.remainder}
+        if self.config.z_loss and torch.is_grad_enabled():
+            # Not in evaluations, whose loss is that of the labels.
+            on_device["z_loss"] = self.config.z_loss
         with autocast(self.config, self.dims.strategy):
             if teacher is not None:
                 return teacher.loss(self.engine.model, on_device, num_items)
