@@ -148,9 +148,9 @@ def _read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
         if not is_section:
             given |= _named(path, str(name), value, known)
             continue
-        if not isinstance(value, dict):
+        if not isinstance(value, dict | None):
             _refuse(f"{path} has {value!r} in the section {name!r}; expected name: value lines.")
-        for key, one in value.items():
+        for key, one in (value or {}).items():
             given |= _named(path, name if key == OWN_KEY.get(name) else str(key), one, known)
     return given
 
