@@ -23,6 +23,19 @@ from liger_dist_train.tokenization import Encoder, Format
 
 trl = pytest.importorskip("trl")
 TEMPLATES = {file.stem: file.read_text() for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
+# TRL ships none of these two: the format of Phi-4, and that of Mistral 7B v0.3, with the system's words in the last
+# question.
+TEMPLATES["phi4"] = (
+    "{% for turn in messages %}{{ '<|im_start|>' + turn['role'] + '<|im_sep|>' + turn['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+TEMPLATES["mistral"] = (
+    "{% set ns = namespace(system='') %}{{ '<s>' }}{% for turn in messages %}{% if turn['role'] == 'system' %}"
+    "{% set ns.system = turn['content'] + '\n\n' %}{% elif turn['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last or (loop.revindex == 2 and messages[-1]['role'] == 'assistant') %}{{ ns.system }}{% endif %}"
+    "{{ turn['content'] + '[/INST]' }}{% elif turn['role'] == 'assistant' %}{{ ' ' + turn['content'] + '</s>' }}"
+    "{% else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+)
 EOS = {
     **dict.fromkeys(("phi3", "phi3_5", "glm4moe"), "<|endoftext|>"),
     **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
@@ -69,6 +82,7 @@ REFUSED: dict[str, dict[str, str]] = {
     # What the template itself refuses, or cannot write.
     **{name: {"tools": "template"} for name in ("cohere", "cohere2", "gemma3", "llava_next")},
     "gemma": {"system": "template", "tools": "template"},
+    "mistral": {"system": "last", "tools": "template"},
     # History without what the last answer has.
     "glm4moe": {"reasoning": "last"},
     "qwen3": dict.fromkeys(("turns", "system", "reasoning", "tools"), "last"),

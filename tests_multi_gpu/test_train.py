@@ -350,7 +350,8 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         with pytest.raises(liger_dist.LigerDistError, match=words):
             parse([str(file)])
     file.write_text(
-        "batch: {steps: 1e3, epochs: null}\noptimizer: {name: adamw, learning_rate: 1e-5}\ndata: {sources: a.txt}\nrun:\n"
+        "batch: {steps: 1e3, epochs: null}\noptimizer: {name: adamw, learning_rate: 1e-5}\ndata: {sources: a.txt}\n"
+        "run:\n"
     )
     config = parse([str(file)])
     assert (config.steps, config.epochs, config.learning_rate, config.data) == (1000, None, 1e-5, ["a.txt"])
