@@ -79,6 +79,18 @@ class ChatTemplate:
             raise BadRowError(f"is refused by the chat template: {error}") from error
         return text
 
+    def refuse_special_tokens(self, turns: Turns) -> None:
+        """Raises:
+        BadRowError: a content has a special token, which could not be told from those of the template.
+        """
+        for index, turn in enumerate(turns):
+            found = self._special.search(turn.get("content") or "")
+            if found is not None:
+                raise BadRowError(
+                    f"has the special token {found.group()!r} in the content of turn {index}, which would end or begin "
+                    "a turn there; take it out, or leave --split_special_tokens out to read it as such"
+                )
+
     def end_of_turn(self) -> str | None:
         """The special token that ends an answer; None for a template that refuses a question and an answer."""
         turns = [{"role": "user", "content": SAMPLE}, {"role": "assistant", "content": SAMPLE}]

@@ -313,7 +313,12 @@ def find_tokenization(config: TrainConfig) -> Tokenization:
     folder = on_rank_zero(lambda: str(_tokenizer_folder(config)))
     template = on_rank_zero(lambda: None if config.chat_template is None else read_template(Path(config.chat_template)))
     format = Format(
-        config.text_column, config.messages_column, config.train_on, config.chat_template_kwargs, config.top_k
+        config.text_column,
+        config.messages_column,
+        config.train_on,
+        config.chat_template_kwargs,
+        config.split_special_tokens,
+        config.top_k,
     )
     return Tokenization(folder, template, format, vocab_size=0)
 

@@ -54,6 +54,9 @@ class TrainOptions:
     train_on: Literal["assistant", "last_turn", "all"] = option(
         "assistant", "labels of a conversation: every answer, the last one, or prompts and all turns too"
     )
+    split_special_tokens: bool = option(
+        False, "read special tokens in texts as their characters, and refuse conversations that have some"
+    )
     max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
     streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
     shuffle_window: int = option(WINDOW, "streaming: sequences that are packed and shuffled together")

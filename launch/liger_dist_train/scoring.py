@@ -65,6 +65,7 @@ class ScoreConfig:
     text_column: str = _as_in_training("text_column")
     messages_column: str = _as_in_training("messages_column")
     train_on: Literal["assistant", "last_turn", "all"] = _as_in_training("train_on")
+    split_special_tokens: bool = _as_in_training("split_special_tokens")
     max_bad_rows: int = _as_in_training("max_bad_rows")
     num_proc: int = _as_in_training("num_proc")
     output_dir: str = _as_in_training("output_dir", "runs/scores")

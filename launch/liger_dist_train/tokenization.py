@@ -38,6 +38,8 @@ class Format:
     """labels of a conversation: "assistant" for every answer, "last_turn" for the last one, "all" for prompts too"""
     template_variables: str | None = None
     """what the chat template is given beside the conversation, as JSON"""
+    split_special_tokens: bool = False
+    """True: a special token in a text is its characters"""
     top_k: int = 0
     """classes that are read of :data:`TOP_K_COLUMNS`, the most likely ones; 0: the columns are not read"""
 
@@ -198,6 +200,7 @@ class Encoder:
         return encoded or self._encode(texts)
 
     def _encode(self, texts: list[str]) -> list[Ids]:
+        self._fast.encode_special_tokens = self._format.split_special_tokens
         found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
 
@@ -225,6 +228,7 @@ class Encoder:
             return self._chat(messages, values.get("tools"), first=len(prompt))
         check_text("prompt", prompt), check_text("completion", completion)
         # Encoded together: tokenizers of the Llama 2 kind put a space before each text.
+        self._fast.encode_special_tokens = self._format.split_special_tokens
         encoding = self._fast.encode(prompt + completion, add_special_tokens=False)
         learned = np.array([stop > len(prompt) for _, stop in encoding.offsets], dtype=bool)
         ids = np.concatenate([self._bos, encoding.ids, [self._tokenizer.eos_token_id]]).astype(np.int32)
@@ -299,6 +303,9 @@ class Encoder:
         """Makes labels of the answers from turn ``first`` on."""
         text, spans = self._template.answers(messages, read_tools(tools), first)
         check_text(self._format.messages_column, text)
+        if self._format.split_special_tokens:
+            self._template.refuse_special_tokens(messages)
+        self._fast.encode_special_tokens = False
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         begins = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
