@@ -311,6 +311,25 @@ def test_the_order_of_data_is_a_function_of_seed_and_step() -> None:
     assert [other[i] for i in range(10)] != [first[i] for i in range(10)]
 
 
+def test_sections_nulls_and_numbers_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "batch: {steps: 1e3, epochs: null}\noptimizer: {name: adamw, learning_rate: 1e-5}\ndata: {sources: a.txt}\n"
+        "run:\n"
+    )
+    config = parse([str(file)])
+    assert (config.steps, config.epochs, config.learning_rate, config.data) == (1000, None, 1e-5, ["a.txt"])
+    config = parse([str(file), "--steps", "null", "--epochs", "2", "--data=~/b.txt"])
+    assert (config.steps, config.epochs, config.data) == (None, 2.0, [str(Path.home() / "b.txt")])
+    file.write_text(to_yaml(config))
+    assert parse([str(file)]) == config
+    file.write_text("steps: 5\n")
+    with pytest.raises(liger_dist.LigerDistError, match=r"'other\.yaml' stands where an option is expected"):
+        parse([str(file), "other.yaml"])
+    with pytest.raises(liger_dist.LigerDistError, match=r"--steps is 1\.5; expected a whole number"):
+        parse(["--steps", "1.5"])
+
+
 def test_command_line_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("steps: 5\ndata: [a, b]\nfused_loss: false\nlearning_rate: 0.5\n")
@@ -349,16 +368,6 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
             continue
         with pytest.raises(liger_dist.LigerDistError, match=words):
             parse([str(file)])
-    file.write_text(
-        "batch: {steps: 1e3, epochs: null}\noptimizer: {name: adamw, learning_rate: 1e-5}\ndata: {sources: a.txt}\n"
-        "run:\n"
-    )
-    config = parse([str(file)])
-    assert (config.steps, config.epochs, config.learning_rate, config.data) == (1000, None, 1e-5, ["a.txt"])
-    config = parse([str(file), "--steps", "null", "--epochs", "2", "--data=~/b.txt"])
-    assert (config.steps, config.epochs, config.data) == (None, 2.0, [str(Path.home() / "b.txt")])
-    file.write_text(to_yaml(config))
-    assert parse([str(file)]) == config
     file.write_text("batch: {stepz: 1}\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'stepz', which is no option; the nearest is --steps"):
         parse([str(file)])
@@ -375,11 +384,6 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
             parse([f"--{name}", "5"])
     with pytest.raises(liger_dist.LigerDistError, match="--data has no values; expected one"):
         parse(["--data", "--steps", "5"])
-    file.write_text("steps: 5\n")
-    with pytest.raises(liger_dist.LigerDistError, match=r"'other\.yaml' stands where an option is expected"):
-        parse([str(file), "other.yaml"])
-    with pytest.raises(liger_dist.LigerDistError, match=r"--steps is 1\.5; expected a whole number"):
-        parse(["--steps", "1.5"])
     with pytest.raises(liger_dist.LigerDistError, match=r"absent\.yaml does not exist"):
         parse(["absent.yaml"])
     with pytest.raises(liger_dist.LigerDistError, match="--steps is 0"):

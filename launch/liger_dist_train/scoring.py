@@ -317,7 +317,6 @@ class Shards:
                 f"the shards in {self._here} have {counts['tokens']} tokens and left {counts['tokens_left_out']} out, "
                 f"and the data has {tokens}; expected all of them. Report this with the data."
             )
-        counts["labels_lost_at_cuts"] = sum(source["labels"] for source in sources) - counts["labels"]
         (parts / LOCK).unlink(missing_ok=True)
         if self._here == parts:
             parts.rename(done)
