@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training_runs import config_for
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from liger_dist_train.chat_template import GENERATION
+from liger_dist_train.chat_template import GENERATION, ChatTemplate
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.export import export
 from liger_dist_train.run import train
@@ -273,6 +273,13 @@ def test_special_tokens_in_texts() -> None:
     )
     assert learned(tokenizer, imitated) == learned(tokenizer, KINDS["one"][:1] + imitated[1:])
     assert learned(tokenizer, KINDS["one"], split_special_tokens=True) == learned(tokenizer, KINDS["one"])
+
+
+def test_a_template_that_marks_no_answer_has_no_end_of_turn() -> None:
+    tokenizer = tokenizer_for("llama3")
+    assert ChatTemplate(tokenizer).end_of_turn() == "<|eot_id|>"
+    tokenizer.chat_template += "{% if messages | length > 9 %}{% generation %}{% endgeneration %}{% endif %}"
+    assert ChatTemplate(tokenizer).end_of_turn() is None
 
 
 def test_generation_stops_where_an_answer_ends(cache: Path, tmp_path: Path) -> None:

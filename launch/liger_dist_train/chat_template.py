@@ -95,10 +95,14 @@ class ChatTemplate:
         """The special token that ends an answer; None for a template that refuses a question and an answer."""
         turns = [{"role": "user", "content": SAMPLE}, {"role": "assistant", "content": SAMPLE}]
         try:
-            text, ((start, stop),) = self.answers(turns, None)
+            text, spans = self.answers(turns, None)
         except BadRowError:
             return None
-        found = self._special.search(text, text.find(SAMPLE, start), stop)
+        if not spans:
+            # A template may mark no answer of these two turns.
+            return None
+        start, stop = spans[-1]
+        found = self._special.search(text, max(text.find(SAMPLE, start), start), stop)
         return found.group() if found else None
 
     @cached_property

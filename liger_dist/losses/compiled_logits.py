@@ -116,15 +116,8 @@ def _apart(
 
 
 @_apart.register_fake
-def _(
-    logits: Tensor,
-    upstream: list[Tensor | None],
-    token_logits: Tensor | None,
-    targets: list[Tensor | None],
-    *packed: Any,
-) -> list[Tensor]:
-    d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return [_empty_fields(logits, _unpack(logits, packed)), d_logits]
+def _(logits: Tensor, *rest: Any) -> list[Tensor]:
+    return [_fields_of_fwd_bwd(logits, *rest), torch.empty_like(logits, memory_format=torch.contiguous_format)]
 
 
 @torch.library.custom_op(
@@ -140,15 +133,11 @@ def _over(
     return _fwd_bwd(logits, upstream, token_logits, targets, packed, logits)
 
 
-@_over.register_fake
-def _(
-    logits: Tensor,
-    upstream: list[Tensor | None],
-    token_logits: Tensor | None,
-    targets: list[Tensor | None],
-    *packed: Any,
-) -> Tensor:
+def _fields_of_fwd_bwd(logits: Tensor, upstream: Any, token_logits: Any, targets: Any, *packed: Any) -> Tensor:
     return _empty_fields(logits, _unpack(logits, packed))
+
+
+_over.register_fake(_fields_of_fwd_bwd)
 
 
 @torch.library.custom_op(
