@@ -221,10 +221,11 @@ def as_run(words: list[str]) -> list[str]:
     return [*known.get(program, [program]), *rest, *(SHORT if trains else [])]
 
 
+RUN_AS_A_WHOLE = ("docs/own_chats.md", "docs/evaluation.md")
+"""by test_own_chats.py and test_evaluation.py"""
 RUN = [
-    (page, text) for page, _, text in blocks("bash") if any(map(as_run, commands(text))) and page != "docs/own_chats.md"
+    (page, text) for page, _, text in blocks("bash") if any(map(as_run, commands(text))) and page not in RUN_AS_A_WHOLE
 ]
-"""but for the page that test_own_chats.py runs as a whole"""
 
 
 @pytest.mark.timeout(480)
@@ -267,6 +268,8 @@ def check_command(words: list[str]) -> None:
         check_program(rest)
     elif program == "kubectl":
         assert (ROOT / rest[-1]).is_file()
+    elif "lm_eval" in words:
+        check_evaluation(words)
     elif program == "accelerate":
         assert (ROOT / rest[rest.index("--config_file") + 1]).is_file()
     elif "-m" in words:
@@ -296,6 +299,15 @@ def check_program(words: list[str]) -> None:
         check_training(options if command == "train" else words)
 
 
+def check_evaluation(words: list[str]) -> None:
+    """Raises where a task of the project is not there; lm_eval itself need not be installed."""
+    assert words[words.index("lm_eval") + 1 :][:3] == ["run", "--model", "hf"]
+    assert words[words.index("--model_args") + 1].startswith("pretrained=runs/")
+    if "--include_path" in words:
+        for task in words[words.index("--tasks") + 1].split(","):
+            assert (ROOT / words[words.index("--include_path") + 1] / f"{task}.yaml").is_file(), task
+
+
 def check_training(options: list[str]) -> None:
     stand_in = [option for option in options if option != "run.yaml"]
     before = os.getcwd()
@@ -308,7 +320,9 @@ def check_training(options: list[str]) -> None:
         os.chdir(before)
 
 
-SETTINGS = [block for block in (*blocks("json"), *blocks("yaml")) if block[0] != "docs/training.md"]
+OTHER_YAML = ("docs/training.md", "docs/evaluation.md")
+"""options of the training program, and a task of lm_eval"""
+SETTINGS = [block for block in (*blocks("json"), *blocks("yaml")) if block[0] not in OTHER_YAML]
 
 
 @pytest.mark.parametrize(("page", "number", "text"), SETTINGS, ids=str)
