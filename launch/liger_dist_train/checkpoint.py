@@ -374,6 +374,7 @@ def describe_model(model_config: Any, tokenization: str, config: TrainConfig, fo
         "tokenizer": tokenization,
         "seed": config.seed,
         "lora": lora or None,
+        "ema": True if config.ema_decay else None,
     }
 
 

@@ -13,7 +13,7 @@ from transformers import SchedulerType
 
 from liger_dist import LigerDistError
 
-from .options import EVAL_FRACTION, MIN_RATIO, PRESETS, WINDOW, TrainOptions
+from .options import EVAL_FRACTION, MIN_RATIO, PRESETS, WINDOW, TrainOptions, is_hub_name
 from .parser import parse_as
 
 
@@ -27,7 +27,7 @@ class TrainConfig(TrainOptions):
         defaults = {
             "dtype": "bfloat16" if on_gpu else "float32",
             "matmul_precision": "high" if on_gpu else "highest",
-            "learning_rate": pretrained if Path(self.model).is_dir() and self.model not in PRESETS else 1e-3,
+            "learning_rate": pretrained if self._is_pretrained() else 1e-3,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -37,11 +37,18 @@ class TrainConfig(TrainOptions):
         self._check_data()
         self._check_effect()
 
+    def _is_pretrained(self) -> bool:
+        path = Path(self.model)
+        return self.model not in PRESETS and (path.is_dir() or (is_hub_name(self.model) and not path.exists()))
+
     @property
     def lr_kwargs(self) -> dict[str, Any]:
         """``lr_scheduler_kwargs`` as a dict."""
         found: dict[str, Any] = json.loads(self.lr_scheduler_kwargs or "{}")
         return found
+
+    def _has_held_out(self) -> bool:
+        return bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
 
     def _check_data(self) -> None:
         if self.data_weights and len(self.data_weights) != len(self.data):
@@ -61,6 +68,15 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(
                 f"--shuffle_window is {self.shuffle_window} but --streaming is false, where all data is shuffled; "
                 "leave it out."
+            )
+        if self.streaming and 0 < self.max_bad_rows < 1:
+            raise LigerDistError(
+                f"--max_bad_rows is {self.max_bad_rows}, a share of all rows, and --streaming is true, where their "
+                "number is not known; give a number of rows."
+            )
+        if self.max_bad_rows >= 1 and self.max_bad_rows % 1:
+            raise LigerDistError(
+                f"--max_bad_rows is {self.max_bad_rows}; expected a number of rows, or a share below 1."
             )
         if self.global_batch_size is not None and self.global_batch_tokens is not None:
             raise LigerDistError(
@@ -84,6 +100,7 @@ class TrainConfig(TrainOptions):
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
             )
         self._check_teacher()
+        self._check_optimizer()
         if self.mlp_tile_tokens and (self.compile or self.float8 or not self.layer_kernels):
             raise LigerDistError(
                 f"--mlp_tile_tokens is {self.mlp_tile_tokens} but the layers keep their own code (--compile, --float8 "
@@ -125,16 +142,45 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(
                 f"--lr_scheduler_kwargs is {self.lr_scheduler_kwargs!r}; expected a JSON object."
             ) from error
-        has_held_out = bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
-        if (self.early_stopping_patience or self.keep_best) and not has_held_out:
+        if (self.early_stopping_patience or self.keep_best) and not self._has_held_out():
             raise LigerDistError("--early_stopping_patience and --keep_best need held-out data; give --eval_data.")
         if self.keep_best and not self.checkpoint_every:
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer == "muon" and (self.lora_rank or self.strategy in ("fsdp1", "deepspeed")):
+            raise LigerDistError(
+                f"--optimizer is muon, with --lora_rank {self.lora_rank} and --strategy {self.strategy}; expected the "
+                "decoder's matrices as such: no LoRA, and none, ddp, fsdp2 or tp. Take --optimizer adamw."
+            )
+        if self.strategy == "deepspeed" and self.max_skipped_steps:
+            raise LigerDistError(
+                f"--max_skipped_steps is {self.max_skipped_steps} and --strategy deepspeed, whose step cannot be "
+                "skipped; leave it out."
+            )
+        if self.ema_decay and self.strategy in ("fsdp1", "deepspeed"):
+            raise LigerDistError(
+                f"--ema_decay is {self.ema_decay} and --strategy {self.strategy}, which keeps no tensor of each "
+                "parameter; leave it out, or use fsdp2."
+            )
 
     def _check_effect(self) -> None:
         """Raises:
         LigerDistError: an option is given that this run would not read.
         """
+        if not self.sample_prompts and (self.sample_tokens, self.sample_chat) != (64, False):
+            raise LigerDistError(
+                f"--sample_tokens is {self.sample_tokens} and --sample_chat {self.sample_chat}, but there are no "
+                "--sample_prompts; give some."
+            )
+        if self.sample_prompts and not self._has_held_out():
+            raise LigerDistError(
+                "--sample_prompts are continued at each evaluation, and there is no held-out data; give --eval_data."
+            )
+        if self.sample_prompts and (self.sp or 1) > 1:
+            raise LigerDistError(
+                f"--sample_prompts are given and --sp is {self.sp}, which generates no text; leave one out."
+            )
         if self.eval_fraction not in (0, EVAL_FRACTION) and (self.eval_data or self.streaming):
             other = "--eval_data names what is held out" if self.eval_data else "--streaming is true, where none is"
             raise LigerDistError(
@@ -184,9 +230,9 @@ class TrainConfig(TrainOptions):
             if least is not None and value < least:
                 expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
                 raise LigerDistError(f"--{name} is {value}; expected {expected}.")
-        for name, limit in {"adam_beta1": 1, "adam_beta2": 1, "eval_fraction": 1, "lora_dropout": 1}.items():
-            if getattr(self, name) >= limit:
-                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than {limit}.")
+        for name in ("adam_beta1", "adam_beta2", "eval_fraction", "lora_dropout", "ema_decay"):
+            if getattr(self, name) >= 1:
+                raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than 1.")
         for name in ("min_learning_rate_ratio", "hard_weight", "soft_weight"):
             if getattr(self, name) > 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected at most 1.")
@@ -198,9 +244,10 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(
         ("dp_replicate", "dp_shard", "tp", "sp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
     ),
-    **dict.fromkeys(("shuffle_window", "log_every", "resume_step"), 1),
+    **dict.fromkeys(("shuffle_window", "log_every", "resume_step", "sample_tokens"), 1),
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
+    **dict.fromkeys(("max_skipped_steps", "ema_decay"), 0),
     **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
     **dict.fromkeys(("top_k", "soft_weight", "z_loss"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),

@@ -17,8 +17,9 @@ from torch import Tensor
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
-from .dataset import Piece, TokenTable
+from .dataset import Piece, TokenTable, use_cache
 from .distributed import gathered, on_rank_zero, rank
+from .hub import dataset_name, load_split
 from .model import read_config
 from .options import PRESETS
 from .packing import (
@@ -76,7 +77,7 @@ class CachedData:
         weights: list[float] | None = None,
         settings: Sequence[Any] = (),
     ) -> None:
-        self._sources = sources
+        self._sources, self._split = sources, split
         self._tables = [TokenTable(source.shards, source.files) for source in sources]
         packings = [Packing.load(source.packings[split]) for source in sources]
         self._packings = packings
@@ -89,6 +90,13 @@ class CachedData:
 
     def take(self, consumed: int, count: int, rank: int, size: int) -> list[list[Piece]]:
         return [self._sequence(*self._order[consumed + index]) for index in range(rank, count, size)]
+
+    def by_source(self) -> dict[str, CachedData]:
+        """Makes the data of each source, by the last part of its path, or by all of it where two have the same."""
+        paths = [source.counts["source"] for source in self._sources]
+        lasts = [Path(path).name for path in paths]
+        names = [last if lasts.count(last) == 1 else path for last, path in zip(lasts, paths, strict=True)]
+        return {name: CachedData([source], self._split, 0) for name, source in zip(names, self._sources, strict=True)}
 
     def in_order(self, first: int, count: int) -> list[list[Piece]]:
         """Takes sequences in an order that is the same in every run; fewer at its end."""
@@ -208,11 +216,14 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
     """
     if not config.data and not (config.eval_only and config.eval_data):
         raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
-    sources = on_rank_zero(lambda: [find_source(name) for name in config.data])
-    eval_sources = on_rank_zero(lambda: [find_source(name) for name in config.eval_data])
+    sources, eval_sources = (
+        on_rank_zero(lambda names=names: [_found(name, config) for name in names])  # type: ignore[misc]
+        for names in (config.data, config.eval_data)
+    )
     fraction = 0.0 if eval_sources or config.streaming else config.eval_fraction
     held_out, weights = None, config.data_weights or None
-    settings = (config.sequence_length, fraction, config.data_weights)
+    truncates = ("truncate",) if config.truncate else ()
+    settings = (config.sequence_length, fraction, config.data_weights, *truncates)
     if eval_sources:
         # The held-out loss is that of the labels.
         of_labels = replace(tokenization, format=replace(tokenization.format, top_k=0))
@@ -236,6 +247,7 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
         tokenization,
         Path(config.cache_dir),
         sequence_length=config.sequence_length,
+        truncate=config.truncate,
         window=config.shuffle_window,
         seed=config.seed,
         rank=dims.data_rank(rank()),
@@ -274,6 +286,7 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
         tokenization,
         Path(config.cache_dir),
         sequence_length=config.sequence_length,
+        truncate=config.truncate,
         eval_fraction=eval_fraction,
         max_bad_rows=config.max_bad_rows,
         num_proc=config.num_proc,
@@ -287,6 +300,16 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
     return prepared
 
 
+def _found(name: str, config: TrainConfig) -> Source:
+    """Finds a source; one that ``datasets`` resolves keeps its name."""
+    dataset = dataset_name(name)
+    if dataset is None:
+        return find_source(name)
+    cache = Path(config.cache_dir)
+    use_cache(cache)
+    return replace(find_source(str(load_split(dataset, cache))), name=name)
+
+
 def check_sources(config: TrainConfig) -> None:
     """Lists what of folders is read, and refuses sources that do not exist, on every rank: early, as they are read
     last.
@@ -296,8 +319,8 @@ def check_sources(config: TrainConfig) -> None:
     """
 
     def found() -> None:
-        for source in map(find_source, (*config.data, *config.eval_data)):
-            if source.files != (Path(source.name),):
+        for source in (_found(name, config) for name in (*config.data, *config.eval_data)):
+            if len(source.files) > 1 or source.left_out:
                 print(source.described(), flush=True)
 
     on_rank_zero(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -110,15 +111,20 @@ class TokenCache:
             files.setdefault(part.file, len(files))
         self.files = files
 
-    def prepare(self, max_bad_rows: int, num_proc: int) -> None:
+    def prepare(self, max_bad_rows: float, num_proc: int) -> None:
         """Writes the shards that are missing, in ``num_proc`` processes.
+
+        Args:
+            max_bad_rows: below 1, a share of all rows.
 
         Raises:
             LigerDistError: more than ``max_bad_rows`` rows cannot be trained on, a document was lost on the way, or
                 nothing can be written.
         """
+        # How many rows a share allows is known when all of them were read.
+        most = math.inf if 0 < max_bad_rows < 1 else max_bad_rows
         tasks = [
-            ShardTask(parts, path, self.files, max_bad_rows)
+            ShardTask(parts, path, self.files, most)
             for parts, path in zip(self._shards, self.paths, strict=True)
             if not path.is_file()
         ]
@@ -128,7 +134,9 @@ class TokenCache:
             raise LigerDistError(f"{self.folder} cannot be made: {error}; choose another --cache_dir.") from error
         if tasks:
             self._write(tasks, num_proc)
-        refuse_bad_rows([bad for counts in self.counts() for bad in counts.skipped], max_bad_rows)
+        counts = self.counts()
+        rows = sum(shard.documents_read for shard in counts)
+        refuse_bad_rows([bad for shard in counts for bad in shard.skipped], max_bad_rows, rows)
 
     def _write(self, tasks: list[ShardTask], num_proc: int) -> None:
         total = self.source.num_bytes
@@ -193,7 +201,7 @@ class ShardTask:
     path: Path
     files: dict[str, int]
     """their numbers"""
-    max_bad_rows: int
+    max_bad_rows: float
 
 
 _worker: list[Encoder] = []
@@ -258,7 +266,7 @@ def _write_documents(task: ShardTask, encoder: Encoder, writer: Any) -> ShardCou
         if row["reason"] is not None:
             # Once for a text, of which all rows are bad.
             skipped += [(row["file"], row["at"], row["reason"])] * row["begins"]
-            refuse_bad_rows(skipped, task.max_bad_rows)
+            refuse_bad_rows(skipped, task.max_bad_rows, documents_read)
             continue
         documents += row["begins"]
         tokens += len(row["ids"])
@@ -309,21 +317,26 @@ def _list_array(rows: list[NDArray[Any] | None], dtype: Any) -> Any:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(joined, dtype), mask=mask)
 
 
-def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> None:
+def allowed_rows(max_bad_rows: float, rows: int) -> float:
+    """Returns how many of ``rows`` may be bad."""
+    return max_bad_rows * rows if max_bad_rows < 1 else max_bad_rows
+
+
+def refuse_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: float, rows: int) -> None:
     """Raises:
-    LigerDistError: more rows than are allowed cannot be trained on; the first one is named.
+    LigerDistError: more of ``rows`` than are allowed cannot be trained on; the first one is named.
     """
-    if len(skipped) > max_bad_rows:
+    if len(skipped) > allowed_rows(max_bad_rows, rows):
         raise LigerDistError(describe_bad_rows(skipped, max_bad_rows))
 
 
-def describe_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: int) -> str:
+def describe_bad_rows(skipped: list[tuple[str, int, str]], max_bad_rows: float) -> str:
     """Says what is wrong with the first of the rows, and what to do."""
     file, at, reason = skipped[0]
     more = "" if len(skipped) == 1 else f" (the first of {len(skipped)} such rows)"
     return (
         f"{where(file, at)} {reason}{more}. Correct the data, or let such rows be skipped and counted with "
-        f"--max_bad_rows N; it is {max_bad_rows}."
+        f"--max_bad_rows N, or a share below 1; it is {max_bad_rows:g}."
     )
 
 

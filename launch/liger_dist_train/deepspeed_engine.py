@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,17 @@ class DeepSpeedEngine:
         # very output by their number all the same, and does not divide what is computed from it.
         self.model.backward(loss.clone(), scale_wrt_gas=False)
 
-    def update(self) -> Tensor:
+    def update(self, accepts: Callable[[Tensor], bool] | None = None) -> Tensor:
+        assert accepts is None
         norm = clip_grad_norm_(self.model.module, 0.0) if self._has_no_norm else None
         self.model.step()
         return torch.as_tensor(self.model.get_global_grad_norm()) if norm is None else norm
 
     def clear(self) -> None:
         """Does nothing: DeepSpeed's step frees the gradients."""
+
+    def averaged(self) -> None:
+        """Returns None: it keeps no tensor of each parameter."""
 
     def broken_gradients(self) -> list[str]:
         """Returns none: DeepSpeed's step has freed the gradients."""

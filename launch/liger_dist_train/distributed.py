@@ -144,6 +144,13 @@ def total_on_device(value: Tensor) -> Tensor:
     return value
 
 
+def from_rank_zero(value: Tensor) -> Tensor:
+    """Broadcasts a tensor of rank 0 in place."""
+    if dist.is_initialized():
+        dist.broadcast(value, src=0)
+    return value
+
+
 def on_rank_zero(function: Callable[[], T]) -> T:
     """Runs ``function`` on rank 0 and gives its (picklable) result, or its refusal, to every rank.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from liger_dist import LigerDistError, clip_grad_norm_
 from .config import TrainConfig
 from .distributed import checkpoint_group
 from .model import build
-from .optimizer import decayed_parameters, make_optimizer, not_finite
+from .optimizer import Ema, decayed_parameters, make_optimizer, matrices_of_layers, not_finite
 from .parallel_dims import ParallelDims
 from .safe_pickle import TensorPlanner, TensorReader
 
@@ -39,11 +40,18 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def update(self) -> Tensor:
+    def update(self, accepts: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Makes one optimizer step; returns the norm of the gradients before clipping. The gradients stay until
-        :meth:`clear`."""
+        :meth:`clear`.
+
+        Args:
+            accepts: is given the norm; where it returns False, the weights stay as they are.
+        """
 
     def clear(self) -> None: ...
+
+    def averaged(self) -> AbstractContextManager[Any] | None:
+        """Gives the model the moving average of its weights, inside; None where there is none."""
 
     def broken_gradients(self) -> list[str]:
         """Names this rank's parameters whose gradients hold NaN or Inf."""
@@ -72,8 +80,10 @@ class TorchEngine:
         self.format = "torch.distributed.checkpoint" + (", LoRA" if config.lora_rank else "")
         self._options = StateDictOptions(ignore_frozen_params=config.lora_rank > 0)
         decayed = decayed_parameters(model, config)
+        matrices = matrices_of_layers(model, config)
         self.model = build(config, dims, model)
-        self.optimizer = make_optimizer(self.model, config, decayed)
+        self.optimizer = make_optimizer(self.model, config, decayed, matrices)
+        self._ema = Ema(self.model, config.ema_decay) if config.ema_decay else None
         self._max_norm = config.max_grad_norm
         self._accumulates_unsharded = dims.holds_unsharded_gradients(config)
 
@@ -87,13 +97,32 @@ class TorchEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def update(self) -> Tensor:
+    def update(self, accepts: Callable[[Tensor], bool] | None = None) -> Tensor:
         norm = clip_grad_norm_(self.model, self._max_norm)
-        self.optimizer.step()
+        if accepts is None or accepts(norm):
+            self.optimizer.step()
+            if self._ema is not None:
+                self._ema.update()
         return norm
 
     def clear(self) -> None:
         self.optimizer.zero_grad()
+
+    def averaged(self) -> AbstractContextManager[Any] | None:
+        return None if self._ema is None else self._averaged(self._ema)
+
+    @contextmanager
+    def _averaged(self, ema: Ema) -> Iterator[None]:
+        # FSDP2 keeps the full weights of its root after a forward without a backward.
+        self._reshard()
+        with ema.swapped():
+            yield
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def broken_gradients(self) -> list[str]:
         if isinstance(self.model, FullyShardedDataParallel):
@@ -136,7 +165,8 @@ class TorchEngine:
     def _state(self) -> dict[str, Any]:
         """Collects the state by parameter name alone: groups of the optimizer differ between strategies."""
         weights, moments = get_state_dict(self.model, self.optimizer, options=self._options)
-        return {"model": weights, "optimizer": moments["state"]}
+        average = {} if self._ema is None else {"ema": self._ema.state}
+        return {"model": weights, "optimizer": moments["state"], **average}
 
 
 def refuse_without_launcher(dims: ParallelDims) -> None:

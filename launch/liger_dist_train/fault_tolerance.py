@@ -12,7 +12,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -183,21 +184,15 @@ class Interruption:
         self.requested = True
 
 
-def refuse_numbers(
-    step: int, loss: float, own_loss: float, places: list[str], broken_gradients: list[str], published_step: int
-) -> NoReturn:
-    """Refuses a loss or gradient norm that is NaN or Inf. Every rank calls it, before gradients are cleared.
+def describe_numbers(step: int, loss: float, own_loss: float, places: list[str], broken_gradients: list[str]) -> str:
+    """Describes a loss or gradient norm that is NaN or Inf: the ranks, the files of their sequences and the parameters,
+    as far as they are known. Every rank calls it, before gradients are cleared.
 
     Args:
         loss: of all ranks together.
         own_loss: this rank's part of it.
         places: files of this rank's sequences, as far as they are known.
         broken_gradients: names of this rank's parameters.
-        published_step: of the newest checkpoint; 0 for none.
-
-    Raises:
-        LigerDistError: the same on every rank, with the ranks, the files of their sequences and the parameters, as far
-            as they are known.
     """
     by_rank = dict(enumerate(gathered((loss, own_loss, places, broken_gradients))))
     is_loss = not all(math.isfinite(theirs[0]) for theirs in by_rank.values())
@@ -209,9 +204,23 @@ def refuse_numbers(
     names = list(dict.fromkeys(name for *_, theirs in by_rank.values() for name in theirs))
     if names:
         said.append(f"gradients that are not: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}")
+    return "; ".join(said)
+
+
+def refuse_numbers(described: str, published_step: int, most: int) -> NoReturn:
+    """Refuses a step with NaN or Inf.
+
+    Args:
+        described: by :func:`describe_numbers`.
+        published_step: of the newest checkpoint; 0 for none.
+        most: ``--max_skipped_steps``.
+
+    Raises:
+        LigerDistError: always.
+    """
     raise LigerDistError(
-        f"{'; '.join(said)}. {_way_on(published_step)} a lower --learning_rate or --max_grad_norm, or without the data "
-        "that does it."
+        f"{described}. {_way_on(published_step)} a lower --learning_rate or --max_grad_norm, or without the data that "
+        f"does it, or let such steps be skipped and counted with --max_skipped_steps N; it is {most}."
     )
 
 
@@ -254,15 +263,23 @@ class Watchdog:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._place = (0, 0)
+        self._written: Path | None = None
+        """folder of what is being written"""
+        self._bytes = 0
+        """in it, when it was looked at last"""
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._main = threading.main_thread().ident
         # The main thread may be waiting on the other one.
         self._store = own_store()
 
-    def at(self, step: int, phase: str) -> None:
-        """Notes step and phase of this rank, as progress."""
-        self._place = (step, PHASES.index(phase))
+    def at(self, step: int, phase: str, written: Path | None = None) -> None:
+        """Notes step and phase of this rank, as progress.
+
+        Args:
+            written: folder of checkpoints; while one grows there, the ranks make progress.
+        """
+        self._place, self._written = (step, PHASES.index(phase)), written
         self._note_progress()
 
     def _note_progress(self) -> None:
@@ -270,7 +287,12 @@ class Watchdog:
 
     def _is_late(self) -> bool:
         is_setup = PHASES[self._place[1]] in SETUP
-        return time.monotonic() - self._since > (max(self._limit, LEAST_FOR_SETUP) if is_setup else self._limit)
+        is_late = time.monotonic() - self._since > (max(self._limit, LEAST_FOR_SETUP) if is_setup else self._limit)
+        if is_late and self._written is not None and self._bytes != (found := bytes_begun(self._written)):
+            self._bytes = found
+            self._note_progress()
+            return False
+        return is_late
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -347,6 +369,16 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
         return [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in reversed(frames)][:6]
+
+
+def bytes_begun(folder: Path) -> int:
+    """Counts the bytes of checkpoints that are being written."""
+    found = 0
+    for file in folder.glob("*.partial/**/*"):
+        # It may get another name, or be removed.
+        with suppress(OSError):
+            found += file.stat().st_size
+    return found
 
 
 def read_heartbeats(store: Any) -> Heartbeats:

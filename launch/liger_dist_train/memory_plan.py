@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
@@ -50,12 +50,16 @@ class MemoryPlan:
     """by this process to others for one loss"""
     teacher: int = 0
     """weights of the teacher that stay, and at the loss its lm_head, embedding and hidden states"""
+    accumulated: int = 0
+    """gradients of earlier micro-batches, which are there at the loss of the next one"""
+    embedding: int = 0
+    """gradient of the embedding, and its copy in fp32 to be reduced: the last of a backward"""
 
     @property
     def peak(self) -> int:
-        """At the loss all activations live and few gradients, at the end of the backward the other way round."""
-        at_the_loss = self.activations + max(self.loss, self.gathered)
-        at_the_end = self.gradients + self.gathered
+        """At the loss all activations live, at the end of the backward all gradients."""
+        at_the_loss = self.accumulated + self.activations + max(self.loss, self.gathered)
+        at_the_end = self.gradients + max(self.gathered, self.embedding)
         return self.parameters + self.optimizer + self.buffers + self.teacher + max(at_the_loss, at_the_end)
 
 
@@ -153,10 +157,12 @@ def _plan(
     size = FP32 if a.dtype == "float32" else 2
     held = Held.of(model, dims.strategy)
     layer = max((Held.of(module, dims.strategy) for module in structure.layers), key=lambda found: found.numbers)
-    embedding = structure.head.weight.numel() * size
-    stored = _stored(a, dims, held, layer, embedding, size)
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    stored = _stored(a, dims, held, layer, weight, size)
     if dims.holds_unsharded_gradients(config):
         stored = replace(stored, gradients=held.trained * FP32)
+    if dims.micro_batches(config, dims.global_batch_size(config)) > 1:
+        stored = replace(stored, accumulated=stored.gradients)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)
     layer_needs = replace(layer_needs, kept=layer_needs.kept + T * size * _of_lora(a, structure.layers[0]))
@@ -193,8 +199,12 @@ def _of_lora(a: TrainConfig, layer: nn.Module) -> int:
     return sum(down.out_features + (down.in_features if a.lora_dropout else 0) for down in downs)
 
 
-def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: int, size: int) -> MemoryPlan:
-    """Plans what does not depend on the tokens."""
+def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int) -> MemoryPlan:
+    """Plans what does not depend on the tokens.
+
+    Args:
+        embedding: weight of the input embedding.
+    """
     states, numbers = STATES[a.optimizer], held.trained
     empty = MemoryPlan("", numbers * FP32 + held.frozen_bytes, numbers * states, numbers * FP32, 0, 0, 0, 0, 0)
     if dims.strategy == "deepspeed":
@@ -203,17 +213,18 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
         share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
         gathered = layer.numbers * GATHERED_LAYERS * size + layer.trained * (size + FP32)
+        of_embedding = embedding.numel() * (size + FP32) if embedding.requires_grad else 0
+        empty = replace(empty, gathered=gathered, embedding=of_embedding)
         if a.cpu_offload:
-            return replace(empty, parameters=0, optimizer=0, gradients=0, gathered=gathered)
+            return replace(empty, parameters=0, optimizer=0, gradients=0)
         # FSDP1 keeps what is in its root gathered: the embedding.
-        buffers = embedding if dims.strategy == "fsdp1" else 0
+        buffers = embedding.numel() * size if dims.strategy == "fsdp1" else 0
         return replace(
             empty,
             parameters=share * FP32 + -(-held.frozen_bytes // dims.parameter_shards),
             optimizer=share * states,
             gradients=share * FP32,
             buffers=buffers,
-            gathered=gathered,
         )
     # Autocast keeps the weights in bf16 through a forward.
     casts = 0 if size == FP32 else numbers * size

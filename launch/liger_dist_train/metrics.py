@@ -144,7 +144,8 @@ class Metrics:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        axes.plot([r["step"] for r in self.rows], [r["loss"] for r in self.rows], linewidth=1, label="training")
+        trained = [r for r in self.rows if "loss" in r]
+        axes.plot([r["step"] for r in trained], [r["loss"] for r in trained], linewidth=1, label="training")
         evaluated = [r for r in self.rows if "eval_loss" in r]
         axes.plot([r["step"] for r in evaluated], [r["eval_loss"] for r in evaluated], "o-", label="held out")
         axes.set(xlabel="step", ylabel="loss (nats per token)")

@@ -1,23 +1,26 @@
-"""AdamW with weight decay of matrices, and the learning rate's schedule."""
+"""AdamW with weight decay of matrices, Muon, a moving average of the weights, and the learning rate's schedule."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from liger_dist import LigerDistError
+from liger_dist import LigerDistError, find_structure
 
 from .config import RATIO_OF, TrainConfig
 
+WARMUP = 20
 MANY_STEPS = 10**6
 """of a run whose length is not known yet"""
 
@@ -44,8 +47,19 @@ def decayed_parameters(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     return frozenset(name for name, parameter in named if decays(name, parameter, config.no_weight_decay))
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str]) -> Optimizer:
-    """Makes the optimizer of the parameters that are trained, with weight decay of ``decayed`` only.
+def matrices_of_layers(model: nn.Module, config: TrainConfig) -> frozenset[str]:
+    """Names the parameters that Muon trains: the matrices of the decoder layers; none with another optimizer."""
+    if config.optimizer != "muon":
+        return frozenset()
+    inside = {id(parameter) for layer in find_structure(model).layers for parameter in layer.parameters()}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in inside and p.dim() == 2)
+
+
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, decayed: frozenset[str], matrices: frozenset[str] = frozenset()
+) -> Optimizer:
+    """Makes the optimizer of the parameters that are trained, with weight decay of ``decayed`` only, and Muon for
+    ``matrices``.
 
     Raises:
         LigerDistError: torchao is not installed, for 8-bit states.
@@ -59,7 +73,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str
             has_decay = clean(name) in decayed or (is_lora_matrix and not is_named(name, config.no_weight_decay))
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             decay = config.weight_decay if has_decay else 0.0
-            groups.setdefault((has_decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)
+            is_matrix = clean(name) in matrices
+            group = groups.setdefault((has_decay, mesh, is_matrix), {"params": [], "weight_decay": decay})
+            group["params"].append(parameter)
     settings: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -68,8 +84,66 @@ def make_optimizer(model: nn.Module, config: TrainConfig, decayed: frozenset[str
     if config.optimizer == "adamw_8bit":
         return _eight_bit(list(groups.values()), settings)
     # In one pass over the states, where updates of many tensors at once would hold intermediate ones of all.
-    is_fused = all(parameter.is_cuda for parameter in model.parameters())
-    return AdamW(list(groups.values()), **settings, fused=is_fused or None)
+    settings["fused"] = all(parameter.is_cuda for parameter in model.parameters()) or None
+    if matrices:
+        of_muon, of_adamw = (
+            [group for (_, _, is_matrix), group in groups.items() if is_matrix == of] for of in (True, False)
+        )
+        return MuonAndAdamW(of_muon, of_adamw, settings)
+    return AdamW(list(groups.values()), **settings)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon (Jordan et al. 2024) for matrices, AdamW for the other parameters. Muon's update has the size of AdamW's
+    (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that both have one learning rate and weight decay.
+
+    torch's Muon computes on shards by DTensor: each of its products all-gathers.
+    """
+
+    def __init__(self, of_muon: list[dict[str, Any]], of_adamw: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+        muon = Muon(of_muon, lr=settings["lr"], adjust_lr_fn="match_rms_adamw")
+        self._parts: list[Optimizer] = [muon, AdamW(of_adamw, **settings)]
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": settings["lr"]})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        for part in self._parts:
+            # Loading a state replaces both.
+            part.param_groups, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            part.state = self.state
+            part.step()
+
+
+class Ema:
+    """An exponential moving average of the parameters that are trained, in fp32 and sharded as they are: after each
+    step ``decay`` of it and the rest of the new weights."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        trained = {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters, self._decay = list(trained.values()), decay
+        self.state = {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for parameter, average in zip(self._parameters, self.state.values(), strict=True):
+            average.lerp_(parameter, 1 - self._decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Gives the model the averages as its weights, inside."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, average in zip(self._parameters, self.state.values(), strict=True):
+            before = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(before)
 
 
 def _eight_bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
@@ -107,7 +181,8 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
                 f"--lr_scheduler {config.lr_scheduler} does not take {name} of --lr_scheduler_kwargs; expected some of "
                 f"{', '.join(taken)}."
             )
-    warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * num_steps)
+    warmup_steps = min(WARMUP, num_steps // 10) if config.warmup_steps is None else config.warmup_steps
+    warmup = int(warmup_steps if warmup_steps >= 1 else warmup_steps * num_steps)
     kwargs: dict[str, Any] = {}
     if config.lr_scheduler in RATIO_OF:
         kwargs[RATIO_OF[config.lr_scheduler]] = config.min_learning_rate_ratio

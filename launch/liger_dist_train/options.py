@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -17,6 +18,12 @@ def option(default: Any, help: str) -> Any:
 def usable_cores() -> int:
     """Counts the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_hub_name(name: str) -> bool:
+    """True for what may be a model or a dataset of the hub, ``org/name[@revision]``."""
+    is_file = name.endswith((".json", ".jsonl", ".txt", ".md", ".py", ".csv", ".parquet", ".yaml"))
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w.-]+)?", name) is not None and not is_file
 
 
 WINDOW = 256
@@ -36,18 +43,23 @@ PRESETS = {
 class TrainOptions:
     """Trains a causal language model with liger_dist."""
 
-    model: str = option("tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, or config.json")
-    tokenizer: Optional[str] = option(None, "folder with a tokenizer; default: the one in the folder of --model")
+    model: str = option(
+        "tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, config.json, or NAME of the hub"
+    )
+    tokenizer: Optional[str] = option(None, "folder or NAME of a tokenizer; default: that of --model")
     chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")
     chat_template_kwargs: Optional[str] = option(
         None, """variables of the template, as JSON: '{"enable_thinking": false}'"""
     )
 
-    data: list[str] = option([], "sources: files or folders (.txt .md .py .jsonl .json .csv .parquet), saved datasets")
+    data: list[str] = option(
+        [],
+        "files or folders (.txt .md .py .jsonl .json .csv .parquet), saved datasets, NAME[,SUBSET][:SPLIT] of the hub",
+    )
     data_weights: list[float] = option(
         [], "shares of the sources in the sequences, or tokens of a stream; default: by their size"
     )
-    eval_data: list[str] = option([], "held-out sources; default: --eval_fraction of --data")
+    eval_data: list[str] = option([], "held-out sources, with a loss each; default: --eval_fraction of --data")
     eval_fraction: float = option(EVAL_FRACTION, "of the documents, held out where there is no --eval_data; 0 for none")
     text_column: str = option("text", "column with plain text")
     messages_column: str = option("messages", "column with chat turns (conversations, prompt and completion, too)")
@@ -57,7 +69,10 @@ class TrainOptions:
     split_special_tokens: bool = option(
         False, "read special tokens in texts as their characters, and refuse conversations that have some"
     )
-    max_bad_rows: int = option(0, "rows that cannot be trained on and are skipped and counted; more are an error")
+    max_bad_rows: float = option(
+        0, "rows that cannot be trained on and are skipped and counted; more are an error; below 1: share of all rows"
+    )
+    truncate: bool = option(False, "cut conversations that are longer than a sequence; otherwise they are bad rows")
     streaming: bool = option(False, "tokenise while training, instead of into --cache_dir before it; needs --steps")
     shuffle_window: int = option(WINDOW, "streaming: sequences that are packed and shuffled together")
     num_proc: int = option(usable_cores(), "processes that tokenise")
@@ -78,14 +93,18 @@ class TrainOptions:
         "fsdp1, fsdp2: reduce gradients in the last micro-batch alone, and keep unsharded ones in fp32 until then",
     )
 
-    optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", "adamw_8bit: states in 8 bits, by torchao")
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = option(
+        "adamw", "adamw_8bit: states in 8 bits, by torchao; muon: for the decoder's matrices, AdamW for the rest"
+    )
     learning_rate: Optional[float] = option(
         None, "peak; default: 1e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA"
     )
     lr_scheduler: str = option("cosine_with_min_lr", "of transformers: linear, cosine, constant_with_warmup ...")
     lr_scheduler_kwargs: Optional[str] = option(None, "more of its arguments, as JSON")
     min_learning_rate_ratio: float = option(MIN_RATIO, "final over peak, for schedules that have it")
-    warmup_steps: float = option(20, "of the schedule; below 1: share of all steps")
+    warmup_steps: Optional[float] = option(
+        None, "of the schedule; below 1: share of all steps; default: 20, at most a tenth of all"
+    )
     weight_decay: float = option(0.1, "of matrices; vectors have none")
     no_weight_decay: list[str] = option([], "parts of names of further parameters without weight decay")
     adam_beta1: float = option(0.9, "of AdamW")
@@ -93,6 +112,10 @@ class TrainOptions:
     adam_epsilon: float = option(1e-8, "of AdamW")
     z_loss: float = option(0.0, "factor of the mean squared log-sum-exp of the logits, added to the loss: 1e-4")
     max_grad_norm: float = option(1.0, "gradient clipping; 0 for none")
+    max_skipped_steps: int = option(
+        0, "steps with a loss or gradients of NaN or Inf that are skipped; more end the run"
+    )
+    ema_decay: float = option(0.0, "of a moving average of the weights, evaluated and exported too: 0.999; 0 for none")
 
     strategy: Optional[Literal["none", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]] = option(
         None, "default: fsdp2 where several processes run, otherwise none"
@@ -153,6 +176,9 @@ class TrainOptions:
     eval_only: bool = option(False, "evaluate, print the held-out loss, and end; with --resume true of a checkpoint")
     early_stopping_patience: int = option(0, "evaluations without a better held-out loss until the run ends; 0: never")
     keep_best: bool = option(False, "write a checkpoint at every best held-out loss, and keep the best one")
+    sample_prompts: list[str] = option([], "texts that the model continues at each evaluation, into samples.jsonl")
+    sample_tokens: int = option(64, "of each continuation, the most likely ones")
+    sample_chat: bool = option(False, "sample_prompts: each is a user's turn, in the chat template")
 
     output_dir: str = option("runs/train", "where everything is written")
     checkpoint_every: int = option(200, "steps between checkpoints; one is written at the end; 0 for none at all")
@@ -214,7 +240,8 @@ ELSEWHERE = {
     **dict.fromkeys(("packing", "sample_packing", "group_by_length"), "sequences are always packed, by best fit"),
     **dict.fromkeys(("model_name_or_path", "base_model"), "it is --model here"),
     **dict.fromkeys(("max_samples", "dataset_shard_num"), "give the files that are to be read"),
-    **dict.fromkeys(("dataset_name", "model_revision"), "nothing is loaded from a hub; give a folder"),
+    "dataset_name": "it is --data NAME:SPLIT here",
+    "model_revision": "it is --model NAME@REVISION here",
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "nothing is sent to a hub; upload what liger-dist export writes"),
     **dict.fromkeys(("fp16", "bf16"), "--dtype bfloat16 computes in bf16; fp16 would need a scaled loss"),
     **dict.fromkeys(
@@ -228,7 +255,7 @@ ELSEWHERE = {
     "neftune_noise_alpha": "it belongs into a training loop with liger_dist.wrap",
     "loss_type": "the loss is cross entropy; others belong into a training loop with liger_dist.wrap",
     "activation_offloading": "--activation_checkpointing true with --offload_checkpoints true",
-    "use_muon": "it needs full matrices, which shards are not; take --optimizer adamw",
+    "use_muon": "it is --optimizer muon here",
     "report_to": "it is --trackers here",
 }
 """options of other programs that this one has in another way, or not; with the sentence that says so"""

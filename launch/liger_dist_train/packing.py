@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from liger_dist import LigerDistError
 
-from .dataset import ShardCounts, TokenCache, TokenTable, count_labels, refuse_bad_rows
+from .dataset import Piece, ShardCounts, TokenCache, TokenTable, count_labels, refuse_bad_rows
 from .output_folder import write_folder
 from .sources import Source
 from .tokenization import Tokenization
@@ -150,8 +150,9 @@ def prepare_source(
     cache: Path,
     *,
     sequence_length: int,
+    truncate: bool,
     eval_fraction: float,
-    max_bad_rows: int,
+    max_bad_rows: float,
     num_proc: int,
 ) -> PreparedSource:
     """Tokenises and packs one source into ``cache``, once.
@@ -165,12 +166,16 @@ def prepare_source(
     shards = tokens.counts()
     table = tokens.table()
     too_long = np.flatnonzero(table.is_conversation & (table.lengths > sequence_length))
+    cut = too_long[[truncate and has_label(table.piece(i, 0, sequence_length)) for i in too_long.tolist()]]
+    too_long = np.setdiff1d(too_long, cut)
     skipped = [bad for counts in shards for bad in counts.skipped]
-    first = too_long[: max_bad_rows + 1].tolist()
     too_long_rows = [
-        (*table.place(index), too_long_reason(int(table.lengths[index]), sequence_length)) for index in first
+        (*table.place(i), too_long_reason(int(table.lengths[i]), sequence_length, truncate=truncate))
+        for i in too_long.tolist()
     ]
-    refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows)
+    refuse_bad_rows([*skipped, *too_long_rows], max_bad_rows, sum(shard.documents_read for shard in shards))
+    totals = _totals(shards, table, too_long, cut, sequence_length)
+    table.lengths[cut] = sequence_length
     folders: dict[str, Path] = {}
     packings: dict[str, Packing] = {}
     said: dict[str, dict[str, Any]] = {}
@@ -182,14 +187,15 @@ def prepare_source(
                 f"--data {source.name} has no token for the split {split!r}: {len(table) - len(too_long)} documents, "
                 f"--eval_fraction {eval_fraction}. Give more data, or --eval_data or --eval_fraction 0."
             )
-        folder = tokens.folder / f"packed-{PACKING_FORMAT}-{sequence_length}-{eval_fraction}-{split}"
+        truncated = "-truncated" * truncate
+        folder = tokens.folder / f"packed-{PACKING_FORMAT}-{sequence_length}{truncated}-{eval_fraction}-{split}"
         if not folder.is_dir():
             packing = pack(chosen.documents, chosen.lengths, sequence_length, chosen.first)
             write_folder(folder, packing.save)
         folders[split] = folder
         packings[split] = Packing.load(folder)
         said[split] = asdict(_count(chosen, packings[split], sequence_length))
-    totals = _totals(shards, table, too_long) | {"skipped": len(skipped) + len(too_long)}
+    totals["skipped"] = len(skipped) + len(too_long)
     # The first token of a later piece is not predicted. What has labels of its own is a conversation, never cut.
     totals["labels"] -= sum(int((packing.start > 0).sum()) for packing in packings.values())
     _check_counts(source, totals, said)
@@ -197,9 +203,15 @@ def prepare_source(
     return PreparedSource(tokens.paths, list(tokens.files), [shard.digest for shard in shards], folders, counts)
 
 
-def too_long_reason(tokens: int, sequence_length: int) -> str:
-    """Says why a conversation is too long, which is never cut."""
-    return f"is a conversation of {tokens} tokens and --sequence_length is {sequence_length}"
+def too_long_reason(tokens: int, sequence_length: int, *, truncate: bool) -> str:
+    """Says why a conversation is too long, which is cut with ``--truncate`` alone."""
+    without = ", before which it has no label" if truncate else " (--truncate true cuts it)"
+    return f"is a conversation of {tokens} tokens and --sequence_length is {sequence_length}{without}"
+
+
+def has_label(piece: Piece) -> bool:
+    """True where some token is predicted; the first one never is."""
+    return bool((piece.labels[1:] >= 0).any())
 
 
 class Selection(NamedTuple):
@@ -242,16 +254,19 @@ def _count(chosen: Selection, packing: Packing, length: int) -> SplitCounts:
     )
 
 
-def _totals(shards: list[ShardCounts], table: TokenTable, too_long: Integers) -> dict[str, int]:
+def _totals(
+    shards: list[ShardCounts], table: TokenTable, too_long: Integers, cut: Integers, length: int
+) -> dict[str, int]:
     """Adds up the documents in the sequences; ``documents_read`` of all rows."""
     names = ("documents_read", "documents", "tokens", "labels")
     totals = {name: sum(getattr(counts, name) for counts in shards) for name in names}
-    for document in too_long.tolist():
-        piece = table.piece(document, 0, int(table.lengths[document]))
-        totals["documents"] -= 1
-        totals["tokens"] -= len(piece.ids)
-        totals["labels"] -= count_labels(piece.labels)
-    return totals
+    totals["documents"] -= len(too_long)
+    for documents, kept in ((too_long, 0), (cut, length)):
+        for document in documents.tolist():
+            labels = table.piece(document, 0, int(table.lengths[document])).labels
+            totals["tokens"] -= len(labels) - kept
+            totals["labels"] -= count_labels(labels) - count_labels(labels[:kept])
+    return totals | {"documents_truncated": len(cut)}
 
 
 def _check_counts(source: Source, totals: dict[str, int], splits: dict[str, dict[str, Any]]) -> None:

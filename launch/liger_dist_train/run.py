@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import re
 import shutil
 import time
 from contextlib import closing, nullcontext
@@ -25,15 +24,23 @@ from .data_loader import check_sources, find_tokenization, load_data
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import on_rank_zero, rank, total, world_size
 from .engine import Engine, TorchEngine
-from .fault_tolerance import Interruption, Watchdog, check_weights, default_grace, refuse_numbers
+from .fault_tolerance import (
+    Interruption,
+    Watchdog,
+    check_weights,
+    default_grace,
+    describe_numbers,
+    refuse_numbers,
+)
+from .hub import with_local_models
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
 from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
 from .optimizer import check_no_weight_decay, check_schedule
-from .options import PRESETS
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import changes_text, to_yaml
+from .samples import Samples
 from .stream import StreamedData
 from .teacher import Teacher, check_teacher
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts
@@ -53,11 +60,11 @@ def train(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watchdog) -> None:
+    config = with_local_models(config)
     is_restarted = goes_on(folder)
     resume = is_restarted or config.resume
     if not resume and not config.overwrite and not config.eval_only:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
-    check_names(config)
     check_trackers(config)
     check_schedule(config)
     check_sources(config)
@@ -99,39 +106,16 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     # Last of what can be refused: it may take hours.
     data, held_out = load_data(config, tokenization, dims)
     teacher = None if config.teacher is None or config.eval_only else Teacher(config, len(tokenizer))
-    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id, teacher)
+    ends = {tokenizer.eos_token_id, end_of_turn}
+    trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id, teacher, ends)
+    samples = Samples(config, tokenizer) if config.sample_prompts else None
     if saved is not None:
         watchdog.at(saved.step, "loading a checkpoint")
         restore(trainer, checkpoints, saved)
     if config.eval_only:
         _evaluate_only(trainer, folder, watchdog)
         return
-    _run(trainer, checkpoints, folder, flops, watchdog)
-
-
-def check_names(config: TrainConfig) -> None:
-    """Raises:
-    LigerDistError: on every rank: ``--model``, ``--tokenizer`` or ``--teacher`` is a name of a hub, or a folder of its
-        cache, instead of a folder with files.
-    """
-
-    def check() -> None:
-        for option in ("model", "tokenizer", "teacher"):
-            name = getattr(config, option)
-            if name is None or name in PRESETS:
-                continue
-            found = sorted(map(str, Path(name).glob("snapshots/*")))
-            if found:
-                raise LigerDistError(
-                    f"--{option} {name} is a folder of a hub's cache; give the snapshot in it, such as {found[0]}."
-                )
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".json") and not Path(name).exists():
-                raise LigerDistError(
-                    f"--{option} is {name!r}, and there is no such folder here. Nothing is loaded from a hub; get what "
-                    f"it names first: hf download {name} --local-dir FOLDER, and give --{option} FOLDER."
-                )
-
-    on_rank_zero(check)
+    _run(trainer, checkpoints, folder, flops, watchdog, samples)
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -152,7 +136,14 @@ def check_trackers(config: TrainConfig) -> None:
         on_rank_zero(check)
 
 
-def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops, watchdog: Watchdog) -> None:
+def _run(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    folder: Path,
+    flops: Flops,
+    watchdog: Watchdog,
+    samples: Samples | None,
+) -> None:
     config, first_step = trainer.config, trainer.progress.step
     checkpoints.clear(first_step)
     begin(folder)
@@ -161,7 +152,7 @@ def _run(trainer: Trainer, checkpoints: Checkpoints, folder: Path, flops: Flops,
     write_counts(trainer, trainer.data_states())
     metrics = Metrics(folder, config, trainer.num_steps, first_step)
     with closing(metrics):
-        loop = Loop(trainer, checkpoints, metrics, flops, watchdog)
+        loop = Loop(trainer, checkpoints, metrics, flops, watchdog, samples)
         why = loop.run()
     write_counts(trainer, trainer.data_states())
     if rank() == 0:
@@ -213,9 +204,15 @@ class Loop:
     """Steps until the end of the run, with what comes between them: evaluations, checkpoints, metrics."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, flops: Flops, watchdog: Watchdog
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        flops: Flops,
+        watchdog: Watchdog,
+        samples: Samples | None = None,
     ) -> None:
-        self._trainer, self._checkpoints, self._metrics = trainer, checkpoints, metrics
+        self._trainer, self._checkpoints, self._metrics, self._samples = trainer, checkpoints, metrics, samples
         self._flops, self._watchdog = flops, watchdog
         self._stops_early = False
 
@@ -254,7 +251,7 @@ class Loop:
         with profiled(Path(config.output_dir)) if is_profiled else nullcontext():
             loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
         step = trainer.progress.step
-        row: dict[str, Any] = {"step": step, "loss": float(loss), "grad_norm": float(norm)}
+        row: dict[str, Any] = {"step": step, **dict(zip(("loss", "grad_norm"), _read(loss, norm), strict=True))}
         # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
         # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
         is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
@@ -262,16 +259,16 @@ class Loop:
         if writers == world_size():
             self._checkpoints.finish()
         if broken > 0:
-            own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
-            broken_gradients = trainer.engine.broken_gradients()
-            refuse_numbers(step, row["loss"], own, trainer.places(), broken_gradients, self._published_step())
+            self._meet_broken_numbers(row)
         trainer.engine.clear()
         seconds = time.perf_counter() - began
         row |= self._rates(num_tokens, seconds)
         is_last = step == trainer.num_steps
         if trainer.held_out is not None and (step == 1 or step % config.eval_every == 0 or is_last):
             try:
-                row["eval_loss"] = trainer.evaluate(self._watchdog, interruption)
+                row |= trainer.evaluate(self._watchdog, interruption)
+                if self._samples is not None:
+                    self._samples.write(step, lambda prompts: trainer.continued(prompts, self._watchdog))
             except InterruptedStepError:
                 # The step is made; without its held-out loss.
                 asked = 1
@@ -283,6 +280,21 @@ class Loop:
         if is_due or (is_best and config.keep_best):
             self._save(in_background=config.async_checkpoints)
         return asked > 0
+
+    def _meet_broken_numbers(self, row: dict[str, Any]) -> None:
+        """Takes the numbers of a skipped step out of its row, and says why it was skipped.
+
+        Raises:
+            LigerDistError: the step was not skipped.
+        """
+        trainer, step = self._trainer, row["step"]
+        own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
+        described = describe_numbers(step, row["loss"], own, trainer.places(), trainer.engine.broken_gradients())
+        if not trainer.was_skipped:
+            refuse_numbers(described, self._published_step(), trainer.config.max_skipped_steps)
+        del row["loss"], row["grad_norm"]
+        row["skipped_steps"] = trainer.progress.skipped_steps
+        _say(f"{described}. It is skipped, {row['skipped_steps']} of --max_skipped_steps")
 
     def _rates(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         trainer = self._trainer
@@ -307,7 +319,7 @@ class Loop:
     def _save(self, *, in_background: bool) -> None:
         trainer = self._trainer
         step = trainer.progress.step
-        self._watchdog.at(step, "writing a checkpoint")
+        self._watchdog.at(step, "writing a checkpoint", Path(trainer.config.output_dir) / "checkpoints")
         states = trainer.data_states()
         streams = states if isinstance(trainer.data, StreamedData) else []
         progress = {
@@ -327,11 +339,18 @@ class Loop:
 
 
 def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
-    loss = trainer.evaluate(watchdog)
-    step = trainer.progress.step
-    text = json.dumps({"step": step, "eval_loss": loss}) + "\n"
+    losses, step = trainer.evaluate(watchdog), trainer.progress.step
+    text = json.dumps({"step": step, **losses}) + "\n"
     on_rank_zero(lambda: write_text(folder / "eval.json", text))
-    _say(f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
+    for name, loss in losses.items():
+        words = "held-out loss" if name == "eval_loss" else name.replace("eval_loss", "held-out loss")
+        _say(f"{words} {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
+
+
+def _read(*values: torch.Tensor) -> list[float]:
+    """Reads numbers of a device, waiting for it once."""
+    found: list[float] = torch.stack([value.detach().to(values[0]) for value in values]).tolist()
+    return found
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> TrainConfig:
@@ -375,7 +394,7 @@ def _stop_at(end_of_turn: int | None, folder: Path, tokenizer: Any) -> None:
 
 def _plan(config: TrainConfig) -> None:
     dims = parallel_dims_of(config, config.world_size or world_size())
-    check_names(config)
+    config = with_local_models(config)
     # A config.json says how large its vocabulary is.
     is_known = config.tokenizer is None and Path(config.model).is_file()
     vocab_size = 0 if is_known else len(find_tokenization(config).load_tokenizer())

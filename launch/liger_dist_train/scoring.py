@@ -30,6 +30,7 @@ from .data_loader import CachedData, check_sources, collate, find_tokenization, 
 from .dataset import Piece
 from .distributed import device, gathered, on_rank_zero, rank, world_size
 from .fault_tolerance import Watchdog
+from .hub import with_local_models
 from .model import check_packing, find_config, has_weights_at, shell
 from .output_folder import LOCK, check_shared, held, write_text
 from .parallel_dims import parallel_dims_of
@@ -66,7 +67,7 @@ class ScoreConfig:
     messages_column: str = _as_in_training("messages_column")
     train_on: Literal["assistant", "last_turn", "all"] = _as_in_training("train_on")
     split_special_tokens: bool = _as_in_training("split_special_tokens")
-    max_bad_rows: int = _as_in_training("max_bad_rows")
+    max_bad_rows: float = _as_in_training("max_bad_rows")
     num_proc: int = _as_in_training("num_proc")
     output_dir: str = _as_in_training("output_dir", "runs/scores")
     cache_dir: str = _as_in_training("cache_dir")
@@ -124,7 +125,7 @@ def score(config: ScoreConfig) -> None:
 
 
 def _score(config: ScoreConfig, folder: Path, watchdog: Watchdog) -> None:
-    training = config.as_training()
+    training = with_local_models(config.as_training())
     check_sources(training)
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(training)

@@ -136,8 +136,8 @@ def find_source(name: str) -> Source:
         return Source(name, inside, left_out)
     if not path.is_file():
         raise LigerDistError(
-            f"the data file {path} does not exist; give a file or folder on this machine (datasets of a hub are saved "
-            'first: datasets.load_dataset("NAME", split="train").save_to_disk("FOLDER")).'
+            f"the data file {path} does not exist; give a file or a folder, or a dataset of the hub as "
+            "ORG/NAME[@REVISION][,SUBSET][:SPLIT]."
         )
     if _kind_of(path) is None:
         raise LigerDistError(f"the data file {path} is of an unknown kind; expected one of {known}.")

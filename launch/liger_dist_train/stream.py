@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from liger_dist import LigerDistError
 
 from .dataset import LISTS, Piece, count_labels, join_rows, make_piece, token_stream, use_cache
-from .packing import pack, too_long_reason
+from .packing import has_label, pack, too_long_reason
 from .sources import Part, Source
 from .tokenization import Encoder, Tokenization
 
@@ -127,6 +127,7 @@ class StreamedData:
         cache: Path,
         *,
         sequence_length: int,
+        truncate: bool,
         window: int,
         seed: int,
         rank: int,
@@ -135,13 +136,15 @@ class StreamedData:
         use_cache(cache)
         self._encoder = tokenization.encoder()
         self._length, self._window, self._seed = sequence_length, window, seed
+        self._truncates = truncate
         self._weights = weights
         numbered = list(enumerate(sources))
         groups = [[source] for source in numbered] if weights is not None else [numbered]
         self._groups = [_parts(group, size) for group in groups]
         self._rank, self._size = rank, size
         shares = None if weights is None else ["of tokens", *weights]
-        settings = [STREAM_FORMAT, tokenization.fingerprint(), sequence_length, window, seed, shares, size]
+        truncates = ["truncate"] if truncate else []
+        settings = [STREAM_FORMAT, tokenization.fingerprint(), sequence_length, window, seed, shares, size, *truncates]
         key = [[source.fingerprint() for source in sources], settings]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         self._names = [source.name for source in sources]
@@ -174,7 +177,7 @@ class StreamedData:
         skipped = Counter(source for state in states for *_, source in state["bad"])
         sequences = sum(state["num_packed"] for state in states)
         tokens = sum(total["tokens"] for total in totals)
-        columns = ("documents", "tokens", "labels", "documents_cut")
+        columns = ("documents", "tokens", "labels", "documents_cut", "documents_truncated")
         return {
             "sequences": sequences,
             "packed_efficiency": round(tokens / max(1, sequences * self._length), 6),
@@ -270,9 +273,12 @@ class StreamedData:
     ) -> tuple[list[dict[str, Any]], list[tuple[str, int, str, int]]]:
         documents, bad, held = [], [], 0
         for row in rows:
-            reason = row["reason"]
-            if reason is None and row["is_conversation"] and len(row["ids"]) > self._length:
-                reason = too_long_reason(len(row["ids"]), self._length)
+            reason, tokens = row["reason"], len(row["ids"])
+            if reason is None and row["is_conversation"] and tokens > self._length:
+                if self._truncates:
+                    row = _cut(row, slice(0, self._length)) | {"truncated": True}
+                if not self._truncates or not has_label(make_piece(row, is_conversation=True)):
+                    reason = too_long_reason(tokens, self._length, truncate=self._truncates)
             if reason is not None:
                 bad.append((row["file"], row["at"], reason, row["source"]))
                 continue
@@ -290,9 +296,8 @@ class StreamedData:
         for index in order.tolist():
             pieces = []
             for row, start, length in packing.pieces(index):
-                document, here = documents[row], slice(start, start + length)
-                columns = {name: None if document[name] is None else document[name][here] for name in LISTS}
-                pieces.append(make_piece(columns, is_conversation=document["is_conversation"]))
+                document = _cut(documents[row], slice(start, start + length))
+                pieces.append(make_piece(document, is_conversation=document["is_conversation"]))
             sequences.append(pieces)
         return sequences
 
@@ -302,8 +307,14 @@ class StreamedData:
             tokens = len(row["ids"])
             labels = count_labels(row["ids"] if row["labels"] is None else row["labels"], self._length)
             of_row = {"documents": 1, "tokens": tokens, "labels": labels, "documents_cut": int(tokens > self._length)}
+            of_row["documents_truncated"] = int(row.get("truncated", False))
             counts[row["source"]].update(of_row)
         return counts
+
+
+def _cut(row: dict[str, Any], here: slice) -> dict[str, Any]:
+    """The tokens of a row that the slice has."""
+    return row | {name: row[name][here] for name in LISTS if row[name] is not None}
 
 
 def _numbers(name: str, row: dict[str, Any]) -> NDArray[Any]:

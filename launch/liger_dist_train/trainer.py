@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from liger_dist import LigerDistError, shard_sequence
 from .config import TrainConfig
 from .data_loader import CachedData, Data, collate
 from .dataset import Piece, describe_bad_rows
-from .distributed import device, gathered, on_rank_zero, rank, total, total_on_device
+from .distributed import device, from_rank_zero, gathered, on_rank_zero, rank, total, total_on_device
 from .engine import Engine
 from .fault_tolerance import Interruption, Watchdog
 from .model import autocast
@@ -39,6 +40,8 @@ class Progress:
     best_loss: float = math.inf
     """held-out loss of the step with the lowest one"""
     evaluations_since_best: int = 0
+    skipped_steps: int = 0
+    """whose loss or gradients were not finite"""
 
 
 class InterruptedStepError(Exception):
@@ -57,15 +60,22 @@ class Trainer:
         held_out: CachedData | None,
         pad: int,
         teacher: Teacher | None = None,
+        ends: Collection[int | None] = (),
     ) -> None:
+        """``ends``: tokens that end what is generated."""
         self.config, self.dims, self.engine, self.data, self.held_out = config, dims, engine, data, held_out
-        self._teacher = teacher
+        self._teacher, self.ends = teacher, ends
         self.progress = Progress()
         self.global_batch_size = dims.global_batch_size(config)
         self.num_steps = num_steps(config, data, self.global_batch_size)
         if (config.profile_step or 0) > self.num_steps and not config.eval_only:
             raise LigerDistError(f"--profile_step is {config.profile_step}; the run has {self.num_steps} steps.")
         self.schedule = make_schedule(engine.optimizer, config, self.num_steps)
+        self._held_out = {} if held_out is None else {"": held_out}
+        if held_out is not None and len(config.eval_data) > 1:
+            self._held_out = held_out.by_source()
+        self.was_skipped = False
+        """the last step: its loss or gradients were not finite, and the weights stayed"""
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -97,7 +107,8 @@ class Trainer:
         # Every rank of a tensor-parallel group has counted the same ones, and computes all of them; those of a
         # sequence-parallel group compute parts.
         labels /= self.dims.sequence_parallel
-        num_items = torch.tensor(max(labels, 1.0) / self.dims.world_size, device=device())
+        # Filled on the device: a copy from the host would wait for it.
+        num_items = torch.full((), max(labels, 1.0) / self.dims.world_size, device=device())
         losses = []
         for index, batch in enumerate(batches):
             watchdog.at(step + 1, "computing")
@@ -107,11 +118,12 @@ class Trainer:
                 loss = self._loss(batch, num_items, self._teacher)
                 self.engine.backward(loss)
             losses.append(loss.detach())
-        norm = self.engine.update()
-        self.learning_rate = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
         self.own_loss = torch.stack(losses).sum()
         mean = total_on_device(self.own_loss.clone()) / self.dims.world_size
+        self.was_skipped = False
+        norm = self.engine.update((lambda norm: self._accepts(mean, norm)) if config.max_skipped_steps else None)
+        self.learning_rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
         tokens = int(read) // self.dims.same_data
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
@@ -120,20 +132,42 @@ class Trainer:
         self.data_state = self.data.state()
         return mean, norm, tokens
 
-    @torch.no_grad()
-    def evaluate(self, watchdog: Watchdog, interruption: Interruption | None = None) -> float:
-        """Computes the mean loss on held-out data, the same on every rank.
+    def _accepts(self, mean: Tensor, norm: Tensor) -> bool:
+        """False on every rank for a step that is skipped: its loss or gradients are not finite on one of them."""
+        is_broken = total(not bool(torch.isfinite(mean) & torch.isfinite(norm).to(mean.device)))[0] > 0
+        self.was_skipped = is_broken and self.progress.skipped_steps < self.config.max_skipped_steps
+        self.progress.skipped_steps += self.was_skipped
+        return not is_broken
+
+    def evaluate(self, watchdog: Watchdog, interruption: Interruption | None = None) -> dict[str, float]:
+        """Computes the mean loss on held-out data, the same on every rank, as entries of ``metrics.jsonl``: over all
+        labels, with several sources also of each, and with a moving average of the weights its loss, too.
 
         Raises:
             InterruptedStepError: a rank was asked to end.
         """
-        assert self.held_out is not None
-        config, held_out = self.config, self.held_out
+        found = self._losses("eval_loss", watchdog, interruption)
+        averaged = self.engine.averaged()
+        if averaged is not None:
+            with averaged:
+                found |= self._losses("ema_eval_loss", watchdog, interruption)
+        return found
+
+    def _losses(self, entry: str, watchdog: Watchdog, interruption: Interruption | None) -> dict[str, float]:
+        sums = {name: self._sums(data, watchdog, interruption) for name, data in self._held_out.items()}
+        by_entry = {entry: torch.stack(list(sums.values())).sum(0)}
+        by_entry |= {f"{entry}/{name}": found for name, found in sums.items() if name}
+        return {name: float(found[0] / found[1].clamp_min(1)) for name, found in by_entry.items()}
+
+    @torch.no_grad()
+    def _sums(self, held_out: CachedData, watchdog: Watchdog, interruption: Interruption | None) -> Tensor:
+        """Sums the losses of all labels, and counts them: fp64 ``[2]``."""
+        config = self.config
         rows = self._data_size * config.batch_size
         most = held_out.num_sequences if config.eval_batches == 0 else config.eval_batches * rows
         self.engine.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device())
-        one = torch.tensor(1.0, device=device())
+        one = torch.ones((), device=device())
         for first in range(0, min(most, held_out.num_sequences), rows):
             watchdog.at(self.progress.step, "evaluating")
             if interruption is not None and total(interruption.requested)[0]:
@@ -144,8 +178,28 @@ class Trainer:
             sums[0] += self._loss(batch, one)
             sums[1] += count_labels([batch]) / self.dims.sequence_parallel
         self.engine.model.train()
-        total_on_device(sums)
-        return float(sums[0] / sums[1].clamp_min(1))
+        return total_on_device(sums)
+
+    @torch.no_grad()
+    def continued(self, prompts: list[list[int]], watchdog: Watchdog) -> list[list[int]]:
+        """Continues token ids by the most likely ones, up to the end of a text or ``--sample_tokens``. Every rank
+        computes all of them, for they gather weights together, with the tokens of rank 0."""
+        self.engine.model.eval()
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt[-self.config.sequence_length + 1 :]], device=device())
+            first = ids.shape[1]
+            while ids.shape[1] < min(first + self.config.sample_tokens, self.config.sequence_length):
+                watchdog.at(self.progress.step, "evaluating")
+                with autocast(self.config, self.dims.strategy):
+                    logits = self.engine.model(input_ids=ids, use_cache=False).logits
+                newest = from_rank_zero(logits[:, -1:].argmax(-1))
+                ids = torch.cat([ids, newest], 1)
+                if int(newest) in self.ends:
+                    break
+            found.append(ids[0, first:].tolist())
+        self.engine.model.train()
+        return found
 
     def data_states(self) -> list[dict[str, Any]]:
         """All-gathers the positions of the streams of all data ranks, in their order."""

@@ -1,0 +1,110 @@
+"""Models and datasets that are named as on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from liger_dist import LigerDistError
+
+from .config import TrainConfig
+from .distributed import gathered, on_rank_zero
+from .options import PRESETS, is_hub_name
+
+FILES_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+DATASET = re.compile(r"(?P<path>[^:,]+?)(@(?P<revision>[\w.-]+))?(,(?P<subset>[^:,]+))?(:(?P<split>[^:,]+))?")
+OPTIONS = ("model", "tokenizer", "teacher")
+
+
+class DatasetName(NamedTuple):
+    """A dataset as ``datasets.load_dataset`` takes it."""
+
+    path: str
+    """of the hub, or a folder"""
+    revision: str | None
+    subset: str | None
+    split: str
+
+
+def dataset_name(text: str) -> DatasetName | None:
+    """Reads ``NAME[@REVISION][,SUBSET][:SPLIT]``, where NAME is ``org/name`` or, with a subset or a split, a folder;
+    None for a path."""
+    found = DATASET.fullmatch(text)
+    if Path(text).exists() or found is None:
+        return None
+    path, subset, split = found["path"], found["subset"], found["split"]
+    is_folder = Path(path).is_dir() and bool(subset or split)
+    if not is_folder and (Path(path).exists() or not is_hub_name(path)):
+        return None
+    return DatasetName(path, found["revision"], subset, split or "train")
+
+
+def load_split(name: DatasetName, cache: Path) -> Path:
+    """Loads a split by ``datasets``, which downloads it, and leaves it in ``cache`` as a saved dataset.
+
+    Raises:
+        LigerDistError: there is none of this name, or no way to get it.
+    """
+    import datasets
+
+    try:
+        rows: Any = datasets.load_dataset(name.path, name.subset, split=name.split, revision=name.revision)
+    except Exception as error:  # Of the hub, the network, files and splits.
+        raise LigerDistError(
+            f"--data {name.path} (subset {name.subset}, split {name.split}) cannot be loaded: {error} Expected a "
+            "folder, or a dataset of the hub as NAME[@REVISION][,SUBSET][:SPLIT], such as org/chats:train_sft."
+        ) from error
+    words = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, (name.path, name.subset, name.split))))
+    folder = cache / "hub" / f"{words[-100:]}-{rows._fingerprint}"
+    if not folder.is_dir():
+        from .output_folder import write_folder
+
+        write_folder(folder, lambda to: rows.save_to_disk(str(to)))
+    return folder
+
+
+def with_local_models(config: TrainConfig) -> TrainConfig:
+    """Replaces names of the hub in ``--model``, ``--tokenizer`` and ``--teacher`` by the folders of their snapshots,
+    which rank 0 downloads where the cache of the hub does not have them.
+
+    Raises:
+        LigerDistError: on every rank: there is no such model, no network, or a rank does not see the cache; or an
+            option names a folder of that cache instead of a snapshot in it.
+    """
+    names = {option: getattr(config, option) for option in OPTIONS}
+    on_rank_zero(lambda: _refuse_caches({option: name for option, name in names.items() if name is not None}))
+    named = {option: name for option, name in names.items() if name not in (None, *PRESETS) and is_hub_name(name)}
+    named = on_rank_zero(lambda: {option: name for option, name in named.items() if not Path(name).exists()})
+    folders = on_rank_zero(lambda: {option: str(_snapshot(option, name)) for option, name in named.items()})
+    unseen = [rank for rank, seen in enumerate(gathered([Path(f).is_dir() for f in folders.values()])) if not all(seen)]
+    if unseen:
+        raise LigerDistError(
+            f"rank {', '.join(map(str, unseen))} does not see {', '.join(folders.values())}, which rank 0 has "
+            "downloaded; set HF_HOME to a folder that all machines share, or give folders."
+        )
+    return replace(config, **cast(dict[str, Any], folders))
+
+
+def _snapshot(option: str, name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    path, _, revision = name.partition("@")
+    files = [file for file in FILES_OF_A_MODEL if option != "tokenizer" or file != "*.safetensors"]
+    try:
+        return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
+    except Exception as error:  # Of the hub and the network.
+        raise LigerDistError(
+            f"--{option} is {name!r}, which is no folder here and cannot be downloaded: {error} Give a folder, a name "
+            f"of the hub as NAME[@REVISION], or get it where there is a network: hf download {path}."
+        ) from error
+
+
+def _refuse_caches(names: dict[str, str]) -> None:
+    for option, name in names.items():
+        found = [] if name in PRESETS else sorted(map(str, Path(name).glob("snapshots/*")))
+        if found:
+            raise LigerDistError(
+                f"--{option} {name} is a folder of a hub's cache; give the snapshot in it, such as {found[0]}."
+            )
