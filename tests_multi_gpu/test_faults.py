@@ -111,6 +111,27 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     assert len(metrics_of(tmp_path)) == 2
 
 
+def test_a_job_that_its_queue_starts_again_goes_on(
+    data: Path, cache: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same line, whatever it says about earlier checkpoints; the first time it counts."""
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "begun").unlink()
+    config = config_for(data, cache, tmp_path / "run", **ALONE, overwrite=True, stop_at_step=3)
+    monkeypatch.setenv("STARTED_BY", "job 1")
+    with mock.patch("liger_dist_train.run.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
+        train(config)
+    train(config)
+    assert published(tmp_path / "run") == ["step-00000003"]
+    train(dataclasses.replace(config, stop_at_step=5))
+    train(dataclasses.replace(config, overwrite=False, resume=True, resume_step=3, stop_at_step=6))
+    assert published(tmp_path / "run")[-2:] == ["step-00000005", "step-00000006"]
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:6], rel=1e-4)
+    monkeypatch.setenv("STARTED_BY", "job 2")
+    with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
+        train(dataclasses.replace(config, overwrite=False))
+
+
 def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"

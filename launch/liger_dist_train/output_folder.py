@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 import time
@@ -58,16 +59,21 @@ def check_shared(cache: Path) -> None:
 
 
 def goes_on(folder: Path) -> bool:
-    """True where the torchrun of these processes, or one of several, has started them before, and they came as far as
-    :func:`begin`: the run then resumes without being asked."""
-    mark, launchers = folder / "checkpoints" / BEGUN, gathered(launcher())
-    return on_rank_zero(lambda: mark.is_file() and not set(mark.read_text().splitlines()).isdisjoint(launchers))
+    """True where what starts these processes has started them before, and they came as far as :func:`begin`: the run
+    then resumes without being asked."""
+    mark, starters = folder / "checkpoints" / BEGUN, _starters()
+    return on_rank_zero(lambda: mark.is_file() and not starters.isdisjoint(mark.read_text().splitlines()))
 
 
 def begin(folder: Path) -> None:
     """Marks what is in the folder as that of this run."""
-    launchers = sorted({known for known in gathered(launcher()) if known is not None})
-    on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).write_text("\n".join(launchers)))
+    starters = _starters()
+    on_rank_zero(lambda: (folder / "checkpoints" / BEGUN).write_text("\n".join(sorted(starters))))
+
+
+def _starters() -> set[str]:
+    """Identifies what starts this run again: its torchruns, and the job of a queue, which ``STARTED_BY`` names."""
+    return {known for known in (*gathered(launcher()), os.environ.get("STARTED_BY")) if known}
 
 
 def _take(folder: Path, lock: list[IO[bytes]]) -> str:
