@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from harness import Workers
-from models import make_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training_runs import config_for, losses_of, metrics_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+from training_runs import config_for, losses_of, metrics_of, write_base
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from liger_dist import LigerDistError
 from liger_dist_train import model as model_module
@@ -37,14 +36,6 @@ from liger_dist_train.trainer import Trainer
 ALONE: dict[str, Any] = {"strategy": "none"}
 SIZES: dict[str, Any] = {"sequence_length": 32, "global_batch_size": 4, "eval_batches": 1, "layer_kernels": False}
 SHORT: dict[str, Any] = SIZES | {"lora_rank": 4, "steps": 2, "checkpoint_every": 2, "warmup_steps": 0}
-
-
-def write_base(cache: Path, folder: Path, *, tied: bool = False) -> Path:
-    model: Any = make_model("llama", dtype=torch.float32, tied=tied)
-    model.resize_token_embeddings(601)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
-    return folder
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training_runs import ROOT, config_for, losses_of, metrics_of, published
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from training_runs import ROOT, config_for, losses_of, metrics_of, published, write_base
+from transformers import AutoModelForCausalLM
 
 import liger_dist
 from liger_dist_train.config import RATIO_OF, TrainConfig, parse
@@ -295,14 +295,6 @@ def test_lora_trains_exports_merged_and_resumes(workers_2: Workers, data: Path, 
     assert not torch.equal(weights[0][name], weights[2][name])
     assert torch.equal(weights[0]["lm_head.weight"], weights[2]["lm_head.weight"])
     assert not [key for key in weights[0] if "lora" in key]
-
-
-def write_base(cache: Path, folder: Path) -> Path:
-    model: Any = make_model("llama", dtype=torch.float32)
-    model.resize_token_embeddings(601)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
-    return folder
 
 
 def test_a_dry_run_of_all_ranks_ends(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """environment of programs that meet on CPUs"""
 sys.path.insert(0, str(LAUNCH))
 
+import torch  # noqa: E402
 from demo.make_tokenizer import train_tokenizer  # noqa: E402
+from models import make_model  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from liger_dist_train.checkpoint import steps_in  # noqa: E402
 from liger_dist_train.config import TrainConfig  # noqa: E402
@@ -54,6 +57,15 @@ def write_corpus(folder: Path) -> Path:
 def write_tokenizer(data: Path, folder: Path, entries: int = 601) -> Path:
     """Trained on the corpus."""
     train_tokenizer([str(data)], entries, folder)
+    return folder
+
+
+def write_base(cache: Path, folder: Path, *, tied: bool = False) -> Path:
+    """A pretrained model with the tokenizer in ``cache``."""
+    model: Any = make_model("llama", dtype=torch.float32, tied=tied)
+    model.resize_token_embeddings(601)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
     return folder
 
 
