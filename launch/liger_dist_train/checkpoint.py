@@ -231,6 +231,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _check(self, path: Path, found: dict[str, Any]) -> None:
+        refuse_pickles(path, found)
         if found.get("format") != self._description["format"]:
             raise LigerDistError(
                 f"the checkpoint {path} is of {found.get('format')}, and this run reads {self._description['format']}. "
@@ -315,6 +316,18 @@ def read_description(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("checksum") != checksum_of_text(found):
         raise ValueError("its content is not what was written")
     return found
+
+
+def refuse_pickles(path: Path, description: dict[str, Any]) -> None:
+    """Raises:
+    LigerDistError: a version before safetensors wrote the checkpoint.
+    """
+    if str(description.get("format")).startswith("torch.distributed.checkpoint"):
+        raise LigerDistError(
+            f"the checkpoint {path} has the pickles and .distcp files of an earlier version of liger-dist, and this "
+            "one reads safetensors. Export its weights by the version that wrote it (liger-dist export "
+            f"{path.parent.parent}) and start from them with --model, or end the run with that version."
+        )
 
 
 def damage_of(path: Path) -> str | None:
