@@ -25,7 +25,7 @@ from training_runs import LAUNCH, config_for, losses_of
 from transformers import GPT2Config
 
 import liger_dist
-from liger_dist_train import state_files
+from liger_dist_train import checkpoint, state_files
 from liger_dist_train.checkpoint import checksum_of_file, checksum_of_text, read_description
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.export import export
@@ -269,6 +269,37 @@ def test_every_tensor_is_stored_to_the_bit(in_background: bool, workers_4: Worke
     whole = load_file(tmp_path / "whole" / "model-00001-of-00001.safetensors")
     for name, value in floats.items():
         assert torch.equal(whole[name], value), name
+
+
+def names_that_are_read(config: TrainConfig) -> list[str]:
+    """Files whose checksums this rank computes as they are written."""
+    found: list[str] = []
+
+    def noted(file: Path) -> str:
+        found.append(file.name)
+        return checksum_of_file(file)
+
+    with mock.patch.object(checkpoint, "checksum_of_file", noted):
+        train(config)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed"])
+def test_ranks_compute_checksums_of_their_own_files(
+    strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    changes: dict[str, Any] = {"steps": 1, "checkpoint_every": 1, "eval_every": 9}
+    config = deepspeed_config(data, cache, tmp_path, **changes)
+    if strategy == "fsdp2":
+        config = config_for(data, cache, tmp_path / "run", **changes)
+    own = workers_2.run(names_that_are_read, config)
+    assert own[1]
+    assert all(("shard-00002-" if strategy == "fsdp2" else "zero_pp_rank_1_") in name for name in own[1])
+    assert not any("shard-00002-" in name or "zero_pp_rank_1_" in name for name in own[0])
+    files = read_description(tmp_path / "run" / "checkpoints" / "step-00000001")["files"]
+    assert list(files) == sorted(files)
+    assert sorted(Path(name).name for name in files) == sorted(own[0] + own[1])
 
 
 def rewrite_pickle(file: Path, content: bytes, *, beside: bool) -> None:
