@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from harness import Workers
+from safetensors.torch import load_file
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, published
 from transformers import AutoModelForCausalLM
 
@@ -126,13 +128,15 @@ def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
 def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     """Its held-out loss in plain transformers is what the run saw, its logits are those of the weights as torch's own
     tool reads them, and other strategies start from it."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     assert export(on_four, tmp_path / "model", step=6, dtype="float32") == 6
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     other: Any = AutoModelForCausalLM.from_config(model.config)
-    dcp_to_torch_save(on_four / "checkpoints" / "step-00000006", tmp_path / "state.pt")
-    other.load_state_dict(torch.load(tmp_path / "state.pt")["model"])
+    shards = on_four / "checkpoints" / "step-00000006"
+    names = {name: 1 for file in shards.glob("*.safetensors") for name in load_file(file)}
+    (tmp_path / "whole").mkdir()
+    consolidate_safetensors_files(str(shards), str(tmp_path / "whole"), names)
+    whole = load_file(tmp_path / "whole" / "model-00001-of-00001.safetensors")
+    other.load_state_dict({n.removeprefix("model."): v for n, v in whole.items() if n.startswith("model.")})
     batch = torch.arange(3, 67)[None]
     assert torch.equal(model(batch).logits, other(batch).logits)
     settings = {"model": str(tmp_path / "model"), "tokenizer": None, "steps": 1, "learning_rate": 1e-30}
@@ -171,7 +175,9 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
     assert again.returncode == 1
     assert "exported exists; give another folder" in again.stderr
     resumed = config_for(data, cache, tmp_path / "run", resume=True, strategy="none")
-    with pytest.raises(liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads torch"):
+    with pytest.raises(
+        liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads safetensors"
+    ):
         train(resumed)
     for step, words in ((7, "no checkpoint of step 7"), (None, "has no complete checkpoint")):
         with pytest.raises(liger_dist.LigerDistError, match=words):

@@ -152,7 +152,7 @@ def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained:
     """As where it was lost before its checksum was noted: a file of the right size, with nothing in it."""
     shutil.copytree(trained, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000012"
-    file = next(newest.glob("*.distcp"))
+    file = next(newest.glob("*.safetensors"))
     file.write_bytes(bytes(file.stat().st_size))
     description = read_description(newest)
     description["files"][file.name] = checksum_of_file(file)

@@ -24,11 +24,11 @@ import torch
 from harness import Workers
 from models import make_model
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training_runs import ROOT, config_for, losses_of, metrics_of, published, write_base
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import liger_dist
 from liger_dist_train.config import RATIO_OF, TrainConfig, parse
@@ -39,6 +39,7 @@ from liger_dist_train.options import ELSEWHERE, ONE_TIME, usable_cores
 from liger_dist_train.parser import to_yaml
 from liger_dist_train.run import train
 from liger_dist_train.scoring import ScoreConfig
+from liger_dist_train.state_files import load_state, save_state
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 
@@ -278,7 +279,7 @@ def test_lora_trains_exports_merged_and_resumes(workers_2: Workers, data: Path, 
         workers_2.run(train, config_for(data, cache, tmp_path / strategy, strategy=strategy, **lora))
         losses[strategy] = losses_of(tmp_path / strategy)
     assert losses["fsdp2"] == pytest.approx(losses["ddp"], rel=1e-5)
-    stored = FileSystemReader(str(tmp_path / "fsdp2" / "checkpoints" / "step-00000006")).read_metadata()
+    stored = HuggingFaceStorageReader(str(tmp_path / "fsdp2" / "checkpoints" / "step-00000006")).read_metadata()
     names = [name for name in stored.state_dict_metadata if name.startswith("model.")]
     assert names
     assert all("lora_" in name for name in names), "frozen weights are in the checkpoint"
@@ -431,6 +432,62 @@ def test_states_of_eight_bits(strategy: str, workers_2: Workers, data: Path, cac
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "exact"), rel=0.02)
     train(replace(config, resume=True, steps=6))
     assert len(losses_of(tmp_path / "run")) == 6
+
+
+def test_states_of_eight_bits_resume(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    """Bit for bit; and in one process, where k_proj has 4096 numbers, enough for 8 bits, and again in two."""
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 640}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
+    changes: dict[str, Any] = {"optimizer": "adamw_8bit", "checkpoint_every": 2, "strategy": "fsdp2"}
+    changes |= {"model": str(tmp_path / "config.json"), "steps": 6}
+    config = config_for(data, cache, tmp_path / "whole", **changes)
+    workers_2.run(train, config)
+    halves = replace(config, output_dir=str(tmp_path / "halves"))
+    workers_2.run(train, replace(halves, stop_at_step=2))
+    train(replace(halves, strategy="none", resume=True, stop_at_step=4))
+    stored = [HuggingFaceStorageReader(str(tmp_path / "halves" / "checkpoints" / f"step-0000000{n}")) for n in (2, 4)]
+    name = "optimizer.model.layers.0.self_attn.k_proj.weight.exp_avg"
+    found = [reader.read_metadata().state_dict_metadata for reader in stored]
+    assert [name in names for names in found] == [True, False]
+    assert f"{name}.codes" in found[1]
+    workers_2.run(train, replace(halves, resume=True))
+    assert losses_of(tmp_path / "halves") == pytest.approx(losses_of(tmp_path / "whole"), rel=2e-3)
+    shutil.rmtree(tmp_path / "halves")
+    workers_2.run(train, replace(halves, stop_at_step=2))
+    workers_2.run(train, replace(halves, resume=True))
+    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "whole")
+
+
+def test_states_of_eight_bits_are_read_as_fp32_and_the_other_way_round(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    def state(*, is_8_bit: bool) -> dict[str, Any]:
+        kinds = {"exp_avg": True, "exp_avg_sq": False}
+        if not is_8_bit:
+            return {"optimizer": {"weight": {kind: torch.zeros(16, 512) for kind in kinds}}}
+        return {"optimizer": {"weight": {k: OptimState8bit.zeros((16, 512), signed) for k, signed in kinds.items()}}}
+
+    torch.manual_seed(0)
+    values = {"exp_avg": torch.randn(16, 512), "exp_avg_sq": torch.rand(16, 512)}
+    for is_8_bit in (True, False):
+        written = state(is_8_bit=is_8_bit)
+        for kind, value in values.items():
+            written["optimizer"]["weight"][kind].copy_(value)
+        folder = tmp_path / str(is_8_bit)
+        save_state(written, folder, in_background=False)
+        for is_read_as_8_bit in (True, False):
+            expected, found = (state(is_8_bit=is_read_as_8_bit) for _ in range(2))
+            load_state(found, folder)
+            for kind, value in written["optimizer"]["weight"].items():
+                own, other = found["optimizer"]["weight"][kind], expected["optimizer"]["weight"][kind]
+                other.copy_(value)
+                for name in ("codes", "scale") if is_read_as_8_bit else ("data",):
+                    assert torch.equal(getattr(own, name), getattr(other, name)), (is_8_bit, is_read_as_8_bit, kind)
+    with pytest.raises(liger_dist.LigerDistError, match=r"which shards of \[1, 100\] cut through"):
+        load_state({"optimizer": {"weight": {"exp_avg": torch.zeros(1, 100)}}}, tmp_path / "True")
 
 
 def clipped(rank: int, norm_type: float) -> None:

@@ -163,7 +163,7 @@ class Checkpoints:
             if rank() == 0:
                 self._write_model(partial / MODEL)
         with self._writing(step, partial), _as_unwritten():
-            checksums = checksums_of(partial)
+            checksums = checksums_of(partial, as_written=True)
         with self._writing(step, partial), _as_unwritten():
             if rank() == 0:
                 self._publish(step, partial, progress, checksums)
@@ -231,6 +231,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _check(self, path: Path, found: dict[str, Any]) -> None:
+        refuse_pickles(path, found)
         if found.get("format") != self._description["format"]:
             raise LigerDistError(
                 f"the checkpoint {path} is of {found.get('format')}, and this run reads {self._description['format']}. "
@@ -273,15 +274,20 @@ def _as_unwritten() -> Iterator[None]:
         raise UnwrittenError from error
 
 
-def checksums_of(folder: Path) -> dict[str, str]:
+def checksums_of(folder: Path, *, as_written: bool = False) -> dict[str, str]:
     """Computes XXH3 (128 bits) of every file in a folder, by its name there; every rank reads a part of the files.
+
+    Args:
+        as_written: each rank reads those that it wrote, which its page cache holds.
 
     Raises:
         OSError: a file of this rank cannot be read; the other ranks wait for it no longer.
     """
     names = on_rank_zero(lambda: sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()))
     found: dict[str, str | OSError] = {}
-    for name in names[rank() :: world_size()]:
+    for index, name in enumerate(names):
+        if (writer_of(name) if as_written else index % world_size()) != rank():
+            continue
         try:
             found[name] = checksum_of_file(folder / name)
         except OSError as error:
@@ -291,6 +297,15 @@ def checksums_of(folder: Path) -> dict[str, str]:
         if isinstance(value, OSError):
             raise value
     return {name: str(merged[name]) for name in names}
+
+
+def writer_of(name: str) -> int:
+    """Returns the rank that wrote a file of a checkpoint, by its name: torch counts ranks from 1, DeepSpeed from 0.
+    What has no rank in its name is of rank 0."""
+    of_torch, of_deepspeed = re.match(r"shard-(\d+)-", name), re.search(r"zero_pp_rank_(\d+)_", name)
+    if of_torch:
+        return int(of_torch[1]) - 1
+    return int(of_deepspeed[1]) if of_deepspeed else 0
 
 
 def checksum_of_file(file: Path) -> str:
@@ -315,6 +330,18 @@ def read_description(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("checksum") != checksum_of_text(found):
         raise ValueError("its content is not what was written")
     return found
+
+
+def refuse_pickles(path: Path, description: dict[str, Any]) -> None:
+    """Raises:
+    LigerDistError: a version before safetensors wrote the checkpoint.
+    """
+    if str(description.get("format")).startswith("torch.distributed.checkpoint"):
+        raise LigerDistError(
+            f"the checkpoint {path} has the pickles and .distcp files of an earlier version of liger-dist, and this "
+            "one reads safetensors. Export its weights by the version that wrote it (liger-dist export "
+            f"{path.parent.parent}) and start from them with --model, or end the run with that version."
+        )
 
 
 def damage_of(path: Path) -> str | None:

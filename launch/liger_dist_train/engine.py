@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -19,11 +18,10 @@ from torch.optim import Optimizer
 from liger_dist import LigerDistError, clip_grad_norm_
 
 from .config import TrainConfig
-from .distributed import checkpoint_group
 from .model import build
 from .optimizer import Ema, decayed_parameters, make_optimizer, matrices_of_layers, not_finite
 from .parallel_dims import ParallelDims
-from .safe_pickle import TensorPlanner, TensorReader
+from .state_files import FORMAT, load_state, save_state
 
 
 class Engine(Protocol):
@@ -66,18 +64,18 @@ class Engine(Protocol):
         """Restores what :meth:`save` wrote, or of it the weights. Hyperparameters stay as they are.
 
         Raises:
-            LigerDistError: a pickle in it names something else than tensors and their metadata.
+            LigerDistError: it does not fit; DeepSpeed: a pickle in it names something else than tensors.
         """
 
 
 class TorchEngine:
-    """Everything but DeepSpeed. Checkpoints are those of torch.distributed.checkpoint, which any strategy here and any
-    number of ranks can read; under LoRA they hold the LoRA layers alone."""
+    """Everything but DeepSpeed. Checkpoints are sharded safetensors of torch.distributed.checkpoint, which any strategy
+    here and any number of ranks can read; under LoRA they hold the LoRA layers alone."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims, model: nn.Module) -> None:
         if dims.strategy != "none":
             refuse_without_launcher(dims)
-        self.format = "torch.distributed.checkpoint" + (", LoRA" if config.lora_rank else "")
+        self.format = FORMAT + (", LoRA" if config.lora_rank else "")
         self._options = StateDictOptions(ignore_frozen_params=config.lora_rank > 0)
         decayed = decayed_parameters(model, config)
         matrices = matrices_of_layers(model, config)
@@ -134,22 +132,12 @@ class TorchEngine:
         return not_finite(dict(self.model.named_parameters()))
 
     def save(self, folder: Path, *, in_background: bool) -> Future[Any] | None:
-        state = self._state()
-        options: dict[str, Any] = {"checkpoint_id": str(folder), "no_dist": not dist.is_initialized()}
-        if not in_background:
-            state_dict_saver.save(state, **options)
-            return None
-        # Another process group than that of the training, whose collectives run at the same time.
-        writing = state_dict_saver.async_save(state, process_group=checkpoint_group(), **options)
-        assert isinstance(writing, Future)
-        return writing
+        return save_state(self._state(), folder, in_background=in_background)
 
     def load(self, folder: Path, *, weights_only: bool) -> None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self._state()
-        wanted = {"model": state["model"]} if weights_only else state
-        reader, no_dist = TensorReader(str(folder)), not dist.is_initialized()
-        state_dict_loader.load(wanted, storage_reader=reader, planner=TensorPlanner(), no_dist=no_dist)
+        load_state({"model": state["model"]} if weights_only else state, folder)
         _, moments = get_state_dict(self.model, self.optimizer, options=self._options)
         moments["state"] = state["optimizer"]
         set_state_dict(

@@ -11,18 +11,27 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 
-from .checkpoint import MODEL, damage_of, describe_base, difference_of_bases, read_description, reason_of, steps_in
+from .checkpoint import (
+    MODEL,
+    damage_of,
+    describe_base,
+    difference_of_bases,
+    read_description,
+    reason_of,
+    refuse_pickles,
+    steps_in,
+)
 from .config import TrainConfig
 from .model import add_lora, read_weights
 from .optimizer import decays
-from .safe_pickle import TensorPlanner, TensorReader, deepspeed_names
+from .safe_pickle import deepspeed_names
+from .state_files import load_state
 from .tokenization import load_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,6 +73,7 @@ def export(
         raise LigerDistError(f"{to} exists; give another folder with --to, or remove it.")
     path = _checkpoint(run, step, best=best)
     description = read_description(path)
+    refuse_pickles(path, description)
     model = _empty_model(path, description, base)
     try:
         weights = _weights(path, description, model)
@@ -226,13 +236,11 @@ def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, A
     format = description["format"]
     if not format.startswith("DeepSpeed"):
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        wanted = model.state_dict()
+        wanted: dict[str, Any] = model.state_dict()
         if description["lora"] is not None:
             wanted = {name: value for name, value in wanted.items() if name in trained}
-        state: dict[str, Any] = {"model": wanted}
-        state_dict_loader.load(state, storage_reader=TensorReader(str(path)), planner=TensorPlanner(), no_dist=True)
-        weights: dict[str, Any] = state["model"]
-        return weights
+        load_state({"model": wanted}, path)
+        return wanted
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
