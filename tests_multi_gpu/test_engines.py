@@ -25,7 +25,7 @@ from liger_dist_train.config import parse
 from liger_dist_train.data_loader import collate, find_tokenization, load_data
 from liger_dist_train.export import export
 from liger_dist_train.memory_plan import plan
-from liger_dist_train.model import check_wrap, find_config, shell
+from liger_dist_train.model import add_lora, check_wrap, find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
 from liger_dist_train.tokenization import load_tokenizer
@@ -265,6 +265,10 @@ POSITIONS = {"max_position_embeddings": 131072}
 LONG = {"num_hidden_layers": 4} | POSITIONS
 STATES_OF_8_BITS = ("--optimizer", "adamw_8bit", "--sequence_length", "4096", "--batch_size", "2")
 LEAN = ("--activation_checkpointing", "true", "--mlp_tile_tokens", "8192")
+MICRO = ("--strategy", "fsdp2", "--sequence_length", "4096")
+SIXTEEN = ("--global_batch_size", "32")
+"""16 micro-batches on two ranks"""
+LORA = ("--lora_rank", "16")
 SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
@@ -294,6 +298,15 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
         ({}, 2, ("--strategy", "fsdp2", *STATES_OF_8_BITS), 50.0),
         ({}, 2, ("--strategy", "fsdp2", *STATES_OF_8_BITS, "--float8", "tensorwise"), 49.9),
         ({"num_hidden_layers": 16}, 2, ("--strategy", "fsdp2", "--float8", "tensorwise"), 42.4),
+        ({"num_hidden_layers": 12}, 2, MICRO, 30.3),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *SIXTEEN), 36.1),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *SIXTEEN, "--accumulate_unsharded", "true"), 42.6),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *SIXTEEN, "--activation_checkpointing", "true"), 32.1),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *SIXTEEN, "--strategy", "fsdp1"), 37.1),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA), 10.5),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN), 10.5),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN, "--strategy", "fsdp1"), 18.9),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN, "--strategy", "ddp"), 15.6),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "65536"), 42.9),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "131072"), 48.8),
     ],
@@ -308,9 +321,11 @@ def test_a_dry_run_knows_what_was_measured(
     settings = LAUNCH / ("llama_8b_long.yaml" if "--sp" in options else "llama_8b.yaml")
     config = parse([str(settings), "--model", str(tmp_path / "config.json"), *options])
     model_config = find_config(config, 1)
-    plans = plan(config, parallel_dims_of(config, world_size), shell(config, model_config), model_config).plans
+    model = shell(config, model_config)
+    model = add_lora(model, config, has_weights=True) if config.lora_rank else model
+    plans = plan(config, parallel_dims_of(config, world_size), model, model_config).plans
     assert [p.head for p in plans] == (
-        ["gather", "vocab_parallel"] if "fsdp2" in options and world_size > 1 else ["gather"]
+        ["gather", "vocab_parallel"] if config.strategy == "fsdp2" and world_size > 1 else ["gather"]
     )
     found = plans[0] if config.lm_head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.03 if "--sp" in options else 0.08)

@@ -19,7 +19,7 @@ from test_sources import tokenizer as tokenizer
 
 import liger_dist
 from liger_dist_train.config import TrainConfig
-from liger_dist_train.fault_tolerance import check_weights, refuse_numbers
+from liger_dist_train.fault_tolerance import check_weights, describe_numbers, refuse_numbers
 from liger_dist_train.model import add_lora
 from liger_dist_train.optimizer import check_no_weight_decay
 from liger_dist_train.run import train
@@ -109,7 +109,7 @@ def test_nan_without_a_checkpoint_begins_again(texts: Path, tokenizer_folder: Pa
     with pytest.raises(liger_dist.LigerDistError, match="There is no checkpoint yet; begin again with a lower"):
         train(replace(config, steps=4, eval_every=100))
     with pytest.raises(liger_dist.LigerDistError, match="go on from the newest one, of step 3, with --resume true"):
-        refuse_numbers(5, float("nan"), float("nan"), [], [], 3)
+        refuse_numbers(describe_numbers(5, float("nan"), float("nan"), [], []), 3, 0)
     with pytest.raises(liger_dist.LigerDistError, match="go on from the newest one, of step 3, with --resume true"):
         check_weights(5, ["a"], None, lambda: 3)
     with pytest.raises(liger_dist.LigerDistError, match="There is no checkpoint yet"):

@@ -82,7 +82,10 @@ def test_steps_with_nan_are_skipped_and_counted(
 def test_a_moving_average_is_evaluated_saved_and_resumed(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "held_out.txt").write_text((data / "ast0.txt").read_text()[:3000])
     settings: dict[str, Any] = {"strategy": "fsdp2", "steps": 8, "ema_decay": 0.5, "eval_every": 4, "eval_batches": 0}
+    # Full weights stay after a forward, and must not be those of the average, or the other way round.
+    settings |= {"eval_data": [str(tmp_path / "held_out.txt")], "reshard_after_forward": False}
     whole = config_for(data, cache, tmp_path / "whole", **settings, checkpoint_every=4)
     workers_2.run(train, whole)
     rows = metrics_of(tmp_path / "whole")
@@ -97,7 +100,16 @@ def test_a_moving_average_is_evaluated_saved_and_resumed(
     assert [row["ema_eval_loss"] for row in again if "ema_eval_loss" in row] == [
         row["ema_eval_loss"] for row in rows if "ema_eval_loss" in row
     ]
-    assert again[-1]["ema_eval_loss"] != again[-1]["eval_loss"]
+    for ema, entry in ((False, "eval_loss"), (True, "ema_eval_loss")):
+        export(tmp_path / "whole", tmp_path / entry, step=None, ema=ema)
+        exported = config_for(
+            data, cache, tmp_path / "exported", **settings, model=str(tmp_path / entry), eval_only=True
+        )
+        train(replace(exported, strategy="none", ema_decay=0.0, reshard_after_forward=True))
+        loss = json.loads((tmp_path / "exported" / "eval.json").read_text())["eval_loss"]
+        assert loss == pytest.approx(again[-1][entry], abs=1e-5)
+    with pytest.raises(liger_dist.LigerDistError, match="has no moving average; train with --ema_decay"):
+        export(tmp_path / "plain", tmp_path / "none", step=None, ema=True)
 
 
 def test_the_average_is_that_of_its_definition() -> None:

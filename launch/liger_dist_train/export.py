@@ -50,21 +50,31 @@ def main(arguments: list[str]) -> None:
     chosen.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
     parser.add_argument("--base", type=Path, help="LoRA: where the pretrained model is now; default: where it was")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights, by --ema_decay")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args(arguments)
     to = options.to or options.run / "exported"
-    step = export(options.run, to, step=options.step, best=options.best, dtype=options.dtype, base=options.base)
+    settings = {name: getattr(options, name) for name in ("step", "best", "dtype", "base", "ema")}
+    step = export(options.run, to, **settings)
     print(f"written to {to}: step {step} of {options.run}, in {options.dtype}")
 
 
 def export(
-    run: Path, to: Path, *, step: int | None, best: bool = False, dtype: str = "float32", base: Path | None = None
+    run: Path,
+    to: Path,
+    *,
+    step: int | None,
+    best: bool = False,
+    dtype: str = "float32",
+    base: Path | None = None,
+    ema: bool = False,
 ) -> int:
     """Writes config, weights and tokenizer of a run's checkpoint into ``to``, LoRA layers merged; returns its step.
 
     Args:
         best: the checkpoint with the lowest held-out loss, instead of the newest one.
         base: folder of the pretrained model under LoRA layers; default: that of the run.
+        ema: the moving average of the weights instead of the weights.
 
     Raises:
         LigerDistError: there is no such complete checkpoint, ``to`` exists, or the base is not that of the run.
@@ -74,9 +84,11 @@ def export(
     path = _checkpoint(run, step, best=best)
     description = read_description(path)
     refuse_pickles(path, description)
+    if ema and not description.get("ema"):
+        raise LigerDistError(f"--ema is given and {path} has no moving average; train with --ema_decay 0.999.")
     model = _empty_model(path, description, base)
     try:
-        weights = _weights(path, description, model)
+        weights = _weights(path, description, model, "ema" if ema else "model")
     except LigerDistError:
         raise
     except (Exception, CheckpointException) as error:
@@ -231,7 +243,7 @@ def _newest_complete(folder: Path, listed: list[str]) -> Path:
     raise LigerDistError(f"no checkpoint in {folder} is complete, the newest {listed[-1]} ({damages[0]}). Repair one.")
 
 
-def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, Any]:
+def _weights(path: Path, description: dict[str, Any], model: Any, entry: str) -> dict[str, Any]:
     """Reads the weights by parameter name, in fp32."""
     format = description["format"]
     if not format.startswith("DeepSpeed"):
@@ -239,7 +251,9 @@ def _weights(path: Path, description: dict[str, Any], model: Any) -> dict[str, A
         wanted: dict[str, Any] = model.state_dict()
         if description["lora"] is not None:
             wanted = {name: value for name, value in wanted.items() if name in trained}
-        load_state({"model": wanted}, path)
+        # An average has one name of tied weights.
+        names = dict(model.named_parameters()).keys() if entry == "ema" else wanted.keys()
+        load_state({entry: {name: value for name, value in wanted.items() if name in names}}, path)
         return wanted
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

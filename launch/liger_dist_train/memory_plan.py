@@ -18,11 +18,12 @@ from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, he
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
 from .model import FULL_FIRST
+from .optimizer import matrices_of_layers
 from .parallel_dims import ParallelDims
 
 FP32 = 4
-STATES = {"adamw": 2 * FP32, "adamw_8bit": 2}
-"""bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out"""
+STATES = {"adamw": 2 * FP32, "adamw_8bit": 2, "muon": 2 * FP32}
+"""bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out, and Muon has one moment"""
 GATHERED_LAYERS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
@@ -133,6 +134,10 @@ class Held:
     frozen: int
     """numbers under LoRA"""
     frozen_bytes: int
+    matrices: int = 0
+    """numbers that Muon trains"""
+    flat: int = 0
+    """numbers of layers that train, frozen ones included: FSDP1 has one gradient of each such layer"""
 
     @classmethod
     def of(cls, module: nn.Module, strategy: str) -> Held:
@@ -155,8 +160,14 @@ def _plan(
     # Each rank of a sequence-parallel group has a shard of the tokens.
     a = replace(config, sequence_length=-(-config.sequence_length // dims.sequence_parallel))
     size = FP32 if a.dtype == "float32" else 2
-    held = Held.of(model, dims.strategy)
-    layer = max((Held.of(module, dims.strategy) for module in structure.layers), key=lambda found: found.numbers)
+    layers = [Held.of(module, dims.strategy) for module in structure.layers]
+    layer = max(layers, key=lambda found: found.numbers)
+    of_muon = matrices_of_layers(model, config)
+    held = replace(
+        Held.of(model, dims.strategy),
+        matrices=sum(parameter.numel() for name, parameter in model.named_parameters() if name in of_muon),
+        flat=sum(found.numbers for found in layers if found.trained and found.frozen),
+    )
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     stored = _stored(a, dims, held, layer, weight, size)
     if dims.holds_unsharded_gradients(config):
@@ -193,10 +204,11 @@ def _plan(
 
 
 def _of_lora(a: TrainConfig, layer: nn.Module) -> int:
-    """Counts the numbers that LoRA layers keep of each token: what is between their two matrices, and with dropout
-    their input."""
-    downs = [module for name, module in layer.named_modules() if isinstance(module, nn.Linear) and ".lora_A." in name]
-    return sum(down.out_features + (down.in_features if a.lora_dropout else 0) for down in downs)
+    """Counts the numbers that LoRA layers keep of each token: what is between their two matrices; with dropout their
+    input, and without it that of the MLP's last product, which is computed again where no LoRA layer needs it."""
+    downs = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and ".lora_A." in name}
+    kept = {name: "down_proj." in name and (a.layer_kernels or a.compile) for name in downs}
+    return sum(m.out_features + (m.in_features if a.lora_dropout or kept[name] else 0) for name, m in downs.items())
 
 
 def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int) -> MemoryPlan:
@@ -205,8 +217,9 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
     Args:
         embedding: weight of the input embedding.
     """
-    states, numbers = STATES[a.optimizer], held.trained
-    empty = MemoryPlan("", numbers * FP32 + held.frozen_bytes, numbers * states, numbers * FP32, 0, 0, 0, 0, 0)
+    numbers = held.trained
+    states = numbers * (STATES[a.optimizer] + (FP32 if a.ema_decay else 0)) - held.matrices * FP32
+    empty = MemoryPlan("", numbers * FP32 + held.frozen_bytes, states, numbers * FP32, 0, 0, 0, 0, 0)
     if dims.strategy == "deepspeed":
         return _zero(a, dims, held, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
@@ -222,8 +235,8 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
         return replace(
             empty,
             parameters=share * FP32 + -(-held.frozen_bytes // dims.parameter_shards),
-            optimizer=share * states,
-            gradients=share * FP32,
+            optimizer=-(-states // dims.parameter_shards),
+            gradients=max(share, held.flat // dims.parameter_shards if dims.strategy == "fsdp1" else 0) * FP32,
             buffers=buffers,
         )
     # Autocast keeps the weights in bf16 through a forward.

@@ -29,9 +29,11 @@ from liger_dist import (
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
+from .optimizer import clean
 from .options import PRESETS
 from .parallel_dims import ParallelDims
 
+LOADED_AT_ONCE = 2**30
 FULL_FIRST = ("fsdp1", "deepspeed")
 """strategies that take pretrained weights as a full model, which every rank reads in fp32, the frozen base of LoRA
 included: FSDP1 puts frozen and trained parameters of a layer into one tensor of one dtype, and DeepSpeed casts them
@@ -296,11 +298,32 @@ def read_model(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def load_pretrained(model: nn.Module, read: Callable[[], nn.Module]) -> None:
-    """Calls ``read`` on rank 0, and copies the state of the model that it returns to the shards of every rank."""
+    """Calls ``read`` on rank 0, and copies the state of the model that it returns to the shards of every rank.
+
+    Torch holds the shards of all that it is given a second time: it gets :data:`LOADED_AT_ONCE` bytes after another.
+
+    Raises:
+        LigerDistError: the model that was read has no value for a parameter.
+    """
     weights: dict[str, Any] = {}
-    on_rank_zero(lambda: weights.update(read().state_dict()))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
-    set_model_state_dict(model, weights, options=options)
+
+    def names() -> list[list[str]]:
+        weights.update(read().state_dict())
+        groups, size = [list[str]()], 0
+        for name, value in weights.items():
+            if size > LOADED_AT_ONCE:
+                groups, size = [*groups, []], 0
+            groups[-1].append(name)
+            size += value.numel() * value.element_size()
+        return groups
+
+    groups = on_rank_zero(names)
+    missing = {clean(name) for name, _ in model.named_parameters()}.difference(*groups)
+    if missing:
+        raise LigerDistError(f"the weights that were read have no {min(missing)}; report this with the model.")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1, strict=False)
+    for group in groups:
+        set_model_state_dict(model, {name: weights.pop(name) for name in group if name in weights}, options=options)
 
 
 @contextmanager
