@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,20 +107,8 @@ class TorchEngine:
         self.optimizer.zero_grad()
 
     def averaged(self) -> AbstractContextManager[Any] | None:
-        return None if self._ema is None else self._averaged(self._ema)
-
-    @contextmanager
-    def _averaged(self, ema: Ema) -> Iterator[None]:
-        # FSDP2 keeps the full weights of its root after a forward without a backward.
-        self._reshard()
-        with ema.swapped():
-            yield
-            self._reshard()
-
-    def _reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        # liger_dist.wrap reshards after calls without gradients: no full weights stay that the average would not change.
+        return None if self._ema is None else self._ema.swapped()
 
     def broken_gradients(self) -> list[str]:
         if isinstance(self.model, FullyShardedDataParallel):
