@@ -107,7 +107,7 @@ class TorchEngine:
         self.optimizer.zero_grad()
 
     def averaged(self) -> AbstractContextManager[Any] | None:
-        # liger_dist.wrap reshards after calls without gradients: no full weights stay that the average would not change.
+        # liger_dist.wrap reshards after calls without gradients: no full weights stay beside the average.
         return None if self._ema is None else self._ema.swapped()
 
     def broken_gradients(self) -> list[str]:
