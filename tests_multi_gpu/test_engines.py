@@ -26,6 +26,7 @@ from liger_dist_train.data_loader import collate, find_tokenization, load_data
 from liger_dist_train.export import export
 from liger_dist_train.memory_plan import plan
 from liger_dist_train.model import add_lora, check_wrap, find_config, shell
+from liger_dist_train.options import PRESETS
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
 from liger_dist_train.tokenization import load_tokenizer
@@ -265,6 +266,8 @@ POSITIONS = {"max_position_embeddings": 131072}
 LONG = {"num_hidden_layers": 4} | POSITIONS
 STATES_OF_8_BITS = ("--optimizer", "adamw_8bit", "--sequence_length", "4096", "--batch_size", "2")
 LEAN = ("--activation_checkpointing", "true", "--mlp_tile_tokens", "8192")
+SHAPE_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+OF_160M = dict(zip(SHAPE_NAMES, PRESETS["160m"], strict=True)) | {"vocab_size": 2000, "head_dim": 64}
 MICRO = ("--strategy", "fsdp2", "--sequence_length", "4096")
 SIXTEEN = ("--global_batch_size", "32")
 """16 micro-batches on two ranks"""
@@ -306,7 +309,9 @@ SMALL = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192,
         ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA), 10.5),
         ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN), 10.5),
         ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN, "--strategy", "fsdp1"), 18.9),
+        ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN, "--activation_checkpointing", "true"), 6.4),
         ({"num_hidden_layers": 12}, 2, (*MICRO, *LORA, *SIXTEEN, "--strategy", "ddp"), 15.6),
+        (OF_160M, 2, ("--strategy", "fsdp2", "--sequence_length", "1024", "--batch_size", "8"), 2.67),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "65536"), 42.9),
         (POSITIONS, 2, ("--strategy", "fsdp2", "--sp", "2", "--sequence_length", "131072"), 48.8),
     ],

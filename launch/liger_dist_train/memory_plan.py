@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
+from liger_dist.fused_layers.recompute import MIN_BYTES
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
@@ -24,6 +25,8 @@ from .parallel_dims import ParallelDims
 FP32 = 4
 STATES = {"adamw": 2 * FP32, "adamw_8bit": 2, "muon": 2 * FP32}
 """bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out, and Muon has one moment"""
+AUTOCAST = ("none", "ddp", "tp")
+"""strategies without a compute dtype of their own"""
 GATHERED_LAYERS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
@@ -176,7 +179,8 @@ def _plan(
         stored = replace(stored, accumulated=stored.gradients)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
     layer_needs = needs_of_a_layer(a, dims.strategy, text)
-    layer_needs = replace(layer_needs, kept=layer_needs.kept + T * size * _of_lora(a, structure.layers[0]))
+    of_lora = _of_lora(a, structure.layers[0], D, under_autocast=dims.strategy in AUTOCAST)
+    layer_needs = replace(layer_needs, kept=layer_needs.kept + T * size * of_lora)
     kept = (0 if a.offload_checkpoints else T * D * size) if a.activation_checkpointing else layer_needs.kept
     shapes = HeadShapes(
         tokens=T,
@@ -191,7 +195,7 @@ def _plan(
     cost = head_costs(shapes)[head]
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
-    loss = cost.held_bytes if a.fused_loss else 3 * T * structure.vocab_size * FP32
+    loss = _at_the_head(a, dims, structure, head, cost.held_bytes, layer.numbers * size)
     computed_again = layer_needs.kept if a.activation_checkpointing else 0
     return replace(
         stored,
@@ -203,12 +207,30 @@ def _plan(
     )
 
 
-def _of_lora(a: TrainConfig, layer: nn.Module) -> int:
-    """Counts the numbers that LoRA layers keep of each token: what is between their two matrices; with dropout their
-    input, and without it that of the MLP's last product, which is computed again where no LoRA layer needs it."""
-    downs = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and ".lora_A." in name}
-    kept = {name: "down_proj." in name and (a.layer_kernels or a.compile) for name in downs}
-    return sum(m.out_features + (m.in_features if a.lora_dropout or kept[name] else 0) for name, m in downs.items())
+def _at_the_head(
+    a: TrainConfig, dims: ParallelDims, structure: Structure, head: str, held_bytes: int, layer_bytes: int
+) -> int:
+    """Plans what lm_head holds: of its weight, and of the logits."""
+    weight = structure.head.weight
+    in_bytes = weight.numel() * (FP32 if a.dtype == "float32" else 2)
+    if not a.fused_loss:
+        return 3 * a.batch_size * a.sequence_length * structure.vocab_size * FP32
+    if "fsdp" not in dims.strategy and weight.dtype != torch.float32:
+        # Frozen in the compute dtype already.
+        return held_bytes - in_bytes
+    if dims.strategy == "fsdp2" and dims.parameter_shards > 1 and head == "gather" and not structure.tied:
+        # FSDP2 copies out of what it all-gathers into, and frees that of the last layer with the next one.
+        return max(held_bytes, 2 * in_bytes + layer_bytes)
+    return held_bytes
+
+
+def _of_lora(a: TrainConfig, layer: nn.Module, hidden_size: int, *, under_autocast: bool) -> int:
+    """Counts the numbers that LoRA layers keep of each token: what is between their two matrices; with dropout, or
+    where their fp32 weights are under autocast, a copy of their input, which the frozen product does not keep."""
+    downs = [module for name, module in layer.named_modules() if isinstance(module, nn.Linear) and ".lora_A." in name]
+    is_cast = under_autocast and a.dtype == "bfloat16"
+    copies = sum(down.in_features for down in downs) if is_cast or a.lora_dropout else 0
+    return sum(down.out_features for down in downs) + copies - (2 * hidden_size if is_cast and downs else 0)
 
 
 def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int) -> MemoryPlan:
@@ -295,7 +317,7 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     # Attention of full sequences keeps its output, and the product after it that of this rank's tokens.
     outputs = 2 if (a.sp or 1) > 1 else 1
     numbers = (1 + outputs) * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
-    if size == 2 and strategy in ("none", "ddp", "tp"):
+    if size == 2 and strategy in AUTOCAST:
         # Under autocast the residual stream is fp32, and products get copies in bf16.
         numbers += 4 * D
     square = a.batch_size * S * S
@@ -315,10 +337,13 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
 
 def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
     """Counts the numbers that norms and MLP keep of each token, with the residual stream's two."""
-    if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < a.batch_size * a.sequence_length:
+    tokens, size = a.batch_size * a.sequence_length, FP32 if a.dtype == "float32" else 2
+    if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < tokens:
         return 2 * D
-    if a.layer_kernels or a.compile or a.float8:
+    if a.compile or a.float8 or (a.layer_kernels and tokens * D * size >= MIN_BYTES):
         # Norms and the activation keep their inputs alone.
         return 2 * D + 2 * F
+    if a.layer_kernels:
+        return 4 * D + 3 * F
     # Each norm: its input in fp32, normalised, and scaled; the MLP: gate, its activation, up, and their product.
     return 2 * D + 2 * 4 * D + 4 * F
