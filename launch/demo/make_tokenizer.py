@@ -31,9 +31,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> None:
+def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> int:
     """Trains a byte-level BPE (Sennrich et al. 2016; on bytes as GPT-2) and writes it to ``folder``, completely or not
-    at all.
+    at all; returns its number of entries.
 
     Raises:
         LigerDistError: ``folder`` exists or cannot be written, or the data cannot be read.
@@ -53,6 +53,7 @@ def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.chat_template = CHAT_TEMPLATE
     write_folder(folder, fast.save_pretrained)
+    return len(fast)
 
 
 def _texts(data: list[str]) -> Iterator[str]:
@@ -84,8 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.vocab_size < 260:
         parser.error(f"--vocab_size is {options.vocab_size}; expected at least 260, bytes and special tokens")
-    train_tokenizer(options.data, options.vocab_size, options.folder)
-    print(f"written to {options.folder}: a tokenizer of at most {options.vocab_size} entries")
+    count = train_tokenizer(options.data, options.vocab_size, options.folder)
+    print(f"written to {options.folder}: a tokenizer of {count} entries, of at most {options.vocab_size}")
 
 
 if __name__ == "__main__":

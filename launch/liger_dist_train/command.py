@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 HELP = """usage: liger-dist COMMAND ...
@@ -46,12 +47,14 @@ def run(arguments: Sequence[str]) -> int:
     """Runs ``python -m liger_dist_train``: one of :data:`COMMANDS`, by default ``train``."""
     given = list(arguments)
     command = given.pop(0) if given and given[0] in COMMANDS else "train"
-    if command in HELPS and any(name in given for name in ("-h", "--help", "--help-all")):
-        HELPS[command]("--help-all" in given)
-        return 0
     # torchao's words on kernels that it was not built with, which no run uses, and torch's on torchao's classes.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Torch's words on checkpoints of one process.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    if command in HELPS and any(name in given for name in ("-h", "--help", "--help-all")):
+        HELPS[command]("--help-all" in given)
+        return 0
     from .fault_tolerance import run as guarded
 
     guarded(lambda: COMMANDS[command](given))

@@ -229,6 +229,8 @@ class TrainConfig(TrainOptions):
             least = MINIMA.get(name)
             if least is not None and value < least:
                 expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
+                if name == "eval_every":
+                    expected += "; --eval_fraction 0 trains without evaluations"
                 raise LigerDistError(f"--{name} is {value}; expected {expected}.")
         for name in ("adam_beta1", "adam_beta2", "eval_fraction", "lora_dropout", "ema_decay"):
             if getattr(self, name) >= 1:

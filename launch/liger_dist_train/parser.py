@@ -75,10 +75,13 @@ def help_text(kind: type[Any], command: str, *, is_whole: bool) -> str:
     fields, hints, defaults = {field.name: field for field in dataclasses.fields(kind)}, get_type_hints(kind), kind()
     lines = [f"usage: {command} [FILE.yaml] [--name value ...]", "", str(kind.__doc__).splitlines()[0]]
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    # A command whose options are in another order has no sections.
+    has_sections = list(sections_of(kind)) == list(FIRST_OF_SECTION.values())
+    lines += [""] if is_whole and not has_sections else []
     for section, names in sections_of(kind).items():
         shown = [name for name in names if is_whole or name in BASIC]
         if is_whole or section == "model":
-            lines += ["", f"{section}:"] if is_whole else [""]
+            lines += ["", f"{section}:"] if is_whole and has_sections else [""] * (not is_whole)
         for name in shown:
             says = _kind_text(hints[name]) + fields[name].metadata["help"] + _default_text(getattr(defaults, name))
             lines += textwrap.wrap(f"  --{name:<24} {says}", width, subsequent_indent=" " * 29)
@@ -166,6 +169,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     kind = _without_none(hint)
     if get_origin(kind) is list:
         several = value if isinstance(value, list) else [value]
+        if None in several:
+            _refuse(f"--{name} has an empty entry: {several}; expected a value for each.")
         return [_value(name, one, get_args(kind)[0]) for one in several]
     if get_origin(kind) is Literal:
         if value not in get_args(kind):

@@ -63,10 +63,10 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     config = with_local_models(config)
     is_restarted = goes_on(folder)
     resume = is_restarted or config.resume
-    if not resume and not config.overwrite and not config.eval_only:
-        on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
     check_trackers(config)
     check_schedule(config)
+    if not resume and not config.overwrite and not config.eval_only:
+        on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
     check_sources(config)
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(config)
@@ -149,6 +149,7 @@ def _run(
     begin(folder)
     trainer.data_state = trainer.data.state()
     on_rank_zero(lambda: write_text(folder / "config.yaml", to_yaml(config)))
+    _say(f"all options: {folder / 'config.yaml'}")
     write_counts(trainer, trainer.data_states())
     metrics = Metrics(folder, config, trainer.num_steps, first_step)
     with closing(metrics):
@@ -362,7 +363,7 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
     micro_batches = dims.micro_batches(config, size)
     _say(
-        f"{changes_text(resolved)}\nall options: {Path(config.output_dir) / 'config.yaml'}\n{dims}, {config.dtype}; "
+        f"{changes_text(config)}\n{dims}, {config.dtype}; "
         f"a step is {size} sequences of {config.sequence_length} tokens: "
         f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
     )
