@@ -285,13 +285,14 @@ def stop_launcher() -> None:
     """Ends the torchrun that started this process, which would start it again; nothing without torchrun.
 
     Torchrun handles no signal while it waits for a store that does not answer: it is killed where it has not ended
-    after :data:`KILL_AFTER` seconds.
+    after :data:`KILL_AFTER` seconds, with the processes that it started, which nothing else would end.
     """
     if launcher() is None:
         return
     parent = os.getppid()
     began = f"cut -d' ' -f22 /proc/{parent}/stat"
-    script = f'was=$({began}); sleep {KILL_AFTER}; [ "$({began})" = "$was" ] && kill -9 {parent}'
+    kill = f"kill -9 {parent} $(cat /proc/{parent}/task/*/children)"
+    script = f'was=$({began}); sleep {KILL_AFTER}; [ "$({began})" = "$was" ] && {kill}'
     quiet = subprocess.DEVNULL
     subprocess.Popen(["sh", "-c", script], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     os.kill(parent, signal.SIGTERM)

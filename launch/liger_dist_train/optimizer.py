@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import AdamW, Muon, Optimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -93,16 +93,58 @@ def make_optimizer(
     return AdamW(list(groups.values()), **settings)
 
 
-class MuonAndAdamW(Optimizer):
-    """Muon (Jordan et al. 2024) for matrices, AdamW for the other parameters. Muon's update has the size of AdamW's
-    (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that both have one learning rate and weight decay.
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+"""coefficients of the quintic iteration, by Jordan et al."""
 
-    torch's Muon computes on shards by DTensor: each of its products all-gathers.
+
+class ShardedMuon(Optimizer):
+    """Muon (Jordan et al. 2024), whose update has the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
+    Training"): the same as ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")``. Of a sharded matrix it all-gathers the
+    update once, and every rank makes it orthogonal; torch's, on DTensors, all-gathers for each product of the
+    iteration.
     """
 
+    def __init__(self, params: list[dict[str, Any]], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonal(parameter.grad.lerp(average, group["momentum"]))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Computes the nearest matrix with orthonormal rows or columns, ``[M, N]`` as the given one, about: by a
+    Newton-Schulz iteration in bf16 (Jordan et al. 2024), on every rank alike."""
+    a, b, c = NEWTON_SCHULZ
+    full = (matrix.full_tensor() if isinstance(matrix, DTensor) else matrix).bfloat16()
+    wide = full.T if full.shape[0] > full.shape[1] else full
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    found = (wide.T if full.shape[0] > full.shape[1] else wide).to(matrix.dtype)
+    if not isinstance(matrix, DTensor):
+        return found
+    replicated = DTensor.from_local(found, matrix.device_mesh, [Replicate()] * matrix.device_mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=matrix.placements)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon for matrices, AdamW for the other parameters, with one learning rate and weight decay."""
+
     def __init__(self, of_muon: list[dict[str, Any]], of_adamw: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-        muon = Muon(of_muon, lr=settings["lr"], adjust_lr_fn="match_rms_adamw")
-        self._parts: list[Optimizer] = [muon, AdamW(of_adamw, **settings)]
+        self._parts: list[Optimizer] = [ShardedMuon(of_muon, settings["lr"]), AdamW(of_adamw, **settings)]
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": settings["lr"]})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
