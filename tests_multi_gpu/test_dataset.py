@@ -338,7 +338,7 @@ def test_streams_of_all_ranks_hold_every_document_once(
     config = short(many, tokenizer_folder, tmp_path, streaming=True, shuffle_window=20)
     first_epoch: Counter[int] = Counter()
     tokenization = replace(find_tokenization(config), vocab_size=300)
-    options: dict[str, Any] = {"sequence_length": 64, "window": 20, "seed": 0, "size": 2}
+    options: dict[str, Any] = {"sequence_length": 64, "truncate": False, "window": 20, "seed": 0, "size": 2}
     states = []
     for rank in range(2):
         stream = StreamedData([find_source(str(many))], None, tokenization, tmp_path / "cache", rank=rank, **options)

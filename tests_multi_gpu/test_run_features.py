@@ -7,8 +7,10 @@ import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from liger_dist_train.config import TrainConfig
 from liger_dist_train.data_loader import find_tokenization, load_data
 from liger_dist_train.dataset import Piece
 from liger_dist_train.export import export
+from liger_dist_train.fault_tolerance import bytes_begun
 from liger_dist_train.hub import dataset_name
 from liger_dist_train.optimizer import (
     Ema,
@@ -65,15 +68,18 @@ def train_with_broken_steps(config: TrainConfig) -> None:
 def test_steps_with_nan_are_skipped_and_counted(
     strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    config = config_for(
-        data, cache, tmp_path / "run", strategy=strategy, steps=8, max_skipped_steps=2, checkpoint_every=4
-    )
+    settings: dict[str, Any] = {"steps": 8, "max_skipped_steps": 2, "checkpoint_every": 4}
+    config = config_for(data, cache, tmp_path / "run", strategy=strategy, **settings)
     run = train_with_broken_steps if strategy == "none" else functools.partial(workers_2.run, train_with_broken_steps)
     run(config)
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows if "loss" not in row] == [*SKIPPED]
     assert [row.get("skipped_steps") for row in rows if "loss" not in row] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in rows if "loss" in row)
+    if strategy == "none":
+        # Whatever the steps between lines.
+        train_with_broken_steps(replace(config, log_every=100, output_dir=str(tmp_path / "few")))
+        assert [row["step"] for row in metrics_of(tmp_path / "few") if "skipped_steps" in row] == [*SKIPPED]
     assert math.isfinite(rows[-1]["eval_loss"])
     if strategy == "none":
         assert "the loss of step 4 is not finite" in capsys.readouterr().out
@@ -107,6 +113,12 @@ def test_a_moving_average_is_evaluated_saved_and_resumed(
     assert [row["ema_eval_loss"] for row in again if "ema_eval_loss" in row] == [
         row["ema_eval_loss"] for row in rows if "ema_eval_loss" in row
     ]
+    alone = {"strategy": "none", "reshard_after_forward": True, "eval_only": True, "resume": True}
+    for ema_decay, entries in ((0.5, {"eval_loss", "ema_eval_loss"}), (0.0, {"eval_loss"})):
+        train(replace(whole, **alone, ema_decay=ema_decay))
+        found = json.loads((tmp_path / "whole" / "eval.json").read_text())
+        assert found.keys() == {"step", *entries}
+        assert {entry: found[entry] for entry in entries} == pytest.approx({e: again[-1][e] for e in entries}, abs=1e-5)
     for ema, entry in ((False, "eval_loss"), (True, "ema_eval_loss")):
         export(tmp_path / "whole", tmp_path / entry, step=None, ema=ema)
         exported = config_for(
@@ -225,8 +237,14 @@ def test_prompts_are_continued_as_the_exported_model_does(
         data, cache, tmp_path / "run", strategy=strategy, steps=4, sample_prompts=prompts, sample_tokens=6, eval_every=4
     )
     (train if strategy == "none" else functools.partial(workers_2.run, train))(config)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    rows = samples_of(tmp_path / "run")
     assert [(row["step"], row["prompt"]) for row in rows] == [(step, p) for step in (1, 4) for p in prompts]
+    if strategy == "none":
+        # Neither twice after a resumed run, nor those of another run.
+        train(replace(config, resume=True, resume_step=4, steps=5))
+        assert [row["step"] for row in samples_of(tmp_path / "run")] == [1, 1, 4, 4, 5, 5]
+        train(replace(config, overwrite=True))
+        assert samples_of(tmp_path / "run") == rows
     export(tmp_path / "run", tmp_path / "exported", step=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -234,6 +252,25 @@ def test_prompts_are_continued_as_the_exported_model_does(
         ids = tokenizer(row["prompt"], return_tensors="pt")
         found = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
         assert tokenizer.decode(found, skip_special_tokens=True) == row["text"]
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_shares_of_a_stream_count_what_is_left_of_cut_conversations(cache: Path, tmp_path: Path) -> None:
+    turns = [("user", "why"), ("assistant", "because " * 500)]
+    row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "long.jsonl").write_text(f"{row}\n" * 50)
+    (tmp_path / "short.jsonl").write_text(
+        "".join(json.dumps({"text": f"def f{i}(): pass"}) + "\n" for i in range(2000))
+    )
+    settings: dict[str, Any] = {"streaming": True, "truncate": True, "steps": 20, "shuffle_window": 16, **ALONE}
+    config = config_for(tmp_path / "short.jsonl", cache, tmp_path / "run", **settings, eval_fraction=0.0)
+    train(replace(config, data=[*config.data, str(tmp_path / "long.jsonl")], data_weights=[0.5, 0.5]))
+    sources = json.loads((tmp_path / "run" / "data.json").read_text())["sources"]
+    tokens = [source["tokens"] for source in sources]
+    assert tokens[1] / sum(tokens) == pytest.approx(0.5, abs=0.02), tokens
 
 
 def chats(folder: Path) -> Path:
@@ -367,7 +404,7 @@ def test_splits_and_subsets_are_those_of_datasets(data: Path, cache: Path, tmp_p
         documents(f"{folder},poems")
 
 
-def test_names_of_datasets(tmp_path: Path) -> None:
+def test_names_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     names = {
         "org/name": ("org/name", None, None, "train"),
@@ -379,7 +416,11 @@ def test_names_of_datasets(tmp_path: Path) -> None:
         f"{tmp_path}/b": None,
         "chats.jsonl": None,
         "data/chats.jsonl": None,
+        "data/chats.jsonl.gz": None,
+        # In a folder that is here.
+        "launch/chats": None,
     }
+    monkeypatch.chdir(ROOT)
     assert {name: None if (found := dataset_name(name)) is None else tuple(found) for name in names} == names
 
 
@@ -400,6 +441,25 @@ with watchdog.watching():
                 file.write(bytes(1000))
 print("done")
 """
+
+
+def test_a_checkpoint_that_vanishes_is_no_error(tmp_path: Path) -> None:
+    """It gets its name, or is removed, while its files are counted."""
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            (tmp_path / "step-00000001.partial" / "model").mkdir(parents=True)
+            (tmp_path / "step-00000001.partial" / "model" / "file").write_bytes(bytes(10))
+            shutil.rmtree(tmp_path / "step-00000001.partial")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {bytes_begun(tmp_path) for _ in range(3000)} <= {0, 10}
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("how", ["grows", "stays"])

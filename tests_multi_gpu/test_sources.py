@@ -384,7 +384,7 @@ def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: folder / "none.txt", "does not exist; give a file or folder on this machine"),
+        (lambda folder: folder / "none.txt", "does not exist; give a file or a folder, or a dataset of the hub as"),
         (lambda folder: folder, "holds no data"),
         (lambda folder: write(folder / "a.xyz", "text"), "is of an unknown kind"),
         (lambda folder: write(folder / "a.txt", ""), "is empty"),

@@ -243,7 +243,8 @@ class Checkpoints:
             if found.get(name) != value:
                 raise LigerDistError(
                     f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
-                    "the same model, tokenizer and seed, or choose another --output_dir."
+                    f"the same model, tokenizer and seed{', with --ema_decay or without' * (name == 'ema')}, or choose "
+                    "another --output_dir."
                 )
 
 

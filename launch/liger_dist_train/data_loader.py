@@ -96,6 +96,8 @@ class CachedData:
         paths = [source.counts["source"] for source in self._sources]
         lasts = [Path(path).name for path in paths]
         names = [last if lasts.count(last) == 1 else path for last, path in zip(lasts, paths, strict=True)]
+        # A source may be given twice.
+        names = [f"{name} {i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
         return {name: CachedData([source], self._split, 0) for name, source in zip(names, self._sources, strict=True)}
 
     def in_order(self, first: int, count: int) -> list[list[Piece]]:

@@ -125,7 +125,8 @@ class TorchEngine:
     def load(self, folder: Path, *, weights_only: bool) -> None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self._state()
-        load_state({"model": state["model"]} if weights_only else state, folder)
+        entries = ("model", "ema") if weights_only else state.keys()
+        load_state({name: state[name] for name in entries if name in state}, folder)
         _, moments = get_state_dict(self.model, self.optimizer, options=self._options)
         moments["state"] = state["optimizer"]
         set_state_dict(

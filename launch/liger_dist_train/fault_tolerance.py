@@ -374,10 +374,11 @@ class Watchdog:
 def bytes_begun(folder: Path) -> int:
     """Counts the bytes of checkpoints that are being written."""
     found = 0
-    for file in folder.glob("*.partial/**/*"):
-        # It may get another name, or be removed.
-        with suppress(OSError):
-            found += file.stat().st_size
+    # Of folders that get another name meanwhile, or are removed, os.walk lists nothing.
+    for place, _, files in os.walk(folder):
+        for file in files if ".partial" in place else ():
+            with suppress(OSError):
+                found += os.stat(os.path.join(place, file)).st_size
     return found
 
 

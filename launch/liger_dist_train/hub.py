@@ -13,7 +13,8 @@ from .config import TrainConfig
 from .distributed import gathered, on_rank_zero
 from .options import PRESETS, is_hub_name
 
-FILES_OF_A_MODEL = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+FILES_OF_A_MODEL = ["*.json", "*.model", "*.txt", "*.jinja"]
+WEIGHTS = "*.safetensors"
 DATASET = re.compile(r"(?P<path>[^:,]+?)(@(?P<revision>[\w.-]+))?(,(?P<subset>[^:,]+))?(:(?P<split>[^:,]+))?")
 OPTIONS = ("model", "tokenizer", "teacher")
 
@@ -77,7 +78,10 @@ def with_local_models(config: TrainConfig) -> TrainConfig:
     on_rank_zero(lambda: _refuse_caches({option: name for option, name in names.items() if name is not None}))
     named = {option: name for option, name in names.items() if name not in (None, *PRESETS) and is_hub_name(name)}
     named = on_rank_zero(lambda: {option: name for option, name in named.items() if not Path(name).exists()})
-    folders = on_rank_zero(lambda: {option: str(_snapshot(option, name)) for option, name in named.items()})
+    with_weights = () if config.dry_run else ("model", "teacher")
+    folders = on_rank_zero(
+        lambda: {option: str(_snapshot(option, name, option in with_weights)) for option, name in named.items()}
+    )
     unseen = [rank for rank, seen in enumerate(gathered([Path(f).is_dir() for f in folders.values()])) if not all(seen)]
     if unseen:
         raise LigerDistError(
@@ -87,18 +91,24 @@ def with_local_models(config: TrainConfig) -> TrainConfig:
     return replace(config, **cast(dict[str, Any], folders))
 
 
-def _snapshot(option: str, name: str) -> Path:
+def _snapshot(option: str, name: str, has_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     path, _, revision = name.partition("@")
-    files = [file for file in FILES_OF_A_MODEL if option != "tokenizer" or file != "*.safetensors"]
+    files = [*FILES_OF_A_MODEL, *([WEIGHTS] if has_weights else [])]
     try:
-        return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
+        folder = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     except Exception as error:  # Of the hub and the network.
         raise LigerDistError(
             f"--{option} is {name!r}, which is no folder here and cannot be downloaded: {error} Give a folder, a name "
             f"of the hub as NAME[@REVISION], or get it where there is a network: hf download {path}."
         ) from error
+    if has_weights and not any(folder.glob(WEIGHTS)):
+        raise LigerDistError(
+            f"--{option} {name} has no safetensors on the hub, and other weights are not downloaded; get them by "
+            f"hf download {path} --local-dir FOLDER, and give --{option} FOLDER."
+        )
+    return folder
 
 
 def _refuse_caches(names: dict[str, str]) -> None:

@@ -76,7 +76,8 @@ class Metrics:
             return
         self.rows.append(row)
         step = row["step"]
-        is_written = step % self._every == 0 or "eval_loss" in row or step in (1, self._num_steps)
+        is_special = "eval_loss" in row or "skipped_steps" in row or step in (1, self._num_steps)
+        is_written = step % self._every == 0 or is_special
         if is_written:
             with self._refusing(step):
                 rest = (json.dumps(row) + "\n").encode()

@@ -20,10 +20,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+COMPRESSED = (".gz", ".zst", ".bz2")
+"""of text, JSON, JSONL and CSV; read by pyarrow, from the first byte to the last"""
+
+
 def is_hub_name(name: str) -> bool:
-    """True for what may be a model or a dataset of the hub, ``org/name[@revision]``."""
-    is_file = name.endswith((".json", ".jsonl", ".txt", ".md", ".py", ".csv", ".parquet", ".yaml"))
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w.-]+)?", name) is not None and not is_file
+    """True for what may be a model or a dataset of the hub, ``org/name[@revision]``: neither the name of a file, nor
+    one in a folder that is here."""
+    is_file = name.endswith(
+        (".json", ".jsonl", ".ndjson", ".txt", ".md", ".py", ".csv", ".parquet", ".yaml", *COMPRESSED)
+    )
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w.-]+)?", name) is not None
+    return is_name and not is_file and not os.path.isdir(name.split("/")[0])
 
 
 WINDOW = 256

@@ -60,13 +60,13 @@ def train(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watchdog) -> None:
-    config = with_local_models(config)
     is_restarted = goes_on(folder)
     resume = is_restarted or config.resume
     check_trackers(config)
     check_schedule(config)
     if not resume and not config.overwrite and not config.eval_only:
         on_rank_zero(lambda: refuse_earlier(folder / "checkpoints"))
+    config = with_local_models(config)
     check_sources(config)
     check_shared(Path(config.cache_dir))
     tokenization = find_tokenization(config)
@@ -81,6 +81,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     if config.teacher is not None:
         check_teacher(config, len(tokenizer))
     tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
+    samples = Samples(config, tokenization) if config.sample_prompts else None
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -99,6 +100,9 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
+    if saved is not None and config.eval_only and not config.ema_decay:
+        # The average is left alone.
+        description["ema"] = saved.description.get("ema")
     checkpoints.describe(description, saved)
     if saved is not None and config.steps is not None and saved.step >= config.steps and not config.eval_only:
         _say(f"nothing is left to do: {folder} has a checkpoint of step {saved.step}, --steps is {config.steps}")
@@ -108,12 +112,11 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     teacher = None if config.teacher is None or config.eval_only else Teacher(config, len(tokenizer))
     ends = {tokenizer.eos_token_id, end_of_turn}
     trainer = Trainer(config, dims, engine, data, held_out, tokenizer.eos_token_id, teacher, ends)
-    samples = Samples(config, tokenizer) if config.sample_prompts else None
     if saved is not None:
         watchdog.at(saved.step, "loading a checkpoint")
         restore(trainer, checkpoints, saved)
     if config.eval_only:
-        _evaluate_only(trainer, folder, watchdog)
+        _evaluate_only(trainer, folder, watchdog, samples)
         return
     _run(trainer, checkpoints, folder, flops, watchdog, samples)
 
@@ -152,6 +155,8 @@ def _run(
     _say(f"all options: {folder / 'config.yaml'}")
     write_counts(trainer, trainer.data_states())
     metrics = Metrics(folder, config, trainer.num_steps, first_step)
+    if samples is not None:
+        samples.begin(first_step)
     with closing(metrics):
         loop = Loop(trainer, checkpoints, metrics, flops, watchdog, samples)
         why = loop.run()
@@ -269,7 +274,7 @@ class Loop:
             try:
                 row |= trainer.evaluate(self._watchdog, interruption)
                 if self._samples is not None:
-                    self._samples.write(step, lambda prompts: trainer.continued(prompts, self._watchdog))
+                    self._samples.write(step, lambda ids: trainer.continued(ids, self._watchdog, interruption))
             except InterruptedStepError:
                 # The step is made; without its held-out loss.
                 asked = 1
@@ -339,13 +344,16 @@ class Loop:
         return self._checkpoints.published_step
 
 
-def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog) -> None:
+def _evaluate_only(trainer: Trainer, folder: Path, watchdog: Watchdog, samples: Samples | None) -> None:
     losses, step = trainer.evaluate(watchdog), trainer.progress.step
     text = json.dumps({"step": step, **losses}) + "\n"
     on_rank_zero(lambda: write_text(folder / "eval.json", text))
     for name, loss in losses.items():
-        words = "held-out loss" if name == "eval_loss" else name.replace("eval_loss", "held-out loss")
+        words = name.replace("ema_eval_loss", "average's held-out loss").replace("eval_loss", "held-out loss")
         _say(f"{words} {loss:.4f} (perplexity {math.exp(min(loss, 700.0)):.2f}) after step {step}")
+
+    if samples is not None:
+        samples.write(step, lambda prompts: trainer.continued(prompts, watchdog))
 
 
 def _read(*values: torch.Tensor) -> list[float]:

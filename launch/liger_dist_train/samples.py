@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from liger_dist import LigerDistError
 
-from .chat_template import ChatTemplate, read_variables
 from .config import TrainConfig
 from .conversations import BadRowError
 from .distributed import on_rank_zero, rank
+from .metrics import complete_rows
+from .output_folder import write_text
+from .tokenization import Tokenization
 
 
 class Samples:
@@ -22,10 +23,14 @@ class Samples:
         LigerDistError: a prompt has no token, fills a sequence, or its chat template refuses it.
     """
 
-    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
+    def __init__(self, config: TrainConfig, tokenization: Tokenization) -> None:
         self._file = Path(config.output_dir) / "samples.jsonl"
-        self._tokenizer, self._prompts = tokenizer, config.sample_prompts
-        self._ids = [self._encode(prompt, config) for prompt in self._prompts]
+        self._tokenizer, self._prompts = tokenization.load_tokenizer(), config.sample_prompts
+        encoder = tokenization.encoder()
+        try:
+            self._ids = [encoder.prompt(prompt, as_turn=config.sample_chat) for prompt in self._prompts]
+        except BadRowError as error:
+            raise LigerDistError(f"--sample_prompts: a prompt {error}.") from error
         for prompt, ids in zip(self._prompts, self._ids, strict=True):
             if not 0 < len(ids) < config.sequence_length:
                 raise LigerDistError(
@@ -33,17 +38,14 @@ class Samples:
                     f"--sequence_length, {config.sequence_length}."
                 )
 
-    def _encode(self, prompt: str, config: TrainConfig) -> list[int]:
-        if not config.sample_chat:
-            ids: list[int] = self._tokenizer(prompt)["input_ids"]
-            return ids
-        template = ChatTemplate(self._tokenizer, variables=read_variables(config.chat_template_kwargs))
-        try:
-            text = template.render([{"role": "user", "content": prompt}], None, prompt=True)
-        except BadRowError as error:
-            raise LigerDistError(f"--sample_prompts: {prompt!r} {error}.") from error
-        rendered: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return rendered
+    def begin(self, first_step: int) -> None:
+        """Keeps what was written up to the step from which the run goes on."""
+
+        def keep() -> None:
+            rows = complete_rows(self._file) if self._file.is_file() else ()
+            write_text(self._file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= first_step))
+
+        on_rank_zero(keep)
 
     def write(self, step: int, continued: Callable[[list[list[int]]], list[list[int]]]) -> None:
         """Adds what ``continued`` makes of the token ids of the prompts, and prints the first one."""

@@ -68,6 +68,7 @@ class ScoreConfig:
     train_on: Literal["assistant", "last_turn", "all"] = _as_in_training("train_on")
     split_special_tokens: bool = _as_in_training("split_special_tokens")
     max_bad_rows: float = _as_in_training("max_bad_rows")
+    truncate: bool = _as_in_training("truncate")
     num_proc: int = _as_in_training("num_proc")
     output_dir: str = _as_in_training("output_dir", "runs/scores")
     cache_dir: str = _as_in_training("cache_dir")

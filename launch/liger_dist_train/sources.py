@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from liger_dist import LigerDistError
 
+from .options import COMPRESSED
+
 SUFFIXES = {
     ".txt": "text",
     ".md": "text",
@@ -27,8 +29,6 @@ SUFFIXES = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-COMPRESSED = (".gz", ".zst", ".bz2")
-"""of text, JSON, JSONL and CSV; read by pyarrow, from the first byte to the last"""
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),

@@ -62,10 +62,13 @@ class WeightedStreams:
     Args:
         make: makes each stream, for a first or another pass.
         shares: of the tokens; they sum to 1.
+        count: the tokens of a row that are taken.
     """
 
-    def __init__(self, make: Sequence[Callable[[], Any]], shares: list[float]) -> None:
-        self._make, self._shares = make, shares
+    def __init__(
+        self, make: Sequence[Callable[[], Any]], shares: list[float], count: Callable[[dict[str, Any]], int]
+    ) -> None:
+        self._make, self._shares, self._count = make, shares, count
         self._streams = [make_one() for make_one in make]
         self._tokens = [0] * len(make)
         self._has_ended = [False] * len(make)
@@ -103,7 +106,7 @@ class WeightedStreams:
                 continue
             self._has_read[index] = True
             # A row that is skipped counts a little, too: a stream of them alone comes to its end.
-            self._tokens[index] += max(len(row["ids"]), 1)
+            self._tokens[index] += max(self._count(row), 1)
             yield row
 
 
@@ -266,7 +269,13 @@ class StreamedData:
             make.append(partial(DocumentStream, mine, self._encoder))
         if self._weights is None:
             return make[0]()
-        return WeightedStreams(make, [weight / sum(self._weights) for weight in self._weights])
+        return WeightedStreams(make, [weight / sum(self._weights) for weight in self._weights], self._taken)
+
+    def _taken(self, row: dict[str, Any]) -> int:
+        """Counts the tokens of a row that are packed: of a conversation that is too long, those before the cut."""
+        if not row["is_conversation"] or len(row["ids"]) <= self._length:
+            return len(row["ids"])
+        return self._length if self._truncates else 0
 
     def _read_window(
         self, rows: Iterator[dict[str, Any]]

@@ -125,6 +125,19 @@ class Encoder:
                 out[name].append(value.reshape(-1) if isinstance(value, np.ndarray) else value)
         return out
 
+    def prompt(self, text: str, *, as_turn: bool) -> list[int]:
+        """Encodes the beginning of a text, or with ``as_turn`` a user's turn up to where the answer begins.
+
+        Raises:
+            BadRowError: the chat template refuses it, or there is none.
+        """
+        if not as_turn:
+            return [*self._bos, *self._encode([text])[0].tolist()]
+        rendered = self._template.render([{"role": "user", "content": text}], None, prompt=True)
+        self._fast.encode_special_tokens = False
+        ids: list[int] = self._fast.encode(rendered, add_special_tokens=False).ids
+        return ids
+
     def _text_of(self, row: dict[str, Any]) -> str | None:
         """Returns the plain text of a row; None for a row that holds something else."""
         values, format = row["values"], self._format

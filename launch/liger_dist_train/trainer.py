@@ -181,9 +181,15 @@ class Trainer:
         return total_on_device(sums)
 
     @torch.no_grad()
-    def continued(self, prompts: list[list[int]], watchdog: Watchdog) -> list[list[int]]:
+    def continued(
+        self, prompts: list[list[int]], watchdog: Watchdog, interruption: Interruption | None = None
+    ) -> list[list[int]]:
         """Continues token ids by the most likely ones, up to the end of a text or ``--sample_tokens``. Every rank
-        computes all of them, for they gather weights together, with the tokens of rank 0."""
+        computes all of them, for they gather weights together, with the tokens of rank 0.
+
+        Raises:
+            InterruptedStepError: a rank was asked to end.
+        """
         self.engine.model.eval()
         found = []
         for prompt in prompts:
@@ -191,6 +197,9 @@ class Trainer:
             first = ids.shape[1]
             while ids.shape[1] < min(first + self.config.sample_tokens, self.config.sequence_length):
                 watchdog.at(self.progress.step, "evaluating")
+                if interruption is not None and total(interruption.requested)[0]:
+                    self.engine.model.train()
+                    raise InterruptedStepError
                 with autocast(self.config, self.dims.strategy):
                     logits = self.engine.model(input_ids=ids, use_cache=False).logits
                 newest = from_rank_zero(logits[:, -1:].argmax(-1))
