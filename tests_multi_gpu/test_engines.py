@@ -21,10 +21,11 @@ from training_runs import LAUNCH, ROOT, config_for, losses_of, metrics_of, publi
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist.fused_layers.recompute import MIN_BYTES
 from liger_dist_train.config import parse
 from liger_dist_train.data_loader import collate, find_tokenization, load_data
 from liger_dist_train.export import export
-from liger_dist_train.memory_plan import plan
+from liger_dist_train.memory_plan import RECOMPUTED_BYTES, plan
 from liger_dist_train.model import add_lora, check_wrap, find_config, shell
 from liger_dist_train.options import PRESETS
 from liger_dist_train.parallel_dims import parallel_dims_of
@@ -334,6 +335,10 @@ def test_a_dry_run_knows_what_was_measured(
     )
     found = plans[0] if config.lm_head == "gather" else plans[-1]
     assert found.peak / 2**30 == pytest.approx(peak, rel=0.03 if "--sp" in options else 0.08)
+
+
+def test_a_dry_run_knows_what_is_recomputed() -> None:
+    assert RECOMPUTED_BYTES == MIN_BYTES
 
 
 def test_a_dry_run_knows_what_accumulation_holds() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
-from liger_dist.fused_layers.recompute import MIN_BYTES
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
@@ -25,6 +24,8 @@ from .parallel_dims import ParallelDims
 FP32 = 4
 STATES = {"adamw": 2 * FP32, "adamw_8bit": 2, "muon": 2 * FP32}
 """bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out, and Muon has one moment"""
+RECOMPUTED_BYTES = 2**24
+"""of a layer's input, from which liger_dist recomputes outputs of norms and gated activations in the backward"""
 AUTOCAST = ("none", "ddp", "tp")
 """strategies without a compute dtype of their own"""
 GATHERED_LAYERS = 2
@@ -340,7 +341,7 @@ def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
     tokens, size = a.batch_size * a.sequence_length, FP32 if a.dtype == "float32" else 2
     if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < tokens:
         return 2 * D
-    if a.compile or a.float8 or (a.layer_kernels and tokens * D * size >= MIN_BYTES):
+    if a.compile or a.float8 or (a.layer_kernels and tokens * D * size >= RECOMPUTED_BYTES):
         # Norms and the activation keep their inputs alone.
         return 2 * D + 2 * F
     if a.layer_kernels:
