@@ -180,7 +180,7 @@ class TrainOptions:
     remainder: Literal["drop", "renormalize", "spread"] = option("drop", "top_k: the probability of all other classes")
 
     eval_every: int = option(50, "steps between evaluations on held-out data")
-    eval_batches: int = option(8, "micro-batches of one evaluation on each rank; 0 for all held-out data")
+    eval_batches: int = option(8, "micro-batches of each held-out set on each rank; 0 for all of its data")
     eval_only: bool = option(False, "evaluate, print the held-out loss, and end; with --resume true of a checkpoint")
     early_stopping_patience: int = option(0, "evaluations without a better held-out loss until the run ends; 0: never")
     keep_best: bool = option(False, "write a checkpoint at every best held-out loss, and keep the best one")
