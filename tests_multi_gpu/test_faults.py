@@ -371,8 +371,8 @@ def test_weights_that_are_no_numbers_are_not_written(data: Path, cache: Path, tm
     """Made by a step whose own loss and gradient are finite."""
     own, steps = TorchEngine.update, []
 
-    def update(self: TorchEngine) -> Any:
-        norm = own(self)
+    def update(self: TorchEngine, *accepts: Any) -> Any:
+        norm = own(self, *accepts)
         steps.append(norm)
         if len(steps) == 2:
             self.model.model.norm.weight.data[3] = float("nan")

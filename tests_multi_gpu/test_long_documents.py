@@ -96,6 +96,7 @@ def test_a_long_text_file_is_one_document_of_a_stream(
                 tokenization,
                 tmp_path / "cache",
                 **{"sequence_length": sequence_length, "window": 20, "seed": 0, "rank": rank, "size": 2},
+                truncate=False,
             )
             while True:
                 (sequence,) = stream.take(0, 1, 0, 1)

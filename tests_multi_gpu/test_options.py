@@ -75,6 +75,7 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
         "dry_run": True,
         "world_size": 4,
         "top_k": 0,
+        "sample_prompts": ["def f(", "null"],
     }
     config = TrainConfig(**changed)
     (tmp_path / "a.yaml").write_text(to_yaml(config))

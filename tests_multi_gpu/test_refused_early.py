@@ -55,9 +55,13 @@ def texts(tmp_path: Path) -> Path:
             {"min_learning_rate_ratio": 0.2, "lr_scheduler": "linear"},
             "--min_learning_rate_ratio is 0.2, which --lr_scheduler linear does not have; .*warmup_stable_decay",
         ),
-        ({"model": "Qwen/Qwen2.5-0.5B"}, r"--model is 'Qwen/Qwen2.5-0.5B'.*hf download Qwen/Qwen2.5-0.5B --local-dir"),
-        ({"model": "Qwen/Qwen2.5-0.5B", "tokenizer": None, "dry_run": True}, "hf download Qwen/Qwen2.5-0.5B"),
-        ({"tokenizer": "Qwen/Qwen2.5-0.5B"}, "--tokenizer is 'Qwen/Qwen2.5-0.5B'.*and give --tokenizer FOLDER"),
+        # Of no hub, with a network or without.
+        (
+            {"model": "liger/none-such"},
+            r"(?s)--model is 'liger/none-such', which is no folder.*hf download liger/none-such",
+        ),
+        ({"model": "liger/none-such", "tokenizer": None, "dry_run": True}, "hf download liger/none-such"),
+        ({"tokenizer": "liger/none-such"}, r"(?s)--tokenizer is 'liger/none-such'.*hf download liger/none-such"),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -92,6 +92,18 @@ def test_steps_with_nan_are_skipped_and_counted(
             )
 
 
+def test_a_checkpoint_before_the_first_step_changes_nothing(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Of AdamW, whose steps were all skipped until then."""
+    losses = []
+    for every in (2, 0):
+        config = config_for(data, cache, tmp_path / str(every), **ALONE, steps=5, max_skipped_steps=2)
+        with mock.patch(f"{__name__}.SKIPPED", (1, 2)):
+            train_with_broken_steps(replace(config, checkpoint_every=every))
+        losses.append([row["loss"] for row in metrics_of(tmp_path / str(every)) if "loss" in row])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
 def test_a_moving_average_is_evaluated_saved_and_resumed(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:

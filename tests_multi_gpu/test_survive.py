@@ -156,7 +156,7 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
         is_third = self.progress.step == 2 and torch.is_grad_enabled()
         return loss * float("nan") if is_third and rank() == 1 else loss
 
-    def broken_update(self: TorchEngine) -> Any:
+    def broken_update(self: TorchEngine, *accepts: Any) -> Any:
         nonlocal updates
         updates += 1
         if updates == 3 and rank() == 1:
@@ -165,7 +165,7 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
             ]
             gradient = weight.grad
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(float("nan"))
-        return own_update(self)
+        return own_update(self, *accepts)
 
     for place, name, broken in ((Trainer, "_loss", broken_loss), (TorchEngine, "update", broken_update)):
         with (

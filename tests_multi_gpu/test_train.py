@@ -379,7 +379,7 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         parse([str(file)])
     with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option; the nearest is --steps"):
         parse(["--stepz", "5"])
-    for name in ("accumulation_steps", "vocab_size", "sample_tokens"):
+    for name in ("accumulation_steps", "vocab_size", "sample_count"):
         with pytest.raises(liger_dist.LigerDistError, match=f"--{name} is no option"):
             parse([f"--{name}", "5"])
     with pytest.raises(liger_dist.LigerDistError, match="--data has no values; expected one"):

@@ -141,7 +141,12 @@ class TorchEngine:
 
     def _state(self) -> dict[str, Any]:
         """Collects the state by parameter name alone: groups of the optimizer differ between strategies."""
+        has_stepped = bool(self.optimizer.state)
         weights, moments = get_state_dict(self.model, self.optimizer, options=self._options)
+        for state in () if has_stepped else self.optimizer.state.values():
+            # Torch has made a step of zeros, to have a state.
+            if "step" in state:
+                state["step"].zero_()
         average = {} if self._ema is None else {"ema": self._ema.state}
         return {"model": weights, "optimizer": moments["state"], **average}
 

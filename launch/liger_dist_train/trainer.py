@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,10 @@ class Trainer:
         self.was_skipped = False
         norm = self.engine.update((lambda norm: self._accepts(mean, norm)) if config.max_skipped_steps else None)
         self.learning_rate = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # Torch misses the optimizer's step where the first one was skipped.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.schedule.step()
         tokens = int(read) // self.dims.same_data
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
