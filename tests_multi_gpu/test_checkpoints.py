@@ -1,5 +1,5 @@
 """Checkpoints that can be trusted: they hold every tensor to the bit and no pickle, damage of every kind is found
-before anything is loaded, and a pickle that somebody plants is refused before it runs."""
+before anything is loaded, and a planted pickle is refused before it runs."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from training_runs import ROOT, config_for, losses_of, metrics_of, write_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import liger_dist
+from liger_dist_train import model as model_module
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.data_loader import find_tokenization, load_data
 from liger_dist_train.dataset import Piece
@@ -216,6 +217,29 @@ def test_muon_trains_and_resumes_exactly(
     assert losses[-1] < losses[0] - 0.3
     run(config_for(data, cache, tmp_path / "run", **settings, resume=True, resume_step=4))
     assert losses_of(tmp_path / "run") == losses
+
+
+def train_in_pieces(config: TrainConfig) -> int:
+    """With pretrained weights in pieces of 1,000 bytes; how many there were."""
+    with (
+        mock.patch.object(model_module, "LOADED_AT_ONCE", 1_000),
+        mock.patch.object(model_module, "set_model_state_dict", wraps=model_module.set_model_state_dict) as loaded,
+    ):
+        train(config)
+    return loaded.call_count
+
+
+@pytest.mark.parametrize("strategy", ["none", "fsdp2"])
+def test_weights_in_pieces_are_the_weights(
+    strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    base = write_base(cache, tmp_path / "base")
+    run: Any = (lambda function, config: function(config)) if strategy == "none" else workers_2.run
+    config = config_for(data, cache, tmp_path / "one", strategy=strategy, model=str(base), steps=2, tokenizer=None)
+    run(train, config)
+    pieces = run(train_in_pieces, replace(config, output_dir=str(tmp_path / "pieces")))
+    assert min(pieces if isinstance(pieces, list) else [pieces]) > 2
+    assert losses_of(tmp_path / "pieces") == losses_of(tmp_path / "one")
 
 
 def test_every_held_out_set_has_its_loss(data: Path, cache: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from liger_dist import LigerDistError
 from .config import TrainConfig
 from .distributed import gathered, on_rank_zero
 from .options import PRESETS, is_hub_name
+from .output_folder import write_folder
 
 FILES_OF_A_MODEL = ["*.json", "*.model", "*.txt", "*.jinja"]
 WEIGHTS = "*.safetensors"
@@ -42,8 +44,10 @@ def dataset_name(text: str) -> DatasetName | None:
     return DatasetName(path, found["revision"], subset, split or "train")
 
 
-def load_split(name: DatasetName, cache: Path) -> Path:
-    """Loads a split by ``datasets``, which downloads it, and leaves it in ``cache`` as a saved dataset.
+@cache
+def load_split(name: DatasetName, folder: Path) -> Path:
+    """Loads a split by ``datasets``, which downloads it, and leaves it in ``folder`` as a saved dataset; once in a
+    process, which asks for it before the model is built and after.
 
     Raises:
         LigerDistError: there is none of this name, or no way to get it.
@@ -58,12 +62,10 @@ def load_split(name: DatasetName, cache: Path) -> Path:
             "folder, or a dataset of the hub as NAME[@REVISION][,SUBSET][:SPLIT], such as org/chats:train_sft."
         ) from error
     words = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, (name.path, name.subset, name.split))))
-    folder = cache / "hub" / f"{words[-100:]}-{rows._fingerprint}"
-    if not folder.is_dir():
-        from .output_folder import write_folder
-
-        write_folder(folder, lambda to: rows.save_to_disk(str(to)))
-    return folder
+    saved = folder / "hub" / f"{words[-100:]}-{rows._fingerprint}"
+    if not saved.is_dir():
+        write_folder(saved, lambda to: rows.save_to_disk(str(to)))
+    return saved
 
 
 def with_local_models(config: TrainConfig) -> TrainConfig:

@@ -197,7 +197,7 @@ class Trainer:
         self.engine.model.eval()
         found = []
         for prompt in prompts:
-            ids = torch.tensor([prompt[-self.config.sequence_length + 1 :]], device=device())
+            ids = torch.tensor([prompt], device=device())
             first = ids.shape[1]
             while ids.shape[1] < min(first + self.config.sample_tokens, self.config.sequence_length):
                 watchdog.at(self.progress.step, "evaluating")
