@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
 
 from .errors import LigerDistError
-from .fused_head.distilled_calls import distilling, intercepted
+from .fused_head.call import IGNORE_INDEX, LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
+from .fused_head.distilled import intercepted
 from .fused_head.lm_head import FusedLMHead
+from .fused_head.model_loss import FusedLoss
 from .fused_head.recipe import LogitTransform
-from .fused_head.seam import Seam
-from .fused_head.signature import IGNORE_INDEX, LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
 from .losses.arguments import SMALLEST_TEMPERATURE
 from .losses.distillation import Distillation, Teacher
 from .peft_layers import without_fsdp1
@@ -103,15 +103,15 @@ def distillation_loss(
         call["num_items_in_batch"] = num_items_in_batch
     options = {"divergence": divergence, "beta": beta, "temperature": temperature, "hard_weight": hard_weight}
     transform = LogitTransform(softcap=teacher_softcap, scale=teacher_logit_scale)
-    seam = _seam_of(student, "student")
+    loss = _loss_of(student, "student")
 
     def check_teacher() -> None:
         _check_options(options)
         _check_transform(transform, teacher_hidden, teacher_inputs)
         _check_teacher(student, teacher, labels, teacher_hidden)
 
-    seam.entry.check_distilled(call, check_teacher)
-    running = _StudentCall(student, call, seam, options)
+    loss.check_distilled(inner_model(student), call, check_teacher)
+    running = _StudentCall(student, call, loss, options)
     given = dict(inputs if teacher_inputs is None else teacher_inputs)
     given = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
     try:
@@ -137,8 +137,8 @@ class _StudentCall:
     """Runs the student when the teacher's lm_head is called; see [Note: The student runs inside the teacher's
     lm_head]. In the caller's modes: a teacher's engine may have set others."""
 
-    def __init__(self, student: nn.Module, call: dict[str, Any], seam: Seam, options: dict[str, Any]) -> None:
-        self._student, self._call, self._seam, self._options = student, call, seam, options
+    def __init__(self, student: nn.Module, call: dict[str, Any], loss: FusedLoss, options: dict[str, Any]) -> None:
+        self._student, self._call, self._loss, self._options = student, call, loss, options
         self._computes_gradients = torch.is_grad_enabled()
         types = ("cpu", compute_device().type)
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
@@ -146,7 +146,7 @@ class _StudentCall:
 
     def __call__(self, teacher: Teacher) -> None:
         with ExitStack() as stack:
-            stack.enter_context(distilling(self._seam, Distillation(teacher=teacher, **self._options)))
+            stack.enter_context(self._loss.mode(Distillation(teacher=teacher, **self._options)))
             stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
             for device_type, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
@@ -176,14 +176,13 @@ def _intercepted(
     teacher: nn.Module, then: Callable[[Teacher], None], given: dict[str, Any], labels: Tensor
 ) -> Iterator[None]:
     """Within, the lm_head of a wrapped model calls ``then`` instead of computing logits."""
-    seam = _seam_of(teacher, "teacher")
-    entry = seam.entry
-    is_encoder_decoder = bool(getattr(entry.model.config, "is_encoder_decoder", False))
+    loss, model = _loss_of(teacher, "teacher"), inner_model(teacher)
+    is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
     ids = given.get(name, given.get("decoder_inputs_embeds" if is_encoder_decoder else "inputs_embeds"))
     if is_encoder_decoder and ids is None:
         raise LigerDistError(
-            f"the teacher {type(entry.model).__name__} is an encoder-decoder and gets no labels; pass "
+            f"the teacher {type(model).__name__} is an encoder-decoder and gets no labels; pass "
             "decoder_input_ids, which both models take."
         )
     if ids is not None and ids.shape[:2] != labels.shape:
@@ -191,12 +190,15 @@ def _intercepted(
             f"the teacher's inputs have shape {tuple(ids.shape)} and labels have shape {tuple(labels.shape)}; expected "
             "one shape. Pad the teacher's inputs so that the same position of both predicts the same token."
         )
-    if "use_cache" in entry.signature.names:
+    if "use_cache" in loss.signature.names:
         given.setdefault("use_cache", False)
-    head = seam.access.in_use()
-    transform = entry.recipe.transform
-    bias = None if transform.bias is None else entry.model.get_buffer(transform.bias)
-    with intercepted(head, then, seam.access.adapter(head).full_head, transform, bias):
+    in_use = loss.head.in_use(model)
+    if in_use.adapter is None:
+        raise LigerDistError(f"the loss of the teacher {type(model).__name__} is not fused here: {in_use.unfusable}.")
+    assert loss.recipe is not None
+    transform = loss.recipe.transform
+    bias = None if transform.bias is None else model.get_buffer(transform.bias)
+    with intercepted(in_use.head, then, in_use.adapter.full_head, transform, bias):
         yield
 
 
@@ -207,17 +209,17 @@ def _full_linear(hidden_states: Tensor, head: Head) -> FullHead:
     return Replicated().full_head(hidden_states, head)
 
 
-def _seam_of(model: nn.Module, role: str) -> Seam:
+def _loss_of(model: nn.Module, role: str) -> FusedLoss:
     """Raises:
     LigerDistError: the model is not wrapped, or its loss is not fused.
     """
     record: Wrapped = record_of(inner_model(model))
-    if record.seam is None:
+    if record.recipe is None:
         raise LigerDistError(
             f"the loss of the {role} {type(inner_model(model)).__name__} is not fused ({record.unfused_reason}), so "
             "that a divergence cannot be computed in its lm_head."
         )
-    return record.seam
+    return record.loss
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -261,7 +263,7 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, labels: Tensor, teach
         _check_lm_head(student, teacher, labels, teacher_hidden)
         return
     inner = inner_model(teacher)
-    _seam_of(teacher, "teacher")
+    _loss_of(teacher, "teacher")
     if inner_model(student) is inner:
         raise LigerDistError(
             "student and teacher are one model; expected two, because the weights of both are unsharded at once. For "
@@ -307,11 +309,12 @@ def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str,
     fp64): to compare with."""
     given = dict(batch)
     options: dict[str, Any] = {name: given.pop(name) for name in OPTIONS if name in given}
-    entry = _seam_of(student, "student").entry
+    loss, model = _loss_of(student, "student"), inner_model(student)
     items = given.get("num_items_in_batch")
     if items is None:
-        items = entry.shared_mean(given).get("num_items_in_batch")
-    labels = entry.aligned_labels(given)
+        items = loss.shared_mean(model, given).get("num_items_in_batch")
+    aligned = loss.aligned_labels(model, given)
+    labels = aligned.labels
     inputs = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
     of_teacher = inputs if options.get("teacher_inputs") is None else dict(options["teacher_inputs"])
     with torch.no_grad():
@@ -327,8 +330,7 @@ def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str,
     each = (1.0 - hard_weight) * _divergence_of_logits(logits, other, options)
     each = each + hard_weight * nn.functional.cross_entropy(logits, labels, reduction="none")
     if given.get("token_weight") is not None:
-        weight = given["token_weight"] if entry.is_aligned(given) else given["token_weight"].roll(-1, -1)
-        each = each * weight[valid]
+        each = each * aligned.shift(given["token_weight"])[valid]
     total: Tensor = each.sum() / (len(each) if items is None else torch.as_tensor(items, device=each.device))
     return total
 

@@ -18,7 +18,7 @@ from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import Explanation, explain
-from .fused_head.entry import Entry
+from .fused_head.model_loss import FusedLoss
 from .fused_layers.sequence_shards import gather_batch
 from .peft_layers import active_head
 from .sharding import deepspeed, fsdp1, fsdp2
@@ -141,7 +141,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     axis = _sequence_axis(record)
     _agree(_objection(model, record, batch, with_teacher=teacher is not None, shares_sequences=axis is not None))
     chosen = explain(model)
-    if chosen.adapter is None and record.seam is not None:
+    if chosen.adapter is None and record.recipe is not None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
         passes = _passes(model, batch, teacher, axis)
@@ -221,9 +221,13 @@ def _run_unfused(
     with full_logits(model):
         if axis is not None:
             return _run_full_sequences(model, batch, axis)
-        seam = record_of(inner_model(model)).seam
-        own = batch if seam is None else batch | seam.entry.shared_mean(batch)
-        return _run(model, lambda: model(**own).loss)
+        return _run(model, lambda: model(**_with_shared_mean(model, batch)).loss)
+
+
+def _with_shared_mean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    inner = inner_model(model)
+    record = record_of(inner)
+    return batch if record.recipe is None else batch | record.loss.shared_mean(inner, batch)
 
 
 def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
@@ -241,12 +245,11 @@ def _mean(loss: Tensor, axis: SequenceAxis) -> Tensor:
 def _run_full_sequences(model: nn.Module, shard: dict[str, Any], axis: SequenceAxis) -> _Pass:
     """The unfused pass on the full sequences of which ``shard`` is this rank's."""
     record = record_of(inner_model(model))
-    assert record.seam is not None
     batch = gather_batch(shard, axis)
     if batch.get("num_items_in_batch") is not None:
         # Each rank of the axis has all labels of its sequences now.
         batch["num_items_in_batch"] = batch["num_items_in_batch"] * axis.size
-    batch |= record.seam.entry.shared_mean(batch)
+    batch = _with_shared_mean(model, batch)
     try:
         with detached(record.structure.layers):
             return _run(model, lambda: model(**batch).loss)
@@ -401,9 +404,9 @@ def _objection(
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
-    if record.seam is not None:
+    if record.recipe is not None:
         ignores_all = shares_sequences and not with_teacher
-        objection = _objection_to_call(record.seam.entry, batch, labels, with_teacher, may_ignore_all=ignores_all)
+        objection = _objection_to_call(model, record.loss, batch, labels, with_teacher, may_ignore_all=ignores_all)
     else:
         objection = f"the loss is not fused: {record.unfused_reason}" if with_teacher else None
     if objection is not None:
@@ -415,20 +418,25 @@ def _objection(
 
 
 def _objection_to_call(
-    entry: Entry, batch: dict[str, Any], labels: Tensor, with_teacher: bool, *, may_ignore_all: bool
+    model: nn.Module,
+    loss: FusedLoss,
+    batch: dict[str, Any],
+    labels: Tensor,
+    with_teacher: bool,
+    *,
+    may_ignore_all: bool,
 ) -> str | None:
     """Why the fused loss refuses the batch."""
     batch = {name: value for name, value in batch.items() if not (with_teacher and name in OPTIONS)}
     try:
-        call = entry.signature.read((), batch | {"labels": labels.cpu()})
+        call, aligned = loss.checked_call(inner_model(model), batch | {"labels": labels.cpu()})
         if with_teacher:
             call.check_distilled()
         elif call.loss:
             return f"the batch has {next(iter(call.loss))}, which the model's own loss does not have; leave it out"
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
-        entry.check(call)
-        if not may_ignore_all and not entry.has_target(call):
+        if not may_ignore_all and not bool((aligned.labels != call.ignore_index).any()):
             return "all labels of the batch are ignored; give every rank one with a target"
     except LigerDistError as error:
         return str(error).rstrip(".")

@@ -6,7 +6,7 @@ import functools
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType
 
@@ -18,29 +18,26 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import LOGITS, WrapConfig
 from .errors import LigerDistError
+from .fused_head.around import Around
+from .fused_head.call import check_outputs
+from .fused_head.fused_model import restore_model, swap_model
+from .fused_head.model_loss import FULL_LOGITS, FusedLoss
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
-from .fused_head.seam import Seam
-from .fused_head.signature import check_outputs
-from .fused_head.unfused import UnfusedCalls
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.recurrent import PackedDocuments, find_leaks
 from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .fused_layers.swap import suspended_forwards
+from .hosts import HOSTS
 from .layer_compilation import compiled_call
 from .losses.arguments import as_output_names
 from .peft_layers import base_model_of, own_loss
 from .sharding import as_strategy, optional_encoders
+from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
-from .sharding.marks import (
-    check_not_failed,
-    mark_sharded,
-    refuse_half_sharded,
-    storage_state,
-    unmark_sharded,
-)
+from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
@@ -63,12 +60,10 @@ class Wrapped:
     structure: Structure
     strategy: Strategy
     config: WrapConfig
-    seam: Seam | None
-    """None if the loss is not fused"""
+    loss: FusedLoss
     recipe: LossRecipe | None
+    """None if the loss is not fused"""
     unfused_reason: str | None
-    unfused: UnfusedCalls | None
-    """refuses options of a loss that is not fused"""
     layers: LayerReport
     attention: AttentionSelection
     packed: PackedDocuments | None
@@ -125,12 +120,10 @@ def wrap(
         record = _fuse(model, chosen, found, config, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         wrapped = chosen.shard(outer, model, found.structure, initialize=found.initialize, undo=undo)
-        if record.seam is not None:
-            record.seam.install_hooks()
+        if record.recipe is not None:
+            record.loss.head.install_hook(model)
             if isinstance(wrapped, Wrapper):
-                record.seam.send_through(wrapped)
-        elif record.packed is not None:
-            record.packed.install(model)
+                record.loss.around = Around(wrapped)
         if isinstance(chosen, AVERAGING):
             refuse_unreduced(wrapped, chosen.name)
         undo.pop_all()
@@ -310,13 +303,20 @@ def _may_have_collectives(strategy: str | Strategy) -> bool:
 
 def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapConfig, undo: ExitStack) -> Wrapped:
     """Swaps lm_head and layers, and leaves a record on the model."""
-    seam = None
-    if found.recipe is not None:
-        seam = Seam(model, found.structure, found.recipe, strategy=strategy.name, config=config)
-        seam.entry.packed = found.packed
-        if strategy.name == "auto":
-            seam.access.check_storage()
     owner = uuid.uuid4().hex
+    loss = FusedLoss(
+        model,
+        found.structure,
+        found.recipe,
+        unfused_reason=found.unfused_reason,
+        owner=owner,
+        strategy=strategy.name,
+        config=config,
+        hosts=HOSTS,
+        packed=found.packed,
+    )
+    if found.recipe is not None and strategy.name == "auto":
+        loss.head.check_storage(model)
     layers = LayerReport()
     undo.callback(restore_layers, model, owner=owner)
     if config.layer_kernels:
@@ -325,16 +325,14 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
     undo.callback(attention.restore)
-    if seam is not None:
-        seam.entry.replaced_attention = attention.own
+    loss.replaced_attention = attention.own
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,
         config=config,
-        seam=seam,
+        loss=loss,
         recipe=found.recipe,
         unfused_reason=found.unfused_reason,
-        unfused=None if found.unfused_reason is None else UnfusedCalls(model, found.unfused_reason),
         layers=layers,
         attention=attention,
         packed=found.packed,
@@ -342,20 +340,16 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         owner=owner,
     )
     setattr(model, _RECORD, record)
-    undo.callback(_remove_hooks, model, record)
-    if seam is not None:
-        seam.fuse()
+    undo.callback(_restore, model, record)
+    swap_model(model, loss)
+    loss.install(model)
     return record
 
 
-def _remove_hooks(model: nn.Module, record: Wrapped) -> None:
-    """Removes hooks, the fused lm_head and the record."""
-    if record.seam is not None:
-        record.seam.remove()
-    if record.unfused is not None:
-        record.unfused.remove()
-    if record.packed is not None:
-        record.packed.remove()
+def _restore(model: nn.Module, record: Wrapped) -> None:
+    """Restores the classes of model and lm_head, and removes hooks and the record."""
+    record.loss.remove(model)
+    restore_model(model)
     if record.guard is not None:
         record.guard.remove()
     delattr(model, _RECORD)
@@ -371,7 +365,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     inner = inner_model(model)
     record = record_of(inner)
     unmark_sharded(model)
-    _remove_hooks(inner, record)
+    _restore(inner, record)
     restore_layers(inner, owner=record.owner)
     record.attention.restore()
     detach(record.structure.layers)
@@ -392,8 +386,7 @@ def full_logits(model: nn.Module) -> Iterator[None]:
     Raises:
         LigerDistError: the model is not wrapped.
     """
-    seam = record_of(inner_model(model)).seam
-    with nullcontext() if seam is None else seam.paused():
+    with record_of(inner_model(model)).loss.mode(FULL_LOGITS):
         yield
 
 

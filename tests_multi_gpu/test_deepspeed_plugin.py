@@ -14,7 +14,7 @@ from models import VOCAB_SIZE, make_batch, make_model
 
 import liger_dist
 from liger_dist.cli import main
-from liger_dist.fused_head.signature import CALL_OUTPUTS
+from liger_dist.fused_head.call import CALL_OUTPUTS
 from liger_dist.integrations.deepspeed_section import Output, Section, read_section
 from liger_dist.wrap import is_wrapped
 

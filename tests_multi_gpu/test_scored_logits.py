@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_dist
-from liger_dist.fused_head.scored_logits import ScoredLogits
+from liger_dist.hosts.scored_logits import ScoredLogits
 
 pytest.importorskip("trl")
 

@@ -1,21 +1,44 @@
-"""An lm_head that computes its own loss."""
+"""lm_head of one model: the class that computes its own loss, and which of its modules a call uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import is_fp32_forward, is_linear_forward
+from liger_dist.peft_layers import (
+    TRAINED_ROWS,
+    active_head,
+    base_head,
+    heads_at,
+    lora_objection,
+    trains_copy,
+    under_trained_rows,
+)
+from liger_dist.sharding import choose, collect_facts
+from liger_dist.sharding.base import Facts, ShardingAdapter
+from liger_dist.structure import (
+    Structure,
+    head_shape,
+    is_fp32_forward,
+    is_linear_forward,
+    is_linear_map,
+    tied_modules,
+)
 from liger_dist.tracing import untraced
-from liger_dist.weak import WeakReference
 
-from .loss_call import take_call
+from .logits import FusedLogits
+from .loss_call import current_call
 
-_SEAM = "_liger_dist_seam"
+_OWNER = "_liger_dist_fused_by"
+"""attribute of an lm_head: the id of the ``wrap`` call that has fused it"""
 _INSTALLED = "_liger_dist_installed_forward"
 
 
@@ -31,8 +54,8 @@ class ComputesLoss(nn.Module):
         if not isinstance(self, ComputesLoss):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        call = take_call(_seam_of(self))
-        if call is None:
+        call = current_call(vars(self).get(_OWNER))
+        if call is None or call.pending is not None or call.on_logits:
             return self._logits(hidden_states, *args, **kwargs)
         if args or kwargs:
             raise LigerDistError(
@@ -53,22 +76,21 @@ class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
     parameters, same names, same state dict."""
 
 
-def fuse_head(head: nn.Module, seam: object) -> None:
+def fuse_head(head: nn.Module, owner: str) -> None:
     """Swaps the class of ``head`` in place; FSDP2's class stays on top. A linear forward that other code has set on the
-    instance becomes the one for logits."""
+    instance becomes the one for logits.
+
+    Args:
+        owner: id of the ``wrap`` call. Copies of ``head`` that PEFT makes keep it.
+    """
     if not isinstance(head, ComputesLoss):
-        own = below_wrappers(type(head))
-        fused = FusedLMHead if own is nn.Linear else subclass_of(own, ComputesLoss)
-        head.__class__ = with_base(type(head), own, fused)
+        base = below_wrappers(type(head))
+        fused = FusedLMHead if base is nn.Linear else subclass_of(base, ComputesLoss)
+        head.__class__ = with_base(type(head), base, fused)
     # Also one that other code has set since: TRL's trainers do for an fp32 head.
     if is_linear_forward(vars(head).get("forward")):
         vars(head)[_INSTALLED] = vars(head).pop("forward")
-    vars(head)[_SEAM] = WeakReference(seam)
-
-
-def _seam_of(head: nn.Module) -> object:
-    reference = vars(head).get(_SEAM)
-    return None if reference is None else reference()
+    vars(head)[_OWNER] = owner
 
 
 def computes_in_fp32(head: nn.Module) -> bool:
@@ -76,15 +98,151 @@ def computes_in_fp32(head: nn.Module) -> bool:
     return is_fp32_forward(vars(head).get(_INSTALLED))
 
 
-def is_fused_by(head: nn.Module, seam: object) -> bool:
-    """True if :func:`fuse_head` was called with this ``seam``."""
-    return _seam_of(head) is seam
-
-
-def restore_head(head: nn.Module) -> None:
+def _restore_head(head: nn.Module) -> None:
     """Undoes :func:`fuse_head`."""
     fused = next(cls for cls in type(head).__mro__ if ComputesLoss in cls.__bases__)
     head.__class__ = with_base(type(head), fused, fused.__bases__[1])
     if _INSTALLED in vars(head):
         vars(head)["forward"] = vars(head).pop(_INSTALLED)
-    del vars(head)[_SEAM]
+    del vars(head)[_OWNER]
+
+
+@dataclass(frozen=True)
+class HeadInUse:
+    """The lm_head that the next forward calls."""
+
+    head: nn.Module
+    """lm_head, or the LoRA layer around it"""
+    base: nn.Module
+    """lm_head itself"""
+    adapter: ShardingAdapter | None
+    """the sharding adapter for its weight; None where its loss cannot be fused"""
+    vocab_size: int
+    """rows of its full weight"""
+    in_fp32: bool
+    """True if it computes with operands in fp32"""
+    unfusable: str | None = None
+    """why its loss cannot be fused, as a clause; None if it can"""
+
+
+class LMHead:
+    """Finds lm_head in a model whose wrappers and PEFT layers may change after :func:`liger_dist.wrap`."""
+
+    def __init__(self, structure: Structure, *, owner: str, strategy: str, config: WrapConfig) -> None:
+        self._structure, self._owner = structure, owner
+        self._strategy, self._config = strategy, config
+        self._hook: RemovableHandle | None = None
+        self._key: tuple[object, ...] | None = None
+        self._found: HeadInUse | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Classes made at run time have no name in a pickle.
+        return vars(self) | {"_key": None, "_found": None}
+
+    def outer(self, model: nn.Module) -> nn.Module:
+        """The module at lm_head's name: lm_head itself, or FSDP1's or PEFT's around it."""
+        return model.get_submodule(self._structure.head_name)
+
+    def fuse(self, model: nn.Module) -> None:
+        """Swaps the class of every module that may be called as lm_head."""
+        for head in heads_at(self.outer(model)):
+            fuse_head(head, self._owner)
+
+    def install_hook(self, model: nn.Module) -> None:
+        """Hooks the outermost module at lm_head's name, after the model is sharded."""
+        self._hook = self.outer(model).register_forward_hook(partial(_carry_again, self._owner))
+
+    def remove(self, model: nn.Module) -> None:
+        """Undoes :meth:`fuse` and :meth:`install_hook`."""
+        if self._hook is not None:
+            self._hook.remove()
+        for head in heads_at(self.outer(model)):
+            if vars(head).get(_OWNER) == self._owner:
+                _restore_head(head)
+
+    def in_use(self, model: nn.Module) -> HeadInUse:
+        """The modules that a forward will call, and the adapter for the weight; looked up again only where a module or
+        the way the weight is stored has changed. A PEFT layer that was added after wrapping is fused now, and so is the
+        new lm_head that ``modules_to_save`` makes of a tied one.
+
+        Raises:
+            LigerDistError: it is not the lm_head that was wrapped, or its PEFT layer is not linear.
+            NoAdapterError: no adapter serves it.
+        """
+        outer = self.outer(model)
+        weight = outer._parameters.get("weight", vars(outer).get("weight"))
+        key: tuple[object, ...] | None = None
+        if weight is not None and not outer._modules:
+            # Frameworks mark the parameters that they store.
+            key = (outer, type(outer), type(model), "forward" in vars(outer))
+            key += (type(weight), weight.shape, weight.requires_grad, weight._base is None, *vars(weight))
+        if key is None or key != self._key:
+            self._key, self._found = None, None
+            self._found = self._find(model, outer)
+            self._key = key
+        assert self._found is not None
+        return self._found
+
+    def _find(self, model: nn.Module, outer: nn.Module) -> HeadInUse:
+        head = active_head(outer)
+        structure = self._structure
+        if under_trained_rows(head) is not None:
+            return HeadInUse(head, structure.head, None, structure.vocab_size, False, TRAINED_ROWS)
+        objection = lora_objection(head)
+        base = base_head(head)
+        if objection is not None or not (vars(base).get(_OWNER) == self._owner or self._is_trained_copy(outer, base)):
+            raise LigerDistError(
+                f"lm_head of {type(model).__name__} is a {type(outer).__name__} now"
+                + (f", with {objection}" if objection else ", not the one that was wrapped. ")
+                + "After resizing embeddings call liger_dist.unwrap(model) and wrap it again."
+            )
+        fuse_head(head, self._owner)
+        adapter = choose(self._facts(model, head))
+        return HeadInUse(head, base, adapter, self._vocab_size(base), computes_in_fp32(base))
+
+    def _is_trained_copy(self, outer: nn.Module, head: nn.Module) -> bool:
+        """True for an lm_head of PEFT's ``modules_to_save`` that computes the same map as the one that was wrapped."""
+        if not (trains_copy(outer) and isinstance(head, nn.Linear) and is_linear_map(head)):
+            return False
+        return head_shape(head) == (self._structure.vocab_size, self._structure.hidden_size)
+
+    def _vocab_size(self, base: nn.Module) -> int:
+        """Rows of lm_head; more than at :func:`liger_dist.wrap` where ``resize_token_embeddings`` has grown a tied one
+        in place."""
+        weight = base._parameters.get("weight")
+        is_full = type(weight) is nn.Parameter and weight.shape[1:] == (self._structure.hidden_size,)
+        return max(self._structure.vocab_size, len(weight)) if is_full else self._structure.vocab_size  # type: ignore[arg-type]
+
+    def _facts(self, model: nn.Module, head: nn.Module) -> Facts:
+        base = cast(nn.Linear, base_head(head))
+        return collect_facts(
+            model,
+            base,
+            strategy=self._strategy,
+            tied_to=self._structure.tied_to if base is self._structure.head else tied_modules(model, base),
+            has_lora=base is not head,
+            config=self._config,
+        )
+
+    def check_storage(self, model: nn.Module) -> None:
+        """Refuses an lm_head that is sharded already in a layout that no adapter serves. No collectives.
+
+        Raises:
+            NoAdapterError: no adapter serves it, whatever wraps the model later.
+        """
+        facts = self._facts(model, active_head(self.outer(model)))
+        if facts.engine == "dtensor":
+            # DDP or FSDP2 may wrap a tensor-parallel model later and average over the replicas.
+            facts = replace(facts, token_mean="local")
+        if facts.engine != "plain":
+            choose(facts)
+
+
+@untraced
+def _carry_again(owner: str, head: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook. Tensor parallelism converts the output of lm_head from a DTensor to a tensor, which carries the
+    loss again from here."""
+    call = current_call(owner)
+    if call is None or call.pending is None or call.on_logits or type(output) is not Tensor or output.shape[-1] != 0:
+        return None
+    return FusedLogits.carrying(output, call.pending, vocab_size=call.vocab_size)

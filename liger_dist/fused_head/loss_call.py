@@ -12,7 +12,8 @@ for these logits. Both functions belong to one pending loss, so calls may nest a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -24,84 +25,62 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.collectives import device_assert
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist.peft_layers import base_head, effective_head, has_lora
+from liger_dist.peft_layers import effective_head
 from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
+from .call import IGNORE_INDEX, TOKEN_ACCURACY
 from .logits import FusedLogits
 from .recipe import LossRecipe, selects_by_tensor
-from .signature import IGNORE_INDEX, TOKEN_ACCURACY
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 """hidden states ``[..., D]``, lm_head or its effective weight, aligned labels ``[...]``"""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A running call of a wrapped model, with or without a loss of ours; frames of nested calls form a list."""
-
-    seam: object
-    """whose call it is; compared by identity"""
-    call: LossCall | None
-    outer: Frame | None
-
-
 NO_HEAD = "its lm_head was not called in the context (thread) of the model's call"
 
-_FRAME: ContextVar[Frame | None] = ContextVar("liger_dist_frame", default=None)
-"""the innermost running call of this context"""
+_RUNNING: ContextVar[tuple[str, LossCall | None] | None] = ContextVar("liger_dist_running", default=None)
+"""of the innermost call of a wrapped model in this context: the id of its ``wrap`` call, and its loss if it is one of
+ours"""
 
 
-def enter(seam: object, call: LossCall | None = None) -> None:
-    """Begins a call, nested in the running one if there is one."""
-    _FRAME.set(Frame(seam, call, _FRAME.get()))
+@contextmanager
+def running(owner: str, call: LossCall | None) -> Iterator[None]:
+    """Within, the forward of a model runs. Calls may nest.
+
+    Args:
+        owner: id of the ``wrap`` call, which the model's lm_head has as well.
+        call: None where lm_head computes logits.
+    """
+    token = _RUNNING.set((owner, call))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
 
 
-def set_call(call: LossCall) -> None:
-    """Gives the running frame its call."""
-    frame = _FRAME.get()
-    assert frame is not None
-    _FRAME.set(replace(frame, call=call))
+def current_call(owner: str | None) -> LossCall | None:
+    """The loss of the running call, if it is a call of the model wrapped as ``owner``."""
+    innermost = _RUNNING.get()
+    return innermost[1] if innermost is not None and innermost[0] == owner else None
 
 
-def leave(seam: object) -> LossCall | None:
-    """Ends the running call. An earlier hook may have raised before it began: then nothing happens."""
-    frame = _FRAME.get()
-    if frame is None or frame.seam is not seam:
-        return None
-    _FRAME.set(frame.outer)
-    return frame.call
-
-
-def current_call(seam: object) -> LossCall | None:
-    """The running call, if it is one of ``seam``."""
-    frame = _FRAME.get()
-    return frame.call if frame is not None and frame.seam is seam else None
-
-
-def is_running(seam: object) -> bool:
-    """True inside a call of ``seam``, with or without a loss."""
-    frame = _FRAME.get()
-    while frame is not None and frame.seam is not seam:
-        frame = frame.outer
-    return frame is not None
-
-
-def take_call(seam: object) -> LossCall | None:
-    """The running call if lm_head has to compute its loss, which it does once; None where it computes logits."""
-    call = current_call(seam)
-    return None if call is None or call.pending or call.on_logits else call
+def is_running(owner: str) -> bool:
+    """True inside the forward of the model wrapped as ``owner``, unless another wrapped model runs inside of it."""
+    innermost = _RUNNING.get()
+    return innermost is not None and innermost[0] == owner
 
 
 @dataclass
 class LossCall:
-    """One call with labels, checked at the model's entry."""
+    """The loss of one call with labels, checked before the model's forward begins."""
 
     model_name: str
     recipe: LossRecipe
     labels: Tensor
-    is_aligned: bool
-    """True if each token is scored against the label at its own position, not against the next one"""
+    """``[B, S]``, aligned: ``labels[:, s]`` belongs to the logits at s"""
+    labels_of_next: Tensor | None
+    """the same labels before they were shifted, as the model shifts them itself; None where they came aligned"""
     vocab_size: int
     """number of classes, V"""
     loss: LossArguments
@@ -114,44 +93,38 @@ class LossCall:
     execution: Execution
     mean_is_global: bool
     """True if the mean is over the tokens of all ranks"""
+    has_lora: bool
+    """True if a LoRA layer computes the output of lm_head"""
     on_logits: bool
     """True if the loss function computes the loss from full logits, and lm_head only these"""
     alters_loss: bool
     """with ``on_logits``: True if the loss differs from the model's own"""
-    answer: Callable[[Any], Any] | None = None
-    """what the caller gets, from the output of the fused call; None for that output itself"""
-    pending: list[PendingLoss] = field(default_factory=list)
-    """the losses of lm_head's calls; one, as long as a model has one head"""
+    pending: PendingLoss | None = None
+    """the loss that lm_head has computed; None before its call"""
 
     @property
     def differentiable(self) -> list[str]:
         """Outputs that carry gradients."""
         return sorted(self.loss.differentiable_outputs)
 
-    def aligned_labels(self) -> Tensor:
-        """Each token's target; with labels of the next tokens, the last one has none."""
-        if self.is_aligned:
-            return self.labels
-        return nn.functional.pad(self.labels[..., 1:].long(), (0, 1), value=self.loss.options.ignore_index)
-
-    def compute(self, head: nn.Module, hidden_states: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+    def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
 
         Args:
-            own: the forward of ``head`` without a loss.
+            logits_of: the forward of ``head`` without a loss.
         """
         self.check_unchanged()
-        pending = PendingLoss(self)
         # Before the loss: a LoRA layer calls its base layer, which computes logits.
-        self.pending.append(pending)
-        used = effective_head(head, own, hidden_states) if has_lora(head) else cast(nn.Linear, base_head(head))
-        output = self._without_a_mean(self.compute_loss(hidden_states, used, self.aligned_labels()))
+        pending = self.pending = PendingLoss(self)
+        used = effective_head(head, logits_of, hidden_states) if self.has_lora else cast(nn.Linear, head)
+        output = self._without_a_mean(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.differentiable)]
         carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = _detached(output)
-        carried = placed_like(hidden_states, carried)
+        if type(hidden_states) is not Tensor:
+            carried = placed_like(hidden_states, carried)
         if type(carried) is not Tensor:
             return carried
         return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
@@ -188,7 +161,7 @@ class LossCall:
             )
         )
         others = {name: getattr(output, name) for name in self.differentiable}
-        self.pending.append(PendingLoss(self, output=_detached(output), others=others, delivered=True))
+        self.pending = PendingLoss(self, output=_detached(output), others=others, delivered=True)
         return output.loss
 
     def _without_a_mean(self, output: LossOutput) -> LossOutput:
@@ -198,7 +171,7 @@ class LossCall:
         if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
             return output
         device = output.loss.device
-        is_empty = (self.aligned_labels() == self.loss.options.ignore_index).all().to(device, non_blocking=True)
+        is_empty = (self.labels == self.loss.options.ignore_index).all().to(device, non_blocking=True)
         if items is not None:
             is_empty &= items.reshape(()).to(device, non_blocking=True) == 0
         named = {name: getattr(output, name) for name in ("loss", "divergence", "hard_loss")}
@@ -248,8 +221,8 @@ class LossCall:
         Raises:
             LigerDistError: the loss was computed but never used.
         """
-        pending = self.pending[-1] if self.pending else PendingLoss(self)
-        if not pending.delivered:
+        pending = self.pending
+        if pending is None or not pending.delivered:
             raise LigerDistError(
                 f"{self.model_name} called lm_head but never its loss_function; the fused loss was not used. Unwrap "
                 "the model, or wrap it with WrapConfig(fused_loss=False)."
@@ -261,7 +234,7 @@ class LossCall:
         for name in self.outputs:
             if name == TOKEN_ACCURACY:
                 assert pending.output.is_top1 is not None
-                counted = (self.aligned_labels() != self.loss.options.ignore_index).sum()
+                counted = (self.labels != self.loss.options.ignore_index).sum()
                 found[name] = pending.output.is_top1.sum() / counted.to(pending.output.is_top1.device).clamp(min=1)
             else:
                 found[name] = others.get(name, getattr(pending.output, name))
@@ -357,7 +330,7 @@ class PendingLoss:
         these. On a GPU by an assertion on the device."""
         ignored = self.call.loss.options.ignore_index
         if isinstance(targets, Tensor):
-            counted = (self.call.aligned_labels() != ignored).sum()
+            counted = (self.call.labels != ignored).sum()
             same = (targets != ignored).sum() == counted.to(targets.device)
             _refuse_unless(same, self.call.model_name, _OTHER_TOKENS)
 
@@ -368,18 +341,12 @@ class PendingLoss:
         call.check_unchanged()
         if not isinstance(targets, Tensor):
             return
-        labels = call.labels
-        if is_aligned and not call.is_aligned:
-            # The labels of the next tokens, as a view.
-            following = labels[..., 1:]
-            if _is_same_view(targets, following):
-                return
-            aligned = call.aligned_labels()
-            expected = [aligned, aligned[..., :-1]]
-        else:
-            if _is_same_view(targets, labels):
-                return
-            expected = [labels, labels[..., :-1]] if is_aligned else [labels]
+        labels, of_next = call.labels, call.labels_of_next
+        if of_next is not None and _is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
+            return
+        if of_next is None and _is_same_view(targets, labels):
+            return
+        expected = [labels, labels[..., :-1]] if is_aligned else [labels if of_next is None else of_next]
         same = [x for x in expected if x.numel() == targets.numel()]
         if not same:
             raise LigerDistError(_CHANGED_LABELS.format(call.model_name))

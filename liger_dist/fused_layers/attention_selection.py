@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_dist.sharding.host_sequences import size_in_accelerate
+from liger_dist.sharding.accelerate import size_in_accelerate
 
 from .attention import NAME, is_replaced, register_attention
 

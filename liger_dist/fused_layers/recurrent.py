@@ -8,16 +8,13 @@ wrapped (no class is named here), and :class:`PackedDocuments` refuses the calls
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
 from liger_dist.peft_layers import base_model_of
 from liger_dist.structure import Structure, find_structure
-from liger_dist.tracing import untraced
 
 from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
 
@@ -41,8 +38,6 @@ class PackedDocuments:
     def __init__(self, model: nn.Module, reasons: dict[tuple[str, ...], str]) -> None:
         self._name = type(model).__name__
         self._reasons = reasons
-        self._parameters = tuple(signature(model.forward).parameters)
-        self._hook: RemovableHandle | None = None
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
@@ -75,20 +70,6 @@ class PackedDocuments:
     def reason_against(self, *way: str) -> str | None:
         """Why arguments do not keep documents apart, as a clause; None if they do."""
         return self._reasons.get(way)
-
-    def install(self, model: nn.Module) -> None:
-        """Registers a pre-hook, for a model whose loss is not fused; after the model is sharded, so that it runs before
-        FSDP2's hooks."""
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-
-    def remove(self) -> None:
-        """Removes the pre-hook."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    @untraced
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.check(dict(zip(self._parameters, args, strict=False)) | kwargs)
 
 
 def packed_by(named: dict[str, Any]) -> tuple[str, ...]:

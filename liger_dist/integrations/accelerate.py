@@ -87,7 +87,7 @@ def wrap_for(
         return
     is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
-    is_fused = record_of(inner_model(model)).seam is not None
+    is_fused = record_of(inner_model(model)).recipe is not None
     if is_fused and plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
         # Accelerate's default rounds everything that the model returns, including the loss.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)

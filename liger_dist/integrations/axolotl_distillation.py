@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_dist.fused_head.signature import IGNORE_INDEX
+from liger_dist.fused_head.call import IGNORE_INDEX
 
 COLUMNS = ("target_token_ids", "target_logprobs", "target_mask")
 

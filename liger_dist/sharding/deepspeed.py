@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
@@ -116,6 +117,15 @@ def _is_quantized(weight: object) -> bool:
 def has_started() -> bool:
     """True if DeepSpeed has started in this process: its engine averages gradients."""
     return getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None) is not None
+
+
+def sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks over which DeepSpeed shards sequences; None if it does not."""
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups is None or not has_started() or groups._get_sequence_parallel_world_size() == 1:
+        return None
+    group: dist.ProcessGroup = groups._get_sequence_parallel_group()
+    return group
 
 
 def is_engine(root: nn.Module) -> bool:

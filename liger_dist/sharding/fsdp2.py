@@ -9,7 +9,6 @@ all-reduce of one number for ``token_mean="global"``. For a vocab-parallel lm_he
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -287,7 +286,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def is_in_forward(root: nn.Module) -> bool:
+def is_in_forward(root: object) -> bool:
     """True while the forward of the FSDP2 module ``root`` runs, or that of an FSDP2 module around it."""
     assert isinstance(root, FSDPModule)
     state: Any = root._get_fsdp_state()
@@ -295,7 +294,7 @@ def is_in_forward(root: nn.Module) -> bool:
     return runs is not None and len(runs._modules) == 1
 
 
-def finish_forward(root: nn.Module) -> None:
+def finish_forward(root: object) -> None:
     """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
     without lm_head: FSDP2 would take the next forward of ``root`` for a part of it, and not wait for the optimizer."""
     assert isinstance(root, FSDPModule)
@@ -409,14 +408,18 @@ def _num_shards(weight: DTensor) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def return_losses_unrounded(model: nn.Module) -> None:
-    """Undoes the rounding of a model's outputs that Accelerate's policy asks FSDP2 for, so that losses and
-    log-probabilities stay fp32. To be called within the forward; a policy that other code gave to FSDP2 is obeyed."""
-    accelerate: Any = sys.modules.get("accelerate.state")
-    plugin = None if accelerate is None else accelerate.AcceleratorState._shared_state.get("fsdp_plugin")
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if not isinstance(policy, MixedPrecisionPolicy) or policy.output_dtype is None:
-        return
+def abandon_forward(model: nn.Module) -> None:
+    """Ends a forward that has raised in ``model`` or below it. FSDP2 would take the next forward for a part of it, and
+    not wait for the optimizer."""
+    root: nn.Module = vars(model).get(_ROOT, lambda: model)()
+    if isinstance(root, FSDPModule) and is_in_forward(root):
+        finish_forward(root)
+        reshard(model)
+
+
+def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Undoes the rounding of outputs that ``policy`` asks of FSDP2 for ``model`` and the modules around it. To be
+    called within the forward; groups with another policy keep theirs."""
     for state in {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}:
         # With those of the modules around the model, such as PEFT's.
         for shared in (state, *state._state_ctx.all_states):

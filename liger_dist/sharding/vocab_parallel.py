@@ -35,7 +35,7 @@ from liger_dist.structure import Structure
 from .base import DataParallel, Facts, FullHead, Head, Storage
 from .tensor_parallel import first_row
 
-_SHARDS = "_liger_dist_row_shards"
+ROW_SHARDS = "_liger_dist_row_shards"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class VocabParallelLinear(SameLinearMap, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., V]``."""
-        shards: RowShards = vars(self)[_SHARDS]
+        shards: RowShards = vars(self)[ROW_SHARDS]
         return shards.logits(self, input)
 
 
@@ -154,7 +154,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[...]`` ids to ``[..., D]``."""
-        shards: RowShards = vars(self)[_SHARDS]
+        shards: RowShards = vars(self)[ROW_SHARDS]
         weight = self._parameters["weight"]
         assert weight is not None
         return exchanged_embedding(
@@ -183,7 +183,7 @@ class _ShowsComputeDtype(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        shards: RowShards = vars(self)[_SHARDS]
+        shards: RowShards = vars(self)[ROW_SHARDS]
         master = self._parameters["weight"]
         assert master is not None
         if _LOOKING_UP.get() is self and shards.compute_dtype is not None:
@@ -311,8 +311,8 @@ def shard_rows(
                 continue
             undo.callback(partial(module._parameters.__setitem__, name, parameter))
             module._parameters[name] = sharded[parameter]
-            vars(module)[_SHARDS] = shards
-            undo.callback(vars(module).pop, _SHARDS, None)
+            vars(module)[ROW_SHARDS] = shards
+            undo.callback(vars(module).pop, ROW_SHARDS, None)
             if name == "weight":
                 undo.callback(setattr, module, "__class__", type(module))
                 module.__class__ = _sharded_class(type(module))
@@ -335,7 +335,7 @@ def release_communicators(model: nn.Module) -> None:
         shards = row_shards_of(module)
         if shards is not None:
             group = shards.mesh.get_group(shards.mesh.ndim - 1)
-            vars(module)[_SHARDS] = replace(shards, tokens_group=group, counting_group=group, calling_group=group)
+            vars(module)[ROW_SHARDS] = replace(shards, tokens_group=group, counting_group=group, calling_group=group)
             _destroy(shards)
 
 
@@ -349,7 +349,7 @@ def _destroy(shards: RowShards) -> None:
 
 def row_shards_of(module: object) -> RowShards | None:
     """The row shards of lm_head, or of an embedding tied to it; None where it is not vocab-parallel."""
-    return vars(module).get(_SHARDS)
+    return vars(module).get(ROW_SHARDS)
 
 
 def _require_row_shards(head: object) -> RowShards:

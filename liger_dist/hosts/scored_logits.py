@@ -1,6 +1,6 @@
 """Logits of which only what a trainer reads was computed: per-token numbers such as the next token's log-probability.
 
-The trainers of :data:`.host_calls.READERS` call a model without labels and compute log-probabilities of the input
+The trainers of :data:`.trainer_frames.READERS` call a model without labels and compute log-probabilities of the input
 ids from the logits. A wrapped model computes those in its lm_head, and returns an object that answers their reads.
 """
 

@@ -1,9 +1,7 @@
-"""Marks on models that :func:`liger_dist.wrap` has sharded, or has left half sharded when it failed."""
+"""Models that :func:`liger_dist.wrap` has left half sharded when it failed."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,39 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist.errors import LigerDistError
 
-_PREPARED = "_is_accelerate_prepared"
 _FAILED = "_liger_dist_failed"
-
-
-@dataclass(frozen=True)
-class RefusesPrepare:
-    """Value of the attribute from which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings
-    with which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
-
-    strategy: str
-
-    def __bool__(self) -> bool:
-        state = sys.modules.get("accelerate.state")
-        kinds = None if state is None else state.DistributedType
-        kind = None if state is None else state.AcceleratorState._shared_state.get("distributed_type")
-        if kinds is None or kind in (kinds.FSDP, kinds.NO):
-            return False
-        raise LigerDistError(
-            f"accelerator.prepare was given a model that liger_dist.wrap has sharded by {self.strategy!r}; prepare the "
-            "optimizer and the data loader alone, or wrap and prepare at once with "
-            "liger_dist.integrations.accelerate.prepare(accelerator, model, ...) under Accelerate's own FSDP settings."
-        )
-
-
-def mark_sharded(model: nn.Module, strategy: str) -> None:
-    """Makes Accelerate's ``prepare`` refuse what would wrap the shards."""
-    vars(model)[_PREPARED] = RefusesPrepare(strategy)
-
-
-def unmark_sharded(model: nn.Module) -> None:
-    """Undoes :func:`mark_sharded`."""
-    if isinstance(vars(model).get(_PREPARED), RefusesPrepare):
-        del vars(model)[_PREPARED]
 
 
 def storage_state(model: nn.Module) -> tuple[int, int, int]:

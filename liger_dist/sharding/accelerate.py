@@ -1,5 +1,5 @@
-"""Sequence and context parallelism of DeepSpeed and Accelerate: which is active, and calls that they compute wrongly
-without an error."""
+"""Accelerate: every private name of it that is used. Sequence and context parallelism of Accelerate and DeepSpeed, with
+the calls that they compute wrongly without an error; the rounding of outputs; and the mark of prepared models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from liger_dist.errors import LigerDistError
 
-from .deepspeed import has_started, is_stored_by_zero3
+from .deepspeed import is_stored_by_zero3, sequence_parallel_group
+from .fsdp2 import keep_output_dtype
+
+_PREPARED = "_is_accelerate_prepared"
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,8 @@ def active() -> HostSequences | None:
     """What shards sequences in this process; None if nothing does."""
     if size_in_accelerate("cp_size") > 1 and _accelerate("device_mesh") is not None:
         return HostSequences("cp_size", _accelerate("device_mesh")["cp"].get_group())
-    groups: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups is None or not has_started() or groups._get_sequence_parallel_world_size() == 1:
-        return None
-    return HostSequences("sp_size", groups._get_sequence_parallel_group())
+    group = sequence_parallel_group()
+    return None if group is None else HostSequences("sp_size", group)
 
 
 def check(model: nn.Module, weight: object, positions: object) -> None:
@@ -87,6 +89,44 @@ def _restart(positions: Tensor, host: HostSequences, trains: bool) -> bool:
         return bool(inside.any())
     is_first = dist.get_rank(host.group) == 0
     return host.is_true_anywhere(inside if is_first else torch.cat([positions[:, :1] == 0, inside], 1))
+
+
+def return_losses_unrounded(model: nn.Module) -> None:
+    """Undoes the rounding of a model's outputs that Accelerate's policy asks FSDP2 for, so that losses and
+    log-probabilities stay fp32. To be called within the forward."""
+    policy = getattr(_accelerate("fsdp_plugin"), "mixed_precision_policy", None)
+    if isinstance(policy, MixedPrecisionPolicy) and policy.output_dtype is not None:
+        keep_output_dtype(model, policy)
+
+
+@dataclass(frozen=True)
+class RefusesPrepare:
+    """Value of the attribute from which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings
+    with which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
+
+    strategy: str
+
+    def __bool__(self) -> bool:
+        state = sys.modules.get("accelerate.state")
+        kinds = None if state is None else state.DistributedType
+        if kinds is None or _accelerate("distributed_type") in (None, kinds.FSDP, kinds.NO):
+            return False
+        raise LigerDistError(
+            f"accelerator.prepare was given a model that liger_dist.wrap has sharded by {self.strategy!r}; prepare the "
+            "optimizer and the data loader alone, or wrap and prepare at once with "
+            "liger_dist.integrations.accelerate.prepare(accelerator, model, ...) under Accelerate's own FSDP settings."
+        )
+
+
+def mark_sharded(model: nn.Module, strategy: str) -> None:
+    """Makes Accelerate's ``prepare`` refuse what would wrap the shards."""
+    vars(model)[_PREPARED] = RefusesPrepare(strategy)
+
+
+def unmark_sharded(model: nn.Module) -> None:
+    """Undoes :func:`mark_sharded`."""
+    if isinstance(vars(model).get(_PREPARED), RefusesPrepare):
+        del vars(model)[_PREPARED]
 
 
 def _accelerate(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Arguments of one call of a model: those of its forward, and those of the loss."""
+"""Arguments of one call of a model: those of its forward, those of its loss, and labels aligned to the logits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_dist.config import LOGITS, LogitsDtype
+from liger_dist.config import LOGITS, LOGITS_DTYPES, LogitsDtype, check_choice
 from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.arguments import (
@@ -22,7 +23,7 @@ from liger_dist.losses.arguments import (
     loss_arguments,
 )
 from liger_dist.losses.distillation import Distillation
-from liger_dist.weak import Weakly
+from liger_dist.losses.labels import check_labels
 
 from .recipe import LossRecipe
 
@@ -43,6 +44,7 @@ LOSS_KEYWORDS = (
     "outputs",
     *ARGUMENTS_OF_OUTPUTS,
     DIFFERENTIABLE,
+    "logits_dtype",
 )
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have"""
 LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -68,8 +70,6 @@ class Call:
     model_name: str
     own_smoothing: float
     """label smoothing of the model's own loss"""
-    logits_dtype: LogitsDtype = None
-    """instead of the config's; None for that"""
     distillation: Distillation | None = None
     """of :func:`liger_dist.distillation_loss`; None for any other call"""
 
@@ -96,6 +96,40 @@ class Call:
     def ignore_index(self) -> int:
         index: int = self.named.get("ignore_index", IGNORE_INDEX)
         return index
+
+    @property
+    def logits_dtype(self) -> LogitsDtype:
+        """That of this call instead of the config's; None for the config's."""
+        dtype: LogitsDtype = self.loss.get("logits_dtype")
+        return dtype
+
+    def aligned_labels(self, recipe: LossRecipe, *, is_encoder_decoder: bool) -> AlignedLabels:
+        """Checks the labels and aligns them to the logits that score them.
+
+        Raises:
+            LigerDistError: they are not one integer for each token, or the attention mask that selects them has another
+                shape.
+        """
+        inputs, keep = inputs_of(self.named), self.named.get("logits_to_keep")
+        labels, shifted = (_with_rows(self.named.get(name), inputs) for name in ("labels", "shift_labels"))
+        are_aligned = recipe.targets == "same" or shifted is not None
+        labels = labels if shifted is None or recipe.targets == "same" else shifted
+        assert labels is not None
+        keeps_some = isinstance(keep, Tensor) or bool(keep)
+        tokens = labels.shape if inputs is None or keeps_some or is_encoder_decoder else inputs.shape[:2]
+        check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=self.ignore_index)
+        if are_aligned:
+            return AlignedLabels(labels, None)
+        attention_mask = self.named.get("attention_mask")
+        if recipe.targets == "next_attended" and attention_mask is not None:
+            if attention_mask.shape != labels.shape:
+                raise LigerDistError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)} and labels have shape "
+                    f"{tuple(labels.shape)}; {self.model_name} scores the tokens that its mask has, so expected one "
+                    "shape. Pass the mask of the labels, or use WrapConfig(fused_loss=False)."
+                )
+            labels = labels.long().masked_fill(attention_mask.to(labels.device) == 0, self.ignore_index)
+        return AlignedLabels(F.pad(labels[..., 1:].long(), (0, 1), value=self.ignore_index), labels)
 
     def arguments(self, recipe: LossRecipe) -> LossArguments:
         """The arguments of this call's loss, without the bias that the model adds to its logits."""
@@ -147,18 +181,57 @@ class Call:
             )
 
 
+@dataclass(frozen=True)
+class AlignedLabels:
+    """Labels of a call that belong to the logits at their own positions."""
+
+    labels: Tensor
+    """``[B, S]``"""
+    of_next: Tensor | None
+    """the same labels before they were shifted; None where they came aligned"""
+
+    def shift(self, values: Tensor) -> Tensor:
+        """Moves ``values`` ``[B, S]``, one for each label of the call, along with the labels."""
+        return values if self.of_next is None else F.pad(values[..., 1:], (0, 1))
+
+
+class HostCall(Protocol):
+    """A call that a host has made in its own words, such as TRL's ``fused_lm_head=True``."""
+
+    only_fused: ClassVar[bool]
+    """True if the call is left as it is where its loss would not be fused"""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keywords of a wrapped model for the same call."""
+        ...
+
+    def answer(self, output: Any) -> Any:
+        """What the host gets, from the output of the wrapped model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How hosts make calls in their own words."""
+
+    keywords: frozenset[str] = frozenset()
+    """of such calls; calls without labels may be some too"""
+    readers: tuple[Callable[[nn.Module, dict[str, Any], dict[str, Any], int], HostCall | None], ...] = ()
+    """from the model, all arguments by name, those given by keyword, and the vocabulary size"""
+    returns_logits: Callable[[], bool] = lambda: False
+    """True inside a call without gradients whose logits the host returns"""
+
+
 class Signature:
     """Signature of one model's forward, and of the modules that its further keyword arguments may reach."""
 
-    _model = Weakly()
-
     def __init__(self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float) -> None:
-        self._model = model
         self._own_smoothing = own_smoothing
         parameters = signature(model.forward).parameters
         self.names = tuple(parameters)
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._owner = type(model).__name__
+        self.model_name = type(model).__name__
         self._outputs = as_output_names(outputs)
         check_outputs(self._outputs)
         for output in ("log_prob_at", "top_k"):
@@ -168,29 +241,28 @@ class Signature:
                     "in the call, by outputs= along with token_ids= or top_k=."
                 )
         self._known = frozenset(_keywords_below(model))
+        # Another forward than transformers' may read any keyword.
+        self._is_transformers = model.forward.__module__.startswith(("transformers.", "accelerate."))
         self._warned: set[str] = set()
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Separates the arguments of the model from those of the loss.
-
-        A keyword that neither the model nor the loss has is dropped, as transformers' models do; the first time with a
-        warning.
 
         Raises:
             LigerDistError: loss options without labels.
         """
         named = dict(zip(self.names, args, strict=False)) | kwargs
         loss = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
-        if named.get("labels") is not None:
-            self._warn_of_unknown(kwargs)
-        elif loss:
+        if loss and named.get("labels") is None:
             name = next(iter(loss))
             raise LigerDistError(
-                f"{name} was given to {self._owner} without labels, so there is no loss to apply it to; pass "
+                f"{name} was given to {self.model_name} without labels, so there is no loss to apply it to; pass "
                 "labels, or leave it out."
             )
-        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs()
+        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs(model)
         check_outputs(outputs)
+        if "logits_dtype" in loss:
+            check_choice("logits_dtype", loss["logits_dtype"], LOGITS_DTYPES)
         if loss.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
             raise LigerDistError(
                 f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
@@ -203,30 +275,31 @@ class Signature:
             kwargs=kept,
             loss=loss,
             outputs=outputs,
-            model_name=self._owner,
+            model_name=self.model_name,
             own_smoothing=self._own_smoothing,
         )
 
-    def _usual_outputs(self) -> tuple[str, ...]:
+    def _usual_outputs(self, model: nn.Module) -> tuple[str, ...]:
         """The outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
-        return () if LOGITS in self._outputs and self._model.training else self._outputs
+        return () if LOGITS in self._outputs and model.training else self._outputs
 
-    def unknown(self, kwargs: dict[str, Any]) -> list[str]:
+    def unknown(self, keywords: Iterable[str]) -> list[str]:
         """Names of keywords that neither the model nor its loss takes."""
         if not self.takes_more:
             return []  # Python itself refuses unknown keywords.
         known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
-        further = [name for name in kwargs if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
-        # A forward that is not transformers' may read any of them.
-        is_transformers = self._model.forward.__module__.startswith(("transformers.", "liger_dist.", "accelerate."))
-        return [name for name in further if name not in _attention_keywords()] if further and is_transformers else []
+        further = [name for name in keywords if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
+        if not further or not self._is_transformers:
+            return []
+        return [name for name in further if name not in _attention_keywords()]
 
-    def _warn_of_unknown(self, kwargs: dict[str, Any]) -> None:
-        for name in self.unknown(kwargs):
+    def warn_of_unknown(self, keywords: Iterable[str]) -> None:
+        """Warns, the first time, of a keyword that neither the model nor the loss has; transformers' models drop it."""
+        for name in self.unknown(keywords):
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(
-                    f"{self._owner} was called with {name!r}, which neither its modules nor its attention take, so "
+                    f"{self.model_name} was called with {name!r}, which neither its modules nor its attention take, so "
                     f"that it has no effect. Options of the loss are {', '.join(LOSS_KEYWORDS)}, num_items_in_batch, "
                     "ignore_index and shift_labels.",
                     stacklevel=2,
@@ -248,6 +321,21 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
                 "out, or use a loss function that names it."
             )
     return {name: call.loss[name] for name in call.loss_options}
+
+
+def inputs_of(named: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call, by their ids or embeddings."""
+    return next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+
+
+def _with_rows(labels: object, inputs: Tensor | None) -> Tensor | None:
+    """``labels`` ``[B, S]``. Those of a single sequence may come as ``[S]``, which the model's own loss flattens to."""
+    if labels is None:
+        return None
+    if not isinstance(labels, Tensor):
+        raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
+    is_flat = labels.dim() == 1 and inputs is not None and inputs.dim() > 1
+    return labels[None] if is_flat and len(inputs) == 1 else labels  # type: ignore[arg-type]
 
 
 def check_outputs(outputs: tuple[str, ...]) -> None:

@@ -1,4 +1,5 @@
-"""Calls of trainers for policies: TRL's ``model(..., labels=labels, fused_lm_head=True)``, and calls without labels.
+"""Reads calls of trainers for policies: TRL's ``model(..., labels=labels, fused_lm_head=True)``, and calls without
+labels.
 
 TRL 1.x patches the forward of its models (``trl.trainer.utils.add_fused_lm_head``), which then returns per-token
 log-probabilities instead of logits. A wrapped model answers those calls itself, with what the trainer has asked TRL's
@@ -9,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.fused_model import original_forward_of
+from liger_dist.fused_head.output import with_logits
 
-from .host_calls import outputs_read_of_logits
-from .output import with_logits
 from .scored_logits import SCORES, ScoredLogits
+from .trainer_frames import outputs_read_of_logits
 
 FLAG = "fused_lm_head"
 FIELDS = {
@@ -37,13 +39,15 @@ CACHES = ("past_key_values", "cache_params", "cache")
 class CallOfTRL:
     """One call with ``fused_lm_head=True``."""
 
+    only_fused: ClassVar[bool] = False
+    kwargs: dict[str, Any]
+    """keywords of a wrapped model for the same call"""
     fields: tuple[str, ...]
     """fields of TRL's output that are asked for"""
     label_mask: Tensor
     """bool ``[B, S - 1]``, or ``[B, S]`` for shifted labels: True for a token with a label"""
     is_aligned: bool
     """True for labels that are shifted already"""
-    operands_in_fp32: bool
 
     def answer(self, output: Any) -> Any:
         """TRL's output from that of the wrapped model."""
@@ -61,17 +65,15 @@ class CallOfTRL:
         return FusedCausalLMOutput(loss=loss, label_mask=self.label_mask, aux_loss=aux_loss, **values)
 
 
-def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | None, dict[str, Any]]:
-    """The call of a trainer, None if it is not one, and the keywords for the wrapped model.
+def read_call(model: nn.Module, named: dict[str, Any], kwargs: dict[str, Any], vocab_size: int) -> CallOfTRL | None:
+    """Reads the call of a trainer; None if it is not one.
 
     Raises:
         LigerDistError: the flag without TRL's head or without labels, or a field that is not known here.
     """
-    if FLAG not in kwargs:
-        return None, kwargs
-    kwargs = dict(kwargs)
-    if not kwargs.pop(FLAG):
-        return None, kwargs
+    if not kwargs.get(FLAG):
+        return None
+    kwargs = {keyword: value for keyword, value in kwargs.items() if keyword != FLAG}
     name = type(model).__name__
     asked = next(_asked_of_head(model), None)
     if asked is None:
@@ -102,14 +104,19 @@ def read_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[CallOfTRL | Non
     }
     if asked["temperature"] != 1.0:
         kwargs["temperature"] = asked["temperature"]
+    if asked["cast_lm_head_to_fp32"]:
+        kwargs["logits_dtype"] = "fp32_operands"
     mask = (labels[:, 1:] if shifted is None else shifted) != -100  # type: ignore[index]
-    return CallOfTRL(fields, mask, shifted is not None, asked["cast_lm_head_to_fp32"]), kwargs
+    return CallOfTRL(kwargs, fields, mask, shifted is not None)
 
 
 @dataclass(frozen=True)
 class ScoredCall:
     """One call without labels of a trainer that reads numbers of the next tokens from the logits."""
 
+    only_fused: ClassVar[bool] = True
+    kwargs: dict[str, Any]
+    """keywords of a wrapped model for the same call"""
     next_ids: Tensor
     """``[B, S]``: the token after each; the first one after the last"""
     outputs: tuple[str, ...]
@@ -122,24 +129,23 @@ class ScoredCall:
 
 
 def read_scored_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], vocab_size: int
-) -> tuple[ScoredCall | None, dict[str, Any]]:
-    """The call of such a trainer, None if it is not one, and the keywords for the wrapped model: every token is scored,
-    padding too, whose logits are in the trainer's means."""
-    named = dict(zip(names, args, strict=False)) | kwargs
+    model: nn.Module, named: dict[str, Any], kwargs: dict[str, Any], vocab_size: int
+) -> ScoredCall | None:
+    """Reads the call of such a trainer; None if it is not one. Every token is scored, padding too, whose logits are in
+    the trainer's means."""
     ids: Any = named.get("input_ids")
     is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     # Of a whole sequence without a cache, as a ModelOutput.
     has_rest = any(named.get(name) is not None for name in ("labels", *CACHES))
     keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or named.get("logits_to_keep")
     if ids is None or not is_decoder or has_rest or keeps_some or named.get("return_dict") is False:
-        return None, kwargs
+        return None
     read = outputs_read_of_logits()
     if read is None:
-        return None, kwargs
+        return None
     outputs = (*SCORES, *(name for name in read if name not in SCORES))
     next_ids = ids.roll(-1, 1)
-    return ScoredCall(next_ids, outputs, vocab_size), kwargs | {
+    kwargs = kwargs | {
         "labels": ids,
         "shift_labels": next_ids,
         "outputs": outputs,
@@ -147,16 +153,19 @@ def read_scored_call(
         "differentiable": torch.is_grad_enabled(),
         "return_dict": True,
     }
+    return ScoredCall(kwargs, next_ids, outputs, vocab_size)
 
 
 def _asked_of_head(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The arguments of ``add_fused_lm_head``, from the forward that it has put on the model. Accelerate may have
     wrapped that forward since."""
-    function: Any = model.forward
-    while function is not None:
+    functions: list[Any] = [model.forward, original_forward_of(model)]
+    while functions:
+        function = functions.pop(0)
         function = getattr(function, "__func__", function)
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if "cast_lm_head_to_fp32" in names:
             cells = function.__closure__ or ()
             yield {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-        function = getattr(function, "__wrapped__", None)
+        if hasattr(function, "__wrapped__"):
+            functions.insert(0, function.__wrapped__)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from liger_dist.losses.distillation import Distillation, Teacher
+from liger_dist.losses.distillation import Teacher
 from liger_dist.peft_layers import base_head, effective_head, has_lora
 from liger_dist.sharding.base import FullHead, Head
 from liger_dist.sharding.tensor_parallel import placed_like
@@ -24,25 +23,6 @@ from liger_dist.tracing import untraced
 
 from .lm_head import computes_in_fp32
 from .recipe import LogitTransform
-
-_DISTILLING: ContextVar[tuple[object, Distillation] | None] = ContextVar("liger_dist_distilling", default=None)
-"""the seam of the student whose call runs in this context, and its teacher"""
-
-
-def distillation_of(seam: object) -> Distillation | None:
-    """The teacher and options of a call of ``seam``; None for a call without a teacher."""
-    running = _DISTILLING.get()
-    return running[1] if running is not None and running[0] is seam else None
-
-
-@contextmanager
-def distilling(seam: object, distillation: Distillation) -> Iterator[None]:
-    """Within, calls of ``seam`` with labels compute the divergence from a teacher."""
-    token = _DISTILLING.set((seam, distillation))
-    try:
-        yield
-    finally:
-        _DISTILLING.reset(token)
 
 
 @contextmanager

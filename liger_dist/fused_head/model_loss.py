@@ -1,0 +1,548 @@
+"""The loss of one wrapped model: decides for each call how it is computed, and checks what it is computed from.
+
+A call's loss is *fused* (lm_head computes it), computed from *full logits* (a loss function that is installed on the
+model scores them), or the *model's own*.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.recurrent import PackedDocuments
+from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.distillation import Distillation
+from liger_dist.losses.labels import LabelSummary, check_range
+from liger_dist.losses.pending_gradients import PendingGradients
+from liger_dist.losses.scales import denominator
+from liger_dist.peft_layers import has_active_dropout
+from liger_dist.sharding import accelerate, ddp, deepspeed
+from liger_dist.sharding.base import DataParallel, Wrapper
+from liger_dist.sharding.fsdp1 import is_outside_forward
+from liger_dist.sharding.process_groups import world_size
+from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
+from liger_dist.structure import Structure, embedding_of
+from liger_dist.tracing import in_backward, is_transformed, untraced
+
+from .around import Around
+from .call import IGNORE_INDEX, AlignedLabels, Call, HostCall, Hosts, Signature, options_for
+from .lm_head import HeadInUse, LMHead
+from .logits import FusedLogits
+from .loss_call import NO_HEAD, GivenLabels, LossCall, PendingLoss, current_call, is_running
+from .output import fused_output
+from .recipe import LossRecipe
+
+FULL_LOGITS: Literal["full logits"] = "full logits"
+Mode = Distillation | Literal["full logits"]
+_MODES: ContextVar[tuple[tuple[str, Mode], ...]] = ContextVar("liger_dist_modes", default=())
+"""of the models wrapped as these ids: how calls in this context compute their loss"""
+_ARGUMENTS_OF_LOSSES = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index")
+"""of transformers' token losses, by position"""
+
+
+class FusedLoss:
+    """The loss of one wrapped model; kept on the instance, to which it does not refer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        recipe: LossRecipe | None,
+        *,
+        unfused_reason: str | None,
+        owner: str,
+        strategy: str,
+        config: WrapConfig,
+        hosts: Hosts,
+        packed: PackedDocuments | None,
+    ) -> None:
+        self.structure, self.recipe, self.unfused_reason = structure, recipe, unfused_reason
+        self.owner, self.config, self.hosts, self.packed = owner, config, hosts, packed
+        self.head = LMHead(structure, owner=owner, strategy=strategy, config=config)
+        smoothing = getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0
+        self.signature = Signature(
+            model, outputs=config.outputs, own_smoothing=smoothing if recipe is None else recipe.label_smoothing
+        )
+        self.replaced_attention: str | None = None
+        """implementation of the model's own attention where another one is selected, whose hidden states of padding
+        differ; None where it was kept"""
+        self.around: Around | None = None
+        """the wrapper that :func:`liger_dist.wrap` made around the model, through which its losses go"""
+        self.loss_owner = None if recipe is None else recipe.owner
+        """name of the module whose ``loss_function`` gets the logits, or None"""
+        owner_module = self._owner_module(model)
+        self.own_loss_function: Callable[..., Tensor] | None = getattr(owner_module, "loss_function", None)
+        self._had_own_loss_function = owner_module is not None and "_loss_function" in vars(owner_module)
+        self._is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self._warns_of_wrappers = strategy == "auto"
+        self._has_looked_at_padding = False
+        self._has_scored = False
+        self._pending = PendingGradients()
+        self._warned: set[str] = set()
+
+    def install(self, model: nn.Module) -> None:
+        """Swaps the class of lm_head and installs the loss function; before the model is sharded."""
+        if self.recipe is None:
+            return
+        self.head.fuse(model)
+        owner_module: Any = self._owner_module(model)
+        if owner_module is not None:
+            owner_module.loss_function = self.loss_function
+
+    def remove(self, model: nn.Module) -> None:
+        """Undoes :meth:`install`, and what has followed it."""
+        if self.around is not None:
+            self.around.remove()
+        owner_module: Any = self._owner_module(model)
+        if owner_module is not None and self.has_installed(model):
+            if self._had_own_loss_function:
+                owner_module.loss_function = self.own_loss_function
+            else:
+                del owner_module._loss_function
+        if self.recipe is not None:
+            self.head.remove(model)
+
+    def _owner_module(self, model: nn.Module) -> nn.Module | None:
+        return None if self.loss_owner is None else model.get_submodule(self.loss_owner)
+
+    @untraced
+    def host_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostCall | None:
+        """The call in the host's own words; None for any other."""
+        if kwargs.get("labels") is not None and self.hosts.keywords.isdisjoint(kwargs):
+            return None
+        if self.recipe is None:
+            return None
+        named = dict(zip(self.signature.names, args, strict=False)) | kwargs
+        for read in self.hosts.readers:
+            call = read(model, named, kwargs, self.structure.vocab_size)
+            if call is not None:
+                return call if not call.only_fused or self.reason_to_leave(model) is None else None
+        return None
+
+    @contextmanager
+    def mode(self, mode: Mode) -> Iterator[None]:
+        """Within, calls of the model in this context compute their loss in ``mode``: on full logits, by the model's own
+        loss function; or, with labels, as the divergence from a teacher."""
+        token = _MODES.set((*_MODES.get(), (self.owner, mode)))
+        try:
+            yield
+        finally:
+            _MODES.reset(token)
+
+    def _mode(self) -> Mode | None:
+        return next((mode for owner, mode in reversed(_MODES.get()) if owner == self.owner), None)
+
+    @untraced
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, LossCall | None]:
+        """The arguments for the model's own forward, and the loss of the call if it is not the model's own. The ranks
+        of a vocab-parallel lm_head agree whether one refuses the call.
+
+        Raises:
+            LigerDistError: on every rank of a vocab-parallel lm_head, where one refuses; otherwise on this one.
+        """
+        shards = self._row_shards()
+        try:
+            call = self.signature.read(model, args, kwargs)
+            loss_call = self._loss_of(model, call)
+        except Exception as error:
+            if shards is not None:
+                shards.agree_on_call(f"nothing, and refuse it: {error}")
+            raise
+        if shards is not None:
+            has_labels = call.named.get("labels") is not None
+            shards.agree_on_call("a loss" if has_labels else "a call without labels")
+        return call, loss_call
+
+    def _row_shards(self) -> RowShards | None:
+        return vars(self.structure.head).get(ROW_SHARDS)
+
+    def _loss_of(self, model: nn.Module, call: Call) -> LossCall | None:
+        """Decides how the loss of a call is computed; None for the model's own, or none."""
+        if self.packed is not None:
+            self.packed.check(call.named)
+        if call.named.get("labels") is None:
+            # Without labels the models of transformers compute no loss, whatever other arguments they get.
+            return None
+        if self.recipe is None:
+            assert self.unfused_reason is not None
+            if call.loss:
+                own: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
+                call.kwargs.update(options_for(own, call, reason=self.unfused_reason))
+            return None
+        self.signature.warn_of_unknown(call.kwargs.keys() - self.hosts.keywords)
+        mode = self._mode()
+        if isinstance(mode, Distillation):
+            call = call.distilled(mode)
+        if "use_cache" in self.signature.names[len(call.args) :] and call.kwargs.get("use_cache") is None:
+            # A loss never reads a cache, and some attention masks depend on one: fused or not, the loss is the same.
+            call.kwargs["use_cache"] = False
+        wants_logits = self._wants_logits(model, call, mode)
+        asked = self.requested(model, call)
+        if wants_logits and not asked:
+            return None
+        in_use = self.head.in_use(model)
+        reason = self._reason_to_leave(model, in_use)
+        if reason is not None and call.distillation is not None:
+            self._refuse_distillation(reason)
+        if reason is not None and not wants_logits:
+            what = "" if in_use.unfusable is not None else " The loss is the model's own."
+            self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {reason}.{what}")
+        if in_use.adapter is not None:
+            self._check_wrapper(model, in_use)
+        if reason is None and not wants_logits:
+            return self._loss_call(model, call, in_use, on_logits=False)
+        if asked and in_use.adapter is not None and self._can_score(model):
+            return self._loss_call(model, call, in_use, on_logits=True)
+        if asked:
+            call.kwargs.update(self._keywords_of_own_loss(model, call, asked, reason or "logits are asked for"))
+        return None
+
+    def _wants_logits(self, model: nn.Module, call: Call, mode: Mode | None) -> bool:
+        if isinstance(mode, Distillation):
+            return False
+        if mode == FULL_LOGITS or LOGITS in call.outputs:
+            return True
+        # Replicas of nn.DataParallel are gathered with their logits, of which zero-width ones must not be among them.
+        is_replica = getattr(model, "_is_replica", False)
+        return not torch.is_grad_enabled() and (is_replica or self.hosts.returns_logits())
+
+    def requested(self, model: nn.Module, call: Call) -> tuple[str, ...]:
+        """Names that the call asks of the loss and that the model's own loss does not have. In evaluation the mean of a
+        loss beside full logits may be the rank's own."""
+        is_global = self.config.token_mean == "global" and call.named.get("num_items_in_batch") is None
+        counts = is_global and (torch.is_grad_enabled() or self._can_score(model))
+        return call.asks_of_the_loss + (("token_mean='global'",) if counts else ())
+
+    def _can_score(self, model: nn.Module) -> bool:
+        """True if the installed loss function will get the full logits, in a call that autograd follows as usual."""
+        return self.has_installed(model) and not is_transformed()
+
+    def has_installed(self, model: nn.Module) -> bool:
+        """True if the loss function of this object is still the one of the module that gets the logits."""
+        owner_module = self._owner_module(model)
+        return owner_module is not None and vars(owner_module).get("_loss_function") == self.loss_function
+
+    def reason_to_leave(self, model: nn.Module) -> str | None:
+        """Why the loss of a call would not be fused now, as a clause; None if it would."""
+        if self.recipe is None:
+            return self.unfused_reason
+        return self._reason_to_leave(model, self.head.in_use(model))
+
+    def _reason_to_leave(self, model: nn.Module, in_use: HeadInUse) -> str | None:
+        """Why a call's loss is the model's own, from what may have changed since wrapping."""
+        if in_use.unfusable is not None:
+            return in_use.unfusable
+        if in_use.head is not in_use.base and has_active_dropout(in_use.head):
+            return (
+                "the LoRA layer on its lm_head has dropout, which gives every token another weight; set "
+                "lora_dropout=0.0 or leave the head out of target_modules"
+            )
+        if is_transformed():
+            return "torch.func or forward-mode differentiation is at work, where the fused loss is not defined"
+        if self.loss_owner is not None and not self.has_installed(model):
+            loss_function = vars(self._owner_module(model)).get("_loss_function")
+            return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
+        return None
+
+    def _keywords_of_own_loss(
+        self, model: nn.Module, call: Call, asked: tuple[str, ...], reason: str
+    ) -> dict[str, Any]:
+        """The options of a loss that is the user's own function, as keywords for it.
+
+        Raises:
+            LigerDistError: it has no parameters for them, or the model's forward computes its loss itself.
+        """
+        owner_module: Any = self._owner_module(model)
+        is_users = owner_module is not None and not self.has_installed(model)
+        if is_users and set(asked) == set(call.asks_of_the_loss):
+            return options_for(owner_module.loss_function, call, reason=reason)
+        raise LigerDistError(
+            f"{asked[-1]} was asked of {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
+            "would compute it. Leave it out of such calls."
+        )
+
+    def _loss_call(self, model: nn.Module, call: Call, in_use: HeadInUse, *, on_logits: bool) -> LossCall:
+        """The loss of a call, after what is wrong with its arguments has been refused."""
+        assert self.recipe is not None
+        assert in_use.adapter is not None
+        aligned, loss = self._checked(model, call, in_use)
+        if call.named.get("num_items_in_batch") is not None and call.distillation is None:
+            self._warn_of_ignored_items(call)
+        if self.recipe.transform.bias is not None:
+            loss = replace(loss, logit_bias=model.get_buffer(self.recipe.transform.bias).reshape(-1))
+        if loss.token_weight is not None:
+            loss = replace(loss, token_weight=aligned.shift(loss.token_weight))
+        if not self._has_scored:
+            accelerate.return_losses_unrounded(model)
+        execution = self._execution(model, call, aligned, in_use, with_summary=not on_logits)
+        self._has_scored = self._has_scored or not on_logits
+        given = (call.named[name] for name in ("labels", "shift_labels") if call.named.get(name) is not None)
+        return LossCall(
+            model_name=call.model_name,
+            recipe=self.recipe,
+            labels=aligned.labels,
+            labels_of_next=aligned.of_next,
+            vocab_size=in_use.vocab_size,
+            loss=loss,
+            outputs=tuple(name for name in call.outputs if name != LOGITS),
+            given=tuple(GivenLabels.of(tensor) for tensor in given),
+            compute_loss=partial(in_use.adapter.linear_cross_entropy, loss=loss, execution=execution),
+            execution=execution,
+            mean_is_global=self._mean_is_global(in_use),
+            has_lora=in_use.head is not in_use.base,
+            on_logits=on_logits,
+            alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
+        )
+
+    def _checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossArguments]:
+        """Refuses what is wrong with the arguments, before the model's forward begins."""
+        assert self.recipe is not None
+        aligned = call.aligned_labels(self.recipe, is_encoder_decoder=self._is_encoder_decoder)
+        labels = aligned.labels
+        if labels.device.type == "cpu":
+            check_range(labels, vocab_size=in_use.vocab_size, ignore_index=call.ignore_index)
+        self._warn_of_scored_padding(call, aligned)
+        if dist.is_initialized():
+            # Never by the attribute, which a parametrization computes: weights may be sharded here.
+            accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
+        loss = call.arguments(self.recipe)
+        loss.check(vocab_size=in_use.vocab_size, labels_shape=labels.shape)
+        return aligned, loss
+
+    def _execution(
+        self, model: nn.Module, call: Call, aligned: AlignedLabels, in_use: HeadInUse, *, with_summary: bool
+    ) -> Execution:
+        mean_over = self._mean_over(model, in_use)
+        summary = None
+        if with_summary:
+            summary = LabelSummary.start(aligned.labels, call.ignore_index, self.config.backend)
+        in_fp32: LogitsDtype = "fp32_operands" if in_use.in_fp32 else None
+        return Execution(
+            backend=self.config.backend,
+            memory_budget=self.config.memory_budget,
+            logits_dtype=in_fp32 or call.logits_dtype or self.config.logits_dtype,
+            pending=self._pending,
+            label_summary=summary,
+            max_valid_tokens=self.config.max_valid_tokens,
+            is_first=not self._has_scored,
+            mean_groups=mean_over.groups,
+            divide_factor=mean_over.divide_factor,
+        )
+
+    def _mean_is_global(self, in_use: HeadInUse) -> bool:
+        """True if this call's mean is over the tokens of all ranks. Without gradients ranks with full weights may
+        evaluate alone, as many batches as each has: their mean is their own."""
+        if self.config.token_mean == "local" or in_use.adapter is None:
+            return False
+        return torch.is_grad_enabled() or in_use.adapter.name != "replicated"
+
+    def _mean_over(self, model: nn.Module, in_use: HeadInUse) -> DataParallel:
+        if not self._mean_is_global(in_use) or in_use.adapter is None:
+            return DataParallel(groups=(), divide_factor=1.0)
+        return in_use.adapter.data_parallel(in_use.base, model)
+
+    def _check_wrapper(self, model: nn.Module, in_use: HeadInUse) -> None:
+        """Refuses a loss outside of the forward of an FSDP1 wrapper that other code has made, and warns of one whose
+        gradients nothing averages."""
+        if not self._warns_of_wrappers or not dist.is_initialized() or is_transformed():
+            return
+        name = type(model).__name__
+        if is_outside_forward(model, embedding_of(model)):
+            raise LigerDistError(
+                f"a loss was asked of the {name} inside FullyShardedDataParallel, outside the wrapper's forward, which "
+                "unshards weights and reduces gradients. Call the wrapper, or wrap the model itself with "
+                "strategy='fsdp1'."
+            )
+        is_replicated = in_use.adapter is not None and in_use.adapter.name == "replicated"
+        is_averaged = world_size() == 1 or ddp.may_be_running() or deepspeed.has_started()
+        # A checkpoint of the whole model is recomputed in the backward, outside of every forward.
+        if torch.is_grad_enabled() and is_replicated and not is_averaged and not in_backward():
+            self.warn_once(
+                f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
+                "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
+                "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
+            )
+
+    def _warn_of_scored_padding(self, call: Call, aligned: AlignedLabels) -> None:
+        """Warns, once, of labels that are scored by the logits of padding. On a GPU only the first batch with a mask is
+        looked at: that waits."""
+        mask, labels = call.named.get("attention_mask"), aligned.labels
+        is_known = self._has_looked_at_padding or self.replaced_attention is None
+        if is_known or not isinstance(mask, Tensor) or mask.shape != labels.shape:
+            return
+        if labels.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._has_looked_at_padding = True
+        differs = (mask == 0) & (labels.to(mask.device) != call.ignore_index)
+        if self.replaced_attention != "eager":
+            # Padding on the left sees nothing, which is 0 here as in scaled_dot_product_attention.
+            differs &= mask.cumsum(-1) > 0
+        if bool(differs.any()):
+            self._has_looked_at_padding = True
+            self.warn_once(
+                f"labels of {call.model_name} score logits of padding, whose attention_mask is 0. They differ from "
+                "those of the model's own attention, and so does the loss. Give padding, and the token after padding "
+                f"on the left, the label {call.ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
+            )
+
+    def _warn_of_ignored_items(self, call: Call) -> None:
+        assert self.recipe is not None
+        if torch.is_grad_enabled() and not self.recipe.takes_num_items:
+            self.warn_once(
+                f"num_items_in_batch was given to {call.model_name}, whose forward computes the mean over the tokens "
+                "of the call and ignores it. A Trainer that passes it does not divide the loss itself: loss and "
+                "gradients are too large by the number of micro-batches of a step, and by that of ranks. Set "
+                "model.accepts_loss_kwargs = False before the Trainer is made; in a loop leave it out, and divide the "
+                "loss by the number of micro-batches."
+            )
+
+    def warn_once(self, sentence: str) -> None:
+        """Warns with a sentence, the first time."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            warnings.warn(sentence, stacklevel=2)
+
+    @untraced
+    def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
+        own, recipe = self.own_loss_function, self.recipe
+        assert own is not None
+        assert recipe is not None
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        targets = kwargs["labels"] if "labels" in kwargs else args[1]
+        shifted = kwargs.get("shift_labels")
+        call = current_call(self.owner)
+        if call is not None and call.on_logits:
+            loss = self._score(call, logits, targets, shifted)
+            return loss if call.alters_loss else own(*args, **kwargs)
+        pending = _pending(call, logits)
+        if pending is None:
+            if not is_running(self.owner):
+                self.warn_once(
+                    "a loss was computed from full logits, outside of the forward that liger_dist.wrap has given the "
+                    "model, and is not fused: other code calls an earlier forward. Wrap the model after that code."
+                )
+            return own(*args, **kwargs)
+        pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
+        uses_shifted = shifted is not None and recipe.targets != "same"
+        is_aligned = uses_shifted or recipe.targets == "same"
+        return pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned)
+
+    def _score(self, call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None) -> Tensor:
+        """The loss of full logits, with its targets aligned as the model's own loss function does."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        aligned = targets
+        if self.own_loss_function is ForCausalLMLoss:
+            ignored = call.loss.options.ignore_index
+            aligned = nn.functional.pad(targets[..., 1:], (0, 1), value=ignored) if shifted is None else shifted
+        return call.score(logits, aligned)
+
+    @untraced
+    def finish(self, call: LossCall | None, output: Any) -> Any:
+        """The output of a call, from that of the model's own forward."""
+        if call is None or output is None:
+            return output
+        if call.pending is None:
+            call.check_not_altered()
+            self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
+            return output
+        return fused_output(output, call.reports(), model_name=call.model_name, without_logits=not call.on_logits)
+
+    def check_distilled(self, model: nn.Module, kwargs: dict[str, Any], check_teacher: Callable[[], None]) -> None:
+        """Refuses what is wrong with a student's call, or with its teacher, before the teacher runs. The ranks of a
+        vocab-parallel lm_head agree whether one refuses it.
+
+        Raises:
+            LigerDistError: as :meth:`begin`.
+        """
+        shards = self._row_shards()
+        try:
+            unknown = self.signature.unknown(kwargs)
+            if unknown:
+                raise LigerDistError(
+                    f"distillation_loss was called with {unknown[0]!r}, which {type(model).__name__} does not "
+                    "take; expected arguments of the student's forward."
+                )
+            call = self.signature.read(model, (), kwargs)
+            if self.packed is not None:
+                self.packed.check(call.named)
+            call.check_distilled()
+            reason = self.reason_to_leave(model)
+            if reason is not None:
+                self._refuse_distillation(reason)
+            self._checked(model, call, self.head.in_use(model))
+            check_teacher()
+        except Exception as error:
+            if shards is not None:
+                shards.agree_on_call(f"nothing, and refuse it: {error}")
+            raise
+        if shards is not None:
+            shards.agree_on_call("a distillation loss")
+
+    def _refuse_distillation(self, reason: str) -> None:
+        raise LigerDistError(
+            f"a distillation loss was asked of {self.signature.model_name}, whose loss is not fused here: {reason}."
+        )
+
+    def checked_call(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Call, AlignedLabels]:
+        """Reads ``batch`` as the arguments of a call with labels, and checks them as a call does.
+
+        Raises:
+            LigerDistError: as :meth:`begin`.
+        """
+        call = self.signature.read(model, (), batch)
+        return call, self._checked(model, call, self.head.in_use(model))[0]
+
+    def aligned_labels(self, model: nn.Module, batch: dict[str, Any]) -> AlignedLabels:
+        """The labels of ``batch``, aligned to the logits."""
+        assert self.recipe is not None
+        call = self.signature.read(model, (), batch)
+        return call.aligned_labels(self.recipe, is_encoder_decoder=self._is_encoder_decoder)
+
+    def shared_mean(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        """The ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty for a
+        local mean. One all-reduce per group of the mean."""
+        if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
+            return {}
+        in_use = self.head.in_use(model)
+        mean_over = self._mean_over(model, in_use)
+        labels = self.aligned_labels(model, batch).labels
+        items = denominator(
+            None,
+            torch.where(labels == batch.get("ignore_index", IGNORE_INDEX), -1, labels).to(
+                cast(nn.Linear, in_use.base).weight.device
+            ),
+            reduction="mean",
+            num_items_in_batch=None,
+            dtype=torch.float32,
+            groups=mean_over.groups,
+            divide_factor=mean_over.divide_factor,
+        )
+        return {"num_items_in_batch": items}
+
+    def redirected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wrapper | None:
+        """The wrapper that a call has to go through; None if it goes to the model itself."""
+        if self.around is None:
+            return None
+        named = dict(zip(self.signature.names, args, strict=False)) | kwargs
+        return self.around.redirects(has_labels=named.get("labels") is not None)
+
+
+def _pending(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
+    """The loss that ``logits`` carry; None for full logits."""
+    if isinstance(logits, FusedLogits):
+        return logits.carried if isinstance(logits.carried, PendingLoss) else None
+    return call.pending if call is not None and logits.shape[-1] == 0 else None
