@@ -1,4 +1,4 @@
-"""The swapped forward of a model: it reads the arguments of a call, runs the model's own code and finishes its output."""
+"""The swapped forward of a model: it reads the arguments of a call, runs its own code and finishes its output."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import LabelSummary, check_range
 from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.scales import denominator
-from liger_dist.peft_layers import has_active_dropout
+from liger_dist.peft_layers import has_active_dropout, without_fsdp1
 from liger_dist.sharding import accelerate, ddp, deepspeed
 from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.fsdp1 import is_outside_forward
@@ -114,7 +114,9 @@ class FusedLoss:
             self.head.remove(model)
 
     def _owner_module(self, model: nn.Module) -> nn.Module | None:
-        return None if self.loss_owner is None else model.get_submodule(self.loss_owner)
+        if not self.loss_owner:
+            return None if self.loss_owner is None else model
+        return without_fsdp1(model.get_submodule(self.loss_owner))
 
     @untraced
     def host_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostCall | None:
