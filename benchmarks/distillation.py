@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_dist.losses.arguments import Execution, LossArguments, loss_arguments
 from liger_dist.losses.distillation import Distillation, Teacher
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist_kernels import Divergence
 
 from . import peers
@@ -48,8 +48,8 @@ def ours(
     execution = Execution(logits_dtype=logits_dtype, memory_budget=memory_budget)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        arguments = LossArguments(distillation=distillation)
-        return fused_linear_cross_entropy(hidden, weight, None, labels, loss=arguments, execution=execution).loss
+        arguments = LossSpec(distillation=distillation)
+        return fused_linear_cross_entropy(hidden, weight, None, labels, spec=arguments, execution=execution).loss
 
     return loss
 
@@ -141,10 +141,10 @@ def soft_label_table(pair: Pair, rounds: int) -> list[Row]:
     def loss(**options: object) -> peers.Loss:
         usual = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
         none = {"temperature": 1.0, "class_weight": None, "token_weight": None, "num_items_in_batch": None}
-        given = loss_arguments(**(usual | none | {"outputs": ()} | options))  # type: ignore[arg-type]
+        given = LossSpec(**(usual | none | {"outputs": ()} | options))  # type: ignore[arg-type]
 
         def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            return fused_linear_cross_entropy(hidden, weight, None, labels, loss=given, execution=Execution()).loss
+            return fused_linear_cross_entropy(hidden, weight, None, labels, spec=given, execution=Execution()).loss
 
         return run
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 
 from . import peers
 from .harness import Candidate, Row, arguments, measure, products, save, show
@@ -67,7 +67,7 @@ def ours(budget_mib: int, labels: Tensor | None = None) -> Callable[[Tensor, Ten
 
     def loss(hidden: Tensor, weight: Tensor, labels_T: Tensor) -> Tensor:
         y = labels_T if labels is None else labels
-        return fused_linear_cross_entropy(hidden, weight, None, y, loss=LossArguments(), execution=execution).loss
+        return fused_linear_cross_entropy(hidden, weight, None, y, spec=LossSpec(), execution=execution).loss
 
     return loss
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_dist.config import LogitsDtype
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 
 from . import peers
 from .harness import Candidate, Row, arguments, measure, products, save, show
@@ -23,11 +23,11 @@ Outputs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def ours(logits_dtype: LogitsDtype = None, memory_budget: int | None = None) -> Outputs:
-    loss = LossArguments(outputs=("log_prob", "entropy"))
+    loss = LossSpec(outputs=("log_prob", "entropy"))
     execution = Execution(logits_dtype=logits_dtype, memory_budget=memory_budget)
 
     def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=loss, execution=execution)
+        result = fused_linear_cross_entropy(hidden, weight, None, labels, spec=loss, execution=execution)
         assert result.log_prob is not None
         assert result.entropy is not None
         return result.log_prob, result.entropy
@@ -39,7 +39,7 @@ def training(logits_dtype: LogitsDtype) -> Callable[[Tensor, Tensor, Tensor], Te
     execution = Execution(logits_dtype=logits_dtype)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return fused_linear_cross_entropy(hidden, weight, None, labels, loss=LossArguments(), execution=execution).loss
+        return fused_linear_cross_entropy(hidden, weight, None, labels, spec=LossSpec(), execution=execution).loss
 
     return loss
 

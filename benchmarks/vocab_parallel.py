@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.losses.token_exchange import ExchangingShard
 
 from .harness import Candidate, Row, arguments, products, save, show
@@ -59,7 +59,7 @@ def vocab_parallel(inputs: Inputs, groups: Groups, budget_mib: int) -> Callable[
 
     def run() -> tuple[Tensor, Tensor]:
         output = fused_linear_cross_entropy(
-            inputs.hidden_TD, local, None, inputs.labels_T, loss=LossArguments(), execution=execution, rows=shard
+            inputs.hidden_TD, local, None, inputs.labels_T, spec=LossSpec(), execution=execution, rows=shard
         )
         _, gradient = torch.autograd.grad(output.loss, (inputs.hidden_TD, local))
         return output.loss.detach(), gradient
@@ -79,7 +79,7 @@ def gathered(inputs: Inputs, dtype: torch.dtype) -> Callable[[], tuple[Tensor, T
         dist.all_gather_into_tensor(whole, local.to(whole.dtype))
         weight = whole[: len(inputs.weight_VD)].detach().requires_grad_()
         output = fused_linear_cross_entropy(
-            inputs.hidden_TD, weight, None, inputs.labels_T, loss=LossArguments(), execution=Execution()
+            inputs.hidden_TD, weight, None, inputs.labels_T, spec=LossSpec(), execution=Execution()
         )
         _, by_weight = torch.autograd.grad(output.loss, (inputs.hidden_TD, weight))
         loss = output.loss.detach()

@@ -16,7 +16,7 @@ from .fused_layers.recurrent import packing_objection as packing_objection
 from .fused_layers.sequence_shards import gather_sequence as gather_sequence
 from .fused_layers.sequence_shards import shard_sequence as shard_sequence
 from .layer_compilation import compile_layers as compile_layers
-from .losses.arguments import LossOutput as LossOutput
+from .losses.spec import LossOutput as LossOutput
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding.base import Strategy as Strategy
 from .sharding.ddp import DDP as DDP

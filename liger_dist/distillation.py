@@ -21,8 +21,8 @@ from .fused_head.distilled import intercepted
 from .fused_head.lm_head import FusedLMHead
 from .fused_head.model_loss import FusedLoss
 from .fused_head.recipe import LogitTransform
-from .losses.arguments import SMALLEST_TEMPERATURE
 from .losses.distillation import Distillation, Teacher
+from .losses.spec import SMALLEST_TEMPERATURE
 from .peft_layers import without_fsdp1
 from .sharding import fsdp2
 from .sharding.base import FullHead, Head

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .config import LOGITS_DTYPES, LogitsDtype, check_choice
 from .errors import LigerDistError
-from .losses.arguments import Execution, LossOutput, Reduction, loss_arguments
 from .losses.cross_entropy import fused_cross_entropy
-from .losses.head_rows import check_tensors
 from .losses.linear_cross_entropy import fused_linear_cross_entropy
-from .losses.soft_labels import Remainder
+from .losses.rows import check_tensors
+from .losses.spec import Execution, LossKeywords, LossOutput, LossSpec
 from .sharding.deepspeed import is_stored_by_zero3
 
 
@@ -23,25 +21,10 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: Tensor | Sequence[float] | float = 1.0,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    num_items_in_batch: Tensor | float | None = None,
-    outputs: Sequence[str] = (),
-    token_ids: Tensor | None = None,
-    top_k: int | None = None,
-    soft_labels: tuple[Tensor, Tensor] | None = None,
-    soft_weight: float | None = None,
-    remainder: Remainder | None = None,
     logits_dtype: LogitsDtype = None,
     memory_budget: int | None = None,
     max_valid_tokens: int | None = None,
+    **keywords: Unpack[LossKeywords],
 ) -> Tensor | LossOutput:
     """Cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
 
@@ -90,24 +73,7 @@ def linear_cross_entropy(
     Raises:
         LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
     """
-    loss = loss_arguments(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        num_items_in_batch=num_items_in_batch,
-        outputs=outputs,
-        token_ids=token_ids,
-        top_k=top_k,
-        soft_labels=soft_labels,
-        soft_weight=soft_weight,
-        remainder=remainder,
-    )
+    spec = LossSpec(**keywords)
     if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise LigerDistError(
             "the weight belongs to DeepSpeed ZeRO-3, which frees it before the backward of a loss that its own module "
@@ -115,33 +81,14 @@ def linear_cross_entropy(
         )
     check_tensors(hidden_states, weight, bias)
     check_choice("logits_dtype", logits_dtype, LOGITS_DTYPES)
-    loss.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
+    spec.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
     execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens, logits_dtype=logits_dtype)
-    result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
-    return result if loss.outputs else result.loss
+    result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
+    return result if spec.outputs else result.loss
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: Tensor | Sequence[float] | float = 1.0,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    num_items_in_batch: Tensor | float | None = None,
-    outputs: Sequence[str] = (),
-    token_ids: Tensor | None = None,
-    top_k: int | None = None,
-    soft_labels: tuple[Tensor, Tensor] | None = None,
-    soft_weight: float | None = None,
-    remainder: Remainder | None = None,
-    overwrite_logits: bool = False,
+    logits: Tensor, labels: Tensor, *, overwrite_logits: bool = False, **keywords: Unpack[LossKeywords]
 ) -> Tensor | LossOutput:
     """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
 
@@ -154,23 +101,6 @@ def cross_entropy(
 
     The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
     """
-    loss = loss_arguments(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        num_items_in_batch=num_items_in_batch,
-        outputs=outputs,
-        token_ids=token_ids,
-        top_k=top_k,
-        soft_labels=soft_labels,
-        soft_weight=soft_weight,
-        remainder=remainder,
-    )
-    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(overwrite_logits=overwrite_logits))
-    return result if loss.outputs else result.loss
+    spec = LossSpec(**keywords)
+    result = fused_cross_entropy(logits, labels, spec=spec, execution=Execution(overwrite_logits=overwrite_logits))
+    return result if spec.outputs else result.loss

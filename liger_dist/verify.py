@@ -432,8 +432,8 @@ def _objection_to_call(
         call, aligned = loss.checked_call(inner_model(model), batch | {"labels": labels.cpu()})
         if with_teacher:
             call.check_distilled()
-        elif call.loss:
-            return f"the batch has {next(iter(call.loss))}, which the model's own loss does not have; leave it out"
+        elif call.keywords:
+            return f"the batch has {next(iter(call.keywords))}, which the model's own loss does not have; leave it out"
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         if not may_ignore_all and not bool((aligned.labels != call.ignore_index).any()):

@@ -31,7 +31,7 @@ from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
 from .layer_compilation import compiled_call
-from .losses.arguments import as_output_names
+from .losses.spec import as_output_names
 from .peft_layers import base_model_of, own_loss
 from .sharding import as_strategy, optional_encoders
 from .sharding.accelerate import mark_sharded, unmark_sharded

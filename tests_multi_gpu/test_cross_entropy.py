@@ -12,8 +12,8 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist_kernels import (
     GradientCoefficients,
     LossOptions,
@@ -42,8 +42,8 @@ def make_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, ...] = (), **options: Any) -> Any:
-    loss = loss_arguments(**(DEFAULTS | options), outputs=outputs)
-    return fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))
+    loss = LossSpec(**(DEFAULTS | options), outputs=outputs)
+    return fused_cross_entropy(logits, labels, spec=loss, execution=Execution(backend=backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,9 +109,9 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     (want,) = torch.autograd.grad(fused(leaf, labels, backend=backend).loss, leaf)
     logits = leaf * 1.0
     before = logits.detach().clone()
-    loss = loss_arguments(**DEFAULTS, outputs=())
+    loss = LossSpec(**DEFAULTS, outputs=())
     execution = Execution(backend=backend, overwrite_logits=True)
-    value = fused_cross_entropy(logits, labels, loss=loss, execution=execution).loss
+    value = fused_cross_entropy(logits, labels, spec=loss, execution=execution).loss
     assert relative_error(value, truth) < 2e-6
     (got,) = torch.autograd.grad(value * 3.0, leaf, retain_graph=True)
     (again,) = torch.autograd.grad(value, leaf)
@@ -120,7 +120,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     assert not torch.equal(logits, before)
     other = leaf * 1.0
     square = other.square().sum()
-    fused_cross_entropy(other, labels, loss=loss, execution=execution)
+    fused_cross_entropy(other, labels, spec=loss, execution=execution)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
 

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.distillation import Distillation, Teacher
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist_kernels import LossOptions
 
 JSD = {"divergence": "jsd", "beta": 0.3, "temperature": 1.5, "hard_weight": 0.25}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -206,9 +205,9 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
     distillation = Distillation(
         teacher=Teacher(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, softcap=3.0), **options
     )
-    loss = LossArguments(options=LossOptions(softcap=4.0, logit_scale=0.7), distillation=distillation)
+    loss = LossSpec(softcap=4.0, logit_scale=0.7, distillation=distillation)
     execution = Execution(backend=backend, memory_budget=5 * 37 * 8)  # type: ignore[arg-type]
-    result = fused_linear_cross_entropy(hidden, weight, bias, labels, loss=loss, execution=execution)
+    result = fused_linear_cross_entropy(hidden, weight, bias, labels, spec=loss, execution=execution)
     leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
     logits = 4.0 * torch.tanh(0.7 * (leaves[0] @ leaves[1].T + leaves[2]) / 4.0)
     raw = teacher_hidden.double() @ teacher_weight.double().T + teacher_bias.double()
@@ -236,9 +235,9 @@ def test_16_bits(divergence: Any, logits_dtype: Any, backend: str) -> None:
     hidden, weight, _, labels = make_inputs(64, 32, 331, bias=False, dtype=torch.bfloat16)
     teacher_hidden = (hidden.detach() + 0.3 * torch.randn_like(hidden)).detach()
     teacher = Teacher(hidden=teacher_hidden, weight=weight.detach())
-    loss = LossArguments(distillation=Distillation(teacher=teacher, divergence=divergence))
+    loss = LossSpec(distillation=Distillation(teacher=teacher, divergence=divergence))
     execution = Execution(backend=backend, logits_dtype=logits_dtype)  # type: ignore[arg-type]
-    result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=loss, execution=execution)
+    result = fused_linear_cross_entropy(hidden, weight, None, labels, spec=loss, execution=execution)
     got = torch.autograd.grad(result.loss, [hidden, weight])
     valid = labels != -100
 

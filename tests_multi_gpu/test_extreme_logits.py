@@ -19,9 +19,9 @@ from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE
 from torch import Tensor
 from truth import DIFFERENTIABLE, cross_entropy_truth
 
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist_kernels import LossOptions
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
 
@@ -179,8 +179,8 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
         leaf = finite(logits).requires_grad_()
         execution = Execution(backend=backend)
         truth = cross_entropy_truth(leaf, labels, **truth_options(asked), reduction="none")
-        spec = loss_arguments(**(DEFAULTS | asked), outputs=names, reduction="none")
-        result = fused_cross_entropy(logits, labels, loss=spec, execution=execution)
+        spec = LossSpec(**(DEFAULTS | asked), outputs=names, reduction="none")
+        result = fused_cross_entropy(logits, labels, spec=spec, execution=execution)
         bad = torch.zeros(T, dtype=torch.bool, device=DEVICE)
         # A soft-cap makes finite numbers of infinite ones.
         bad[BAD] = kind == "NaN" or (kind in ("+inf", "a row of -inf") and "softcap" not in options)
@@ -195,8 +195,8 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
             wrong.append(where + "gradient of the outputs")
         if name == "token ids":
             continue  # They are outputs alone.
-        summed = loss_arguments(**(DEFAULTS | options), outputs=(), reduction="sum")
-        (got,) = torch.autograd.grad(fused_cross_entropy(logits, labels, loss=summed, execution=execution).loss, logits)
+        summed = LossSpec(**(DEFAULTS | options), outputs=(), reduction="sum")
+        (got,) = torch.autograd.grad(fused_cross_entropy(logits, labels, spec=summed, execution=execution).loss, logits)
         leaf = finite(logits).requires_grad_()
         truth = cross_entropy_truth(leaf, labels, **truth_options(options), reduction="none")
         (want,) = torch.autograd.grad(truth.loss[rows].sum(), leaf)
@@ -228,25 +228,25 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
         logits = true_leaves[0] @ true_leaves[1].T + true_leaves[2]
         truth = cross_entropy_truth(logits, labels, **truth_options(asked), reduction="none")
         execution = Execution(backend=backend, memory_budget=budget, logits_dtype=logits_dtype)
-        spec = loss_arguments(**(DEFAULTS | asked), outputs=names, reduction="none")
+        spec = LossSpec(**(DEFAULTS | asked), outputs=names, reduction="none")
         bad = torch.zeros(T, dtype=torch.bool, device=DEVICE)
         bad[BAD] = has_nan
         where = f"{value}, {name}, budget {budget}, NaN {has_nan}: "
         with torch.no_grad():
-            scored = fused_linear_cross_entropy(*leaves, labels, loss=spec, execution=execution)
+            scored = fused_linear_cross_entropy(*leaves, labels, spec=spec, execution=execution)
         wrong += [where + f"{output} scored" for output in differences(scored, truth, bad, 2 * tolerance)]
         if has_nan:
             if not torch.isnan(scored.loss[BAD]):
                 wrong.append(where + f"loss of the bad row {float(scored.loss[BAD])}")
             continue
-        result = fused_linear_cross_entropy(*leaves, labels, loss=spec, execution=execution)
+        result = fused_linear_cross_entropy(*leaves, labels, spec=spec, execution=execution)
         got = torch.autograd.grad(upstream_total(result, ~bad), leaves)
         want = torch.autograd.grad(upstream_total(truth, ~bad), true_leaves, retain_graph=True)
         wrong += [where + f"gradient of outputs {place}" for place in range(3) if gradients_differ(got[place], want[place], 2 * tolerance)]  # fmt: skip # noqa: E501
         if name == "token ids":
             continue  # They are outputs alone.
-        summed = loss_arguments(**(DEFAULTS | options), outputs=(), reduction="sum")
-        loss = fused_linear_cross_entropy(*leaves, labels, loss=summed, execution=execution).loss
+        summed = LossSpec(**(DEFAULTS | options), outputs=(), reduction="sum")
+        loss = fused_linear_cross_entropy(*leaves, labels, spec=summed, execution=execution).loss
         got, want = torch.autograd.grad(loss, leaves), torch.autograd.grad(truth.loss.sum(), true_leaves)
         wrong += [where + f"gradient of the loss {place}" for place in range(3) if gradients_differ(got[place], want[place], 2 * tolerance)]  # fmt: skip # noqa: E501
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
@@ -341,9 +341,9 @@ def answer_with(known: list[list[Tensor]]) -> Callable[[Tensor], Tensor]:
 def test_probabilities_do_not_drift_with_the_size_of_logits(temperature: float, backend: Any) -> None:
     logits = (torch.randn(T, V, generator=torch.Generator().manual_seed(7)) + 1000.0).to(DEVICE).requires_grad_()
     labels = torch.arange(T, device=DEVICE)
-    spec = loss_arguments(**(DEFAULTS | {"temperature": temperature}), outputs=())
+    spec = LossSpec(**(DEFAULTS | {"temperature": temperature}), outputs=())
     (got,) = torch.autograd.grad(
-        fused_cross_entropy(logits, labels, loss=spec, execution=Execution(backend=backend)).loss, logits
+        fused_cross_entropy(logits, labels, spec=spec, execution=Execution(backend=backend)).loss, logits
     )
     # Transformed logits are rounded to fp32, as torch's are: kernels multiply by 1 / temperature.
     z = logits.detach() * (1.0 / temperature) if backend == "triton" else logits.detach() / temperature

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import liger_dist
 from liger_dist.fused_layers.gated_mlp import gated_activation
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist_kernels import RotaryLayout, label_facts, rotate, scaled, sum_of_same_ids
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
 from liger_dist_kernels.products import logits_buffer
@@ -28,9 +28,9 @@ NAMES = ("log_prob", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum
 
 def loss_of(logits: Tensor, labels: Tensor, backend: Any, *, overwrites: bool = False, **options: Any) -> Any:
     outputs = options.pop("outputs", ())
-    spec = loss_arguments(**(DEFAULTS | options), outputs=outputs)
+    spec = LossSpec(**(DEFAULTS | options), outputs=outputs)
     return fused_cross_entropy(
-        logits, labels, loss=spec, execution=Execution(backend=backend, overwrite_logits=overwrites)
+        logits, labels, spec=spec, execution=Execution(backend=backend, overwrite_logits=overwrites)
     )
 
 
@@ -108,9 +108,9 @@ def test_outputs_may_be_changed_in_place(op: str, backend: Any, ignores: bool) -
         if op == "cross_entropy":
             result = loss_of(hidden @ weight.T, labels, backend, **options)
         else:
-            spec = loss_arguments(**(DEFAULTS | {k: v for k, v in options.items() if k != "outputs"}), outputs=NAMES)
+            spec = LossSpec(**(DEFAULTS | {k: v for k, v in options.items() if k != "outputs"}), outputs=NAMES)
             result = fused_linear_cross_entropy(
-                hidden, weight, None, labels, loss=spec, execution=Execution(backend=backend)
+                hidden, weight, None, labels, spec=spec, execution=Execution(backend=backend)
             )
         total = sum(getattr(result, name)[1:].sum() for name in ("log_prob", "entropy", "sum_sq_prob", "log_prob_at"))
         if changes:
@@ -134,9 +134,9 @@ def test_a_retained_graph_gives_the_same_gradient(backend: Any, dtype: torch.dty
     weight = (torch.randn(V, D, device=DEVICE) * 1e-3).to(dtype)
 
     def gradient(retains: bool) -> Tensor:
-        spec = loss_arguments(**(DEFAULTS | {"reduction": reduction}), outputs=())
+        spec = LossSpec(**(DEFAULTS | {"reduction": reduction}), outputs=())
         loss = fused_linear_cross_entropy(
-            hidden, weight, None, labels, loss=spec, execution=Execution(backend=backend)
+            hidden, weight, None, labels, spec=spec, execution=Execution(backend=backend)
         ).loss
         return torch.autograd.grad(loss * factor, hidden, retain_graph=retains)[0]
 

@@ -18,8 +18,8 @@ from test_linear_cross_entropy import DEFAULTS
 from test_linear_cross_entropy import test_every_option_matches_fp64 as compares_options
 from test_linear_cross_entropy import test_true_class_gradient_as_its_probability_nears_one as compares_likely_label
 
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
 cross_entropy = import_module("liger_dist_kernels.cross_entropy")
@@ -61,7 +61,7 @@ def given_logits() -> None:
     logits = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) - 20.0
     labels = torch.arange(4)
     execution = Execution(backend="triton")
-    loss = fused_cross_entropy(logits, labels, loss=loss_arguments(**DEFAULTS, outputs=()), execution=execution).loss
+    loss = fused_cross_entropy(logits, labels, spec=LossSpec(**DEFAULTS, outputs=()), execution=execution).loss
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels))
 
 

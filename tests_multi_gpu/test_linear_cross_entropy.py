@@ -10,9 +10,9 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("reference", "triton")
@@ -87,9 +87,9 @@ def fused(
     **options: Any,
 ) -> liger_dist.LossOutput:
     """The op with its execution spelled out, which the public function leaves at its defaults."""
-    loss = loss_arguments(**(DEFAULTS | options), outputs=outputs)
+    loss = LossSpec(**(DEFAULTS | options), outputs=outputs)
     execution = Execution(backend=backend, memory_budget=memory_budget)
-    return fused_linear_cross_entropy(hidden, weight, bias, labels, loss=loss, execution=execution)
+    return fused_linear_cross_entropy(hidden, weight, bias, labels, spec=loss, execution=execution)
 
 
 DEFAULTS: dict[str, Any] = {

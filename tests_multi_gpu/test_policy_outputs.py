@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from truth import DIFFERENTIABLE, cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.pending_gradients import PendingGradients
+from liger_dist.losses.spec import Execution, LossSpec
 
 T, D, V, K = 19, 10, 331, 5
 NAMES = ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp")
@@ -76,9 +76,9 @@ def test_logits_that_fit_the_budget_are_kept_for_the_backward() -> None:
     labels = labels.clamp_min(0)
 
     def output(budget: int | None, pending: PendingGradients | None = None) -> Tensor:
-        spec = loss_arguments(**DEFAULTS, outputs=("log_prob", "entropy"))
+        spec = LossSpec(**DEFAULTS, outputs=("log_prob", "entropy"))
         execution = Execution(memory_budget=budget, pending=pending)
-        result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=spec, execution=execution)
+        result = fused_linear_cross_entropy(hidden, weight, None, labels, spec=spec, execution=execution)
         assert result.log_prob is not None
         assert result.entropy is not None
         return result.log_prob.square().sum() + result.entropy.sum()
@@ -111,9 +111,9 @@ def test_outputs_beside_a_scalar_loss(name: str, backend: str) -> None:
     """The gradients are made in the forward, over the logits that the outputs are read from."""
     hidden, weight, bias, labels = make_inputs(T, D, V)
     options = given_for(labels, OPTIONS[name])
-    loss = loss_arguments(**(DEFAULTS | options), outputs=NAMES, reports_only=True)
+    loss = LossSpec(**(DEFAULTS | options), outputs=NAMES, differentiable=False)
     execution = Execution(backend=backend, memory_budget=7 * V * 4)  # type: ignore[arg-type]
-    result = fused_linear_cross_entropy(hidden, weight, bias, labels, loss=loss, execution=execution)
+    result = fused_linear_cross_entropy(hidden, weight, bias, labels, spec=loss, execution=execution)
     truth, leaves = truth_of(hidden, weight, bias, labels, **options)
     check_outputs(result, truth, 3e-6)
     assert not any(getattr(result, name).requires_grad for name in DIFFERENTIABLE)
@@ -126,8 +126,8 @@ def test_given_logits(name: str, backend: str) -> None:
     hidden, weight, _, labels = make_inputs(T, D, V, bias=False)
     logits = (hidden @ weight.T).detach().requires_grad_()
     options = given_for(labels, OPTIONS[name])
-    loss = loss_arguments(**(DEFAULTS | options), outputs=NAMES)
-    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))  # type: ignore[arg-type]
+    loss = LossSpec(**(DEFAULTS | options), outputs=NAMES)
+    result = fused_cross_entropy(logits, labels, spec=loss, execution=Execution(backend=backend))  # type: ignore[arg-type]
     leaf = logits.detach().double().requires_grad_()
     truth = cross_entropy_truth(leaf, labels, **options)
     check_outputs(result, truth, 3e-6)
@@ -230,7 +230,7 @@ def test_fp32_logits_of_16_bit_operands(name: str, dtype: torch.dtype, backend: 
     wanted = torch.autograd.grad(truth.loss, leaves)
     ours, errors = {}, {}
     for logits_dtype in (None, torch.float32):
-        loss = loss_arguments(**(DEFAULTS | options), outputs=())
+        loss = LossSpec(**(DEFAULTS | options), outputs=())
         execution = Execution(backend=backend, memory_budget=7 * V * 2, logits_dtype=logits_dtype)  # type: ignore[arg-type]
         result = run(hidden, weight, labels, loss, execution)
         got = torch.autograd.grad(result.loss, (hidden, weight))
@@ -253,7 +253,7 @@ def test_log_probs_of_fp32_logits(name: str, backend: str) -> None:
     wanted = torch.autograd.grad(weighted_sum(truth, NAMES, upstream), leaves)
     errors: dict[Any, list[float]] = {}
     for logits_dtype in (None, torch.float32):
-        loss = loss_arguments(**(DEFAULTS | options), outputs=NAMES)
+        loss = LossSpec(**(DEFAULTS | options), outputs=NAMES)
         execution = Execution(backend=backend, memory_budget=7 * V * 4, logits_dtype=logits_dtype)  # type: ignore[arg-type]
         result = run(hidden, weight, labels, loss, execution)
         got = torch.autograd.grad(weighted_sum(result, NAMES, upstream), (hidden, weight))
@@ -291,7 +291,7 @@ def large_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(hidden: Tensor, weight: Tensor, labels: Tensor, loss: Any, execution: Execution) -> Any:
-    return fused_linear_cross_entropy(hidden, weight, None, labels, loss=loss, execution=execution)
+    return fused_linear_cross_entropy(hidden, weight, None, labels, spec=loss, execution=execution)
 
 
 def test_the_probability_of_a_sure_class() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, loss_arguments
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 
 T, D, V, K = 19, 10, 331, 6
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -59,13 +59,13 @@ def test_the_gradient_may_take_the_memory_of_given_logits(remainder: Any, backen
     logits = torch.randn(T, classes, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     labels = torch.arange(T, device=DEVICE).masked_fill_(torch.arange(T, device=DEVICE) % 5 == 0, -100)
     soft = soft_labels_for(labels, (K, classes))
-    loss = loss_arguments(**(DEFAULTS | {"soft_labels": soft, "soft_weight": 0.7, "remainder": remainder}), outputs=())
+    loss = LossSpec(**(DEFAULTS | {"soft_labels": soft, "soft_weight": 0.7, "remainder": remainder}), outputs=())
     found = []
     for overwrites in (False, True):
         leaf = logits.clone().requires_grad_()
         given = leaf * 1.0
         execution = Execution(backend=backend, overwrite_logits=overwrites)
-        value = fused_cross_entropy(given, labels, loss=loss, execution=execution).loss
+        value = fused_cross_entropy(given, labels, spec=loss, execution=execution).loss
         (gradient,) = torch.autograd.grad(value, leaf)
         assert torch.equal(given, leaf) != overwrites
         found.append((value, gradient))
@@ -125,8 +125,8 @@ def test_given_logits(name: str, backend: str) -> None:
     hidden, weight, _, labels = make_inputs(T, D, V, bias=False)
     logits = (hidden @ weight.T).detach().requires_grad_()
     options = given_for(labels, OPTIONS[name])
-    loss = loss_arguments(**(DEFAULTS | options), outputs=())
-    result = fused_cross_entropy(logits, labels, loss=loss, execution=Execution(backend=backend))  # type: ignore[arg-type]
+    loss = LossSpec(**(DEFAULTS | options), outputs=())
+    result = fused_cross_entropy(logits, labels, spec=loss, execution=Execution(backend=backend))  # type: ignore[arg-type]
     leaf = logits.detach().double().requires_grad_()
     truth = cross_entropy_truth(leaf, labels, **options)
     assert relative_error(result.loss, truth.loss) < 2e-6
@@ -146,9 +146,9 @@ def test_16_bits(logits_dtype: Any, backend: str) -> None:
     teacher = (hidden.detach().double() @ weight.detach().double().T).softmax(-1)
     probs, ids = teacher.topk(V // 2)
     options = {"soft_labels": (ids, probs.float())}
-    loss = loss_arguments(**(DEFAULTS | options), outputs=())
+    loss = LossSpec(**(DEFAULTS | options), outputs=())
     execution = Execution(backend=backend, logits_dtype=logits_dtype, memory_budget=5 * V * 2)  # type: ignore[arg-type]
-    result = fused_linear_cross_entropy(hidden, weight, None, labels, loss=loss, execution=execution)
+    result = fused_linear_cross_entropy(hidden, weight, None, labels, spec=loss, execution=execution)
     truth, leaves = truth_of(hidden, weight, None, labels, **options)
     got = torch.autograd.grad(result.loss, [hidden, weight])
     want = torch.autograd.grad(truth.loss, [leaf for leaf in leaves if leaf is not None])

@@ -15,11 +15,10 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist_kernels import LossOptions
 
 TOKENS = {
     "even": (12, 12, 12, 12),
@@ -120,13 +119,10 @@ def errors_of(
     rows = max(-(-max(counts) // num_chunks), 1)
     plain = {key: given.pop(key) for key in PLAIN if key in given}
     weights = {"class_weight": class_weight, "token_weight": token_weight}
-    if isinstance(given.get("temperature"), Tensor):
-        weights["temperature"] = given.pop("temperature")
-    options = LossOptions(**given)
-    loss = LossArguments(options=options, outputs=outputs, **weights, **plain)
+    loss = LossSpec(**given, outputs=outputs, **weights, **plain)
     execution = Execution(memory_budget=len(counts) * rows * numbers_of_token(shard.largest, D) * 8)
     bias_used = mine[2] if has_bias else None
-    result = fused_linear_cross_entropy(mine[0], mine[1], bias_used, labels, loss=loss, execution=execution, rows=shard)
+    result = fused_linear_cross_entropy(mine[0], mine[1], bias_used, labels, spec=loss, execution=execution, rows=shard)
     if any(needs):
         weighted_sum(result, outputs, upstream).backward()
     expected = [hidden.grad, whole[0].grad[own] / factor, whole[1].grad[own] / factor]  # type: ignore[index]
@@ -179,7 +175,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     shard, own = shard_of(V, divide_factor=float(len(counts)))
     mine = [hidden[rank].clone().requires_grad_(), weight[own].clone().requires_grad_()]
     loss = fused_linear_cross_entropy(
-        mine[0], mine[1], None, labels[rank], loss=LossArguments(), execution=Execution(), rows=shard
+        mine[0], mine[1], None, labels[rank], spec=LossSpec(), execution=Execution(), rows=shard
     ).loss
     (loss * 2.0**10).backward()
     assert mine[1].grad is not None
@@ -210,7 +206,7 @@ def scaled_by_rank() -> str:
     hidden, weight = torch.randn(5, D, requires_grad=True), torch.randn(own.stop - own.start, D, requires_grad=True)
     labels = torch.arange(5)
     loss = fused_linear_cross_entropy(
-        hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), rows=shard
+        hidden, weight, None, labels, spec=LossSpec(), execution=Execution(), rows=shard
     ).loss
     with pytest.raises(liger_dist.LigerDistError) as caught:
         (loss * (1.0 + dist.get_rank())).backward()
@@ -229,9 +225,7 @@ def frozen_on_one() -> str:
     labels = torch.arange(5, device=hidden.device)
     weight.requires_grad_(dist.get_rank() != 1)
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        fused_linear_cross_entropy(
-            hidden, weight, None, labels, loss=LossArguments(), execution=Execution(), rows=shard
-        )
+        fused_linear_cross_entropy(hidden, weight, None, labels, spec=LossSpec(), execution=Execution(), rows=shard)
     return str(caught.value)
 
 

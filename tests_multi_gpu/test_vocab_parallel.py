@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
-from liger_dist.losses.arguments import Execution, LossArguments
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.losses.tensor_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist_kernels import LossOptions
 
 T, D = 13, 8
 PLAIN = ("reduction", "num_items_in_batch", "token_ids", "top_k")
@@ -108,9 +107,9 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         None if bias_used is None else mine[2],
         labels,
         shard=VocabularyShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
-        loss=LossArguments(
-            options=LossOptions(**case),
-            temperature=temperature,
+        spec=LossSpec(
+            **case,
+            **({} if temperature is None else {"temperature": temperature}),
             class_weight=class_weight,
             token_weight=token_weight,
             outputs=outputs,
@@ -146,9 +145,9 @@ def errors_of_compiled(reduction: Any) -> list[float]:
     shard = VocabularyShard(group=dist.group.WORLD, start=10 * rank, vocab_size=20)  # type: ignore[arg-type]
 
     def loss(hidden: Tensor, rows: Tensor) -> Tensor:
-        spec = LossArguments(options=LossOptions(), reduction=reduction)
+        spec = LossSpec(reduction=reduction)
         return vocab_parallel_linear_cross_entropy(
-            hidden, rows, None, labels, shard=shard, loss=spec, execution=Execution()
+            hidden, rows, None, labels, shard=shard, spec=spec, execution=Execution()
         ).loss
 
     found = []

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_dist
 from liger_dist.fused_layers import recompute
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.losses.token_exchange import numbers_of_token
 from liger_dist.sharding import fsdp2
 from liger_dist.sharding.process_groups import compute_device
@@ -193,7 +193,7 @@ def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
             weight,
             None,
             labels,
-            loss=LossArguments(),
+            spec=LossSpec(),
             execution=Execution(memory_budget=T // 2 * G * numbers_of_token(math.ceil(V / G), D) * 8),
             rows=shard,
         )

@@ -15,15 +15,9 @@ from torch import Tensor, nn
 from liger_dist.config import LOGITS, LOGITS_DTYPES, LogitsDtype, check_choice
 from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import (
-    DIFFERENTIABLE_OUTPUTS,
-    OUTPUTS,
-    LossArguments,
-    as_output_names,
-    loss_arguments,
-)
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import check_labels
+from liger_dist.losses.spec import DIFFERENTIABLE_OUTPUTS, OUTPUTS, LossSpec, as_output_names
 
 from .recipe import LossRecipe
 
@@ -63,7 +57,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """with ``args`` the arguments of the model's forward"""
-    loss: dict[str, Any]
+    keywords: dict[str, Any]
     """the arguments of :data:`LOSS_KEYWORDS`"""
     outputs: tuple[str, ...]
     """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
@@ -84,7 +78,7 @@ class Call:
     def loss_options(self) -> tuple[str, ...]:
         """Names of the options that change the model's own loss."""
         others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
-        given = {name: value for name, value in self.loss.items() if name not in others}
+        given = {name: value for name, value in self.keywords.items() if name not in others}
         neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
         return tuple(
             name
@@ -100,7 +94,7 @@ class Call:
     @property
     def logits_dtype(self) -> LogitsDtype:
         """That of this call instead of the config's; None for the config's."""
-        dtype: LogitsDtype = self.loss.get("logits_dtype")
+        dtype: LogitsDtype = self.keywords.get("logits_dtype")
         return dtype
 
     def aligned_labels(self, recipe: LossRecipe, *, is_encoder_decoder: bool) -> AlignedLabels:
@@ -131,35 +125,28 @@ class Call:
             labels = labels.long().masked_fill(attention_mask.to(labels.device) == 0, self.ignore_index)
         return AlignedLabels(F.pad(labels[..., 1:].long(), (0, 1), value=self.ignore_index), labels)
 
-    def arguments(self, recipe: LossRecipe) -> LossArguments:
-        """The arguments of this call's loss, without the bias that the model adds to its logits."""
-        smoothing = self.loss.get("label_smoothing")
-        own_smoothing, takes_num_items = recipe.label_smoothing, recipe.takes_num_items
+    def spec(self, recipe: LossRecipe) -> LossSpec:
+        """The loss of this call, without the bias that the model adds to its logits."""
+        smoothing, takes_num_items = recipe.label_smoothing, recipe.takes_num_items
         if self.distillation is not None:
             # Its cross entropy is that of the labels alone, and its divisor does not reach the model's own loss.
-            own_smoothing, takes_num_items = 0.0, True
-        token_outputs = {name for name in self.outputs if name in OUTPUTS}
-        if TOKEN_ACCURACY in self.outputs:
-            token_outputs.add("is_top1")
-        loss = loss_arguments(
-            ignore_index=self.ignore_index,
-            label_smoothing=own_smoothing if smoothing is None else smoothing,
-            z_loss=self.loss.get("z_loss", 0.0),
-            softcap=recipe.transform.softcap,
-            logit_scale=recipe.transform.scale,
-            temperature=1.0 if self.loss.get("temperature") is None else self.loss["temperature"],
-            class_weight=self.loss.get("class_weight"),
-            token_weight=self.loss.get("token_weight"),
+            smoothing, takes_num_items = 0.0, True
+        keywords: dict[str, Any] = {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": smoothing,
+            "softcap": recipe.transform.softcap,
+            "logit_scale": recipe.transform.scale,
+            "differentiable": False,
+        }
+        not_of_losses = ("outputs", "logits_dtype")
+        keywords |= {k: v for k, v in self.keywords.items() if v is not None and k not in not_of_losses}
+        token_outputs = {"is_top1" if name == TOKEN_ACCURACY else name for name in self.outputs}
+        return LossSpec(
+            **keywords,
             num_items_in_batch=self.named.get("num_items_in_batch") if takes_num_items else None,
-            outputs=[name for name in OUTPUTS if name in token_outputs],
-            token_ids=self.loss.get("token_ids"),
-            top_k=self.loss.get("top_k"),
-            soft_labels=self.loss.get("soft_labels"),
-            soft_weight=self.loss.get("soft_weight"),
-            remainder=self.loss.get("remainder"),
-            reports_only=not self.loss.get(DIFFERENTIABLE, False),
+            outputs=tuple(name for name in OUTPUTS if name in token_outputs),
+            distillation=self.distillation,
         )
-        return replace(loss, distillation=self.distillation)
 
     def distilled(self, distillation: Distillation) -> Call:
         """This call with the divergence from a teacher as its loss."""
@@ -173,7 +160,7 @@ class Call:
             raise LigerDistError(f"labels are {self.named.get('labels')!r}; expected a tensor of token ids [B, S].")
         if self.named.get("return_dict") is False:
             raise LigerDistError("return_dict is False, and a tuple has no place for a divergence; leave it out.")
-        others = [name for name in self.loss if name != "token_weight"]
+        others = [name for name in self.keywords if name != "token_weight"]
         if others:
             raise LigerDistError(
                 f"{others[0]} was given to a distillation loss, which has labels, num_items_in_batch, ignore_index, "
@@ -252,28 +239,30 @@ class Signature:
             LigerDistError: loss options without labels.
         """
         named = dict(zip(self.names, args, strict=False)) | kwargs
-        loss = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
-        if loss and named.get("labels") is None:
-            name = next(iter(loss))
+        keywords = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
+        if keywords and named.get("labels") is None:
+            name = next(iter(keywords))
             raise LigerDistError(
                 f"{name} was given to {self.model_name} without labels, so there is no loss to apply it to; pass "
                 "labels, or leave it out."
             )
-        outputs = as_output_names(loss["outputs"]) if loss.get("outputs") is not None else self._usual_outputs(model)
+        outputs = (
+            as_output_names(keywords["outputs"]) if keywords.get("outputs") is not None else self._usual_outputs(model)
+        )
         check_outputs(outputs)
-        if "logits_dtype" in loss:
-            check_choice("logits_dtype", loss["logits_dtype"], LOGITS_DTYPES)
-        if loss.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
+        if "logits_dtype" in keywords:
+            check_choice("logits_dtype", keywords["logits_dtype"], LOGITS_DTYPES)
+        if keywords.get(DIFFERENTIABLE, False) and not DIFFERENTIABLE_OUTPUTS.intersection(outputs):
             raise LigerDistError(
-                f"differentiable is {loss[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
+                f"differentiable is {keywords[DIFFERENTIABLE]} and outputs is {outputs}, of which nothing carries "
                 f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
             )
-        kept = {name: value for name, value in kwargs.items() if name not in loss}
+        kept = {name: value for name, value in kwargs.items() if name not in keywords}
         return Call(
             named=named,
             args=args,
             kwargs=kept,
-            loss=loss,
+            keywords=keywords,
             outputs=outputs,
             model_name=self.model_name,
             own_smoothing=self._own_smoothing,
@@ -320,7 +309,7 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
                 f"would compute it: {getattr(loss_function, '__qualname__', loss_function)} has no {name}. Leave it "
                 "out, or use a loss function that names it."
             )
-    return {name: call.loss[name] for name in call.loss_options}
+    return {name: call.keywords[name] for name in call.loss_options}
 
 
 def inputs_of(named: dict[str, Any]) -> Tensor | None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.collectives import device_assert
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.peft_layers import effective_head
 from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
@@ -83,7 +83,7 @@ class LossCall:
     """the same labels before they were shifted, as the model shifts them itself; None where they came aligned"""
     vocab_size: int
     """number of classes, V"""
-    loss: LossArguments
+    spec: LossSpec
     outputs: tuple[str, ...]
     """names that were asked for beside the loss"""
     given: tuple[GivenLabels, ...]
@@ -105,7 +105,7 @@ class LossCall:
     @property
     def differentiable(self) -> list[str]:
         """Outputs that carry gradients."""
-        return sorted(self.loss.differentiable_outputs)
+        return sorted(self.spec.differentiable_outputs)
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -131,8 +131,8 @@ class LossCall:
 
     def _release_teacher(self) -> None:
         """The graph keeps this call until the backward, which needs no teacher."""
-        if self.loss.distillation is not None:
-            self.loss = replace(self.loss, distillation=None)
+        if self.spec.distillation is not None:
+            self.spec = replace(self.spec, distillation=None)
             self.compute_loss = _computed
 
     def score(self, logits: Tensor, aligned: Tensor) -> Tensor:
@@ -148,15 +148,15 @@ class LossCall:
         if not aligned.numel() == rows == self.labels.numel():
             raise LigerDistError(
                 f"{self.model_name} scores {rows} tokens of {self.labels.numel()} labels, so that "
-                f"{', '.join(self.loss.outputs) or 'options of the loss'} cannot be assigned to tokens; leave them out "
+                f"{', '.join(self.spec.outputs) or 'options of the loss'} cannot be assigned to tokens; leave them out "
                 "of calls whose loss is not fused."
             )
-        options = replace(self.loss.options, softcap=None, logit_scale=1.0)
+        spec = replace(self.spec, softcap=None, logit_scale=1.0, logit_bias=None)
         output = self._without_a_mean(
             fused_cross_entropy(
                 logits.reshape(*self.labels.shape, logits.shape[-1]),
                 aligned.reshape(self.labels.shape),
-                loss=replace(self.loss, options=options, logit_bias=None),
+                spec=spec,
                 execution=replace(self.execution, label_summary=None),
             )
         )
@@ -167,11 +167,11 @@ class LossCall:
     def _without_a_mean(self, output: LossOutput) -> LossOutput:
         """In evaluation the mean of no token is NaN, as the model's own: a trainer leaves it out of its mean over
         batches. In training it is 0, so that a rank without labels does not spoil the gradients of the others."""
-        items = self.loss.num_items_in_batch
+        items = self.spec.num_items_in_batch
         if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
             return output
         device = output.loss.device
-        is_empty = (self.labels == self.loss.options.ignore_index).all().to(device, non_blocking=True)
+        is_empty = (self.labels == self.spec.options.ignore_index).all().to(device, non_blocking=True)
         if items is not None:
             is_empty &= items.reshape(()).to(device, non_blocking=True) == 0
         named = {name: getattr(output, name) for name in ("loss", "divergence", "hard_loss")}
@@ -190,11 +190,11 @@ class LossCall:
     def check_arguments(self, given: dict[str, Any]) -> None:
         """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
         may have been moved in between, so that only their presence is compared."""
-        own, items = self.loss.num_items_in_batch, given.get("num_items_in_batch")
+        own, items = self.spec.num_items_in_batch, given.get("num_items_in_batch")
         are_numbers = isinstance(own, int | float) and isinstance(items, int | float)
         differs = {
             "num_items_in_batch": (items is None) != (own is None) or (are_numbers and items != own),
-            "ignore_index": given.get("ignore_index", IGNORE_INDEX) != self.loss.options.ignore_index,
+            "ignore_index": given.get("ignore_index", IGNORE_INDEX) != self.spec.options.ignore_index,
         }
         for name, is_other in differs.items():
             if is_other:
@@ -234,7 +234,7 @@ class LossCall:
         for name in self.outputs:
             if name == TOKEN_ACCURACY:
                 assert pending.output.is_top1 is not None
-                counted = (self.labels != self.loss.options.ignore_index).sum()
+                counted = (self.labels != self.spec.options.ignore_index).sum()
                 found[name] = pending.output.is_top1.sum() / counted.to(pending.output.is_top1.device).clamp(min=1)
             else:
                 found[name] = others.get(name, getattr(pending.output, name))
@@ -328,7 +328,7 @@ class PendingLoss:
     def _check_selection(self, targets: Any) -> None:
         """Checks that the tokens which the forward has selected have all labels that count: the loss was computed of
         these. On a GPU by an assertion on the device."""
-        ignored = self.call.loss.options.ignore_index
+        ignored = self.call.spec.options.ignore_index
         if isinstance(targets, Tensor):
             counted = (self.call.labels != ignored).sum()
             same = (targets != ignored).sum() == counted.to(targets.device)

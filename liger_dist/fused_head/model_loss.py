@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.recurrent import PackedDocuments
-from liger_dist.losses.arguments import Execution, LossArguments
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import LabelSummary, check_range
+from liger_dist.losses.normalization import denominator
 from liger_dist.losses.pending_gradients import PendingGradients
-from liger_dist.losses.scales import denominator
+from liger_dist.losses.spec import Execution, LossSpec
 from liger_dist.peft_layers import has_active_dropout, without_fsdp1
 from liger_dist.sharding import accelerate, ddp, deepspeed
 from liger_dist.sharding.base import DataParallel, Wrapper
@@ -178,7 +178,7 @@ class FusedLoss:
             return None
         if self.recipe is None:
             assert self.unfused_reason is not None
-            if call.loss:
+            if call.keywords:
                 own: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
                 call.kwargs.update(options_for(own, call, reason=self.unfused_reason))
             return None
@@ -278,13 +278,13 @@ class FusedLoss:
         """The loss of a call, after what is wrong with its arguments has been refused."""
         assert self.recipe is not None
         assert in_use.adapter is not None
-        aligned, loss = self._checked(model, call, in_use)
+        aligned, spec = self._checked(model, call, in_use)
         if call.named.get("num_items_in_batch") is not None and call.distillation is None:
             self._warn_of_ignored_items(call)
         if self.recipe.transform.bias is not None:
-            loss = replace(loss, logit_bias=model.get_buffer(self.recipe.transform.bias).reshape(-1))
-        if loss.token_weight is not None:
-            loss = replace(loss, token_weight=aligned.shift(loss.token_weight))
+            spec = replace(spec, logit_bias=model.get_buffer(self.recipe.transform.bias).reshape(-1))
+        if spec.token_weight is not None:
+            spec = replace(spec, token_weight=aligned.shift(spec.token_weight))
         if not self._has_scored:
             accelerate.return_losses_unrounded(model)
         execution = self._execution(model, call, aligned, in_use, with_summary=not on_logits)
@@ -296,10 +296,10 @@ class FusedLoss:
             labels=aligned.labels,
             labels_of_next=aligned.of_next,
             vocab_size=in_use.vocab_size,
-            loss=loss,
+            spec=spec,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
             given=tuple(GivenLabels.of(tensor) for tensor in given),
-            compute_loss=partial(in_use.adapter.linear_cross_entropy, loss=loss, execution=execution),
+            compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
             execution=execution,
             mean_is_global=self._mean_is_global(in_use),
             has_lora=in_use.head is not in_use.base,
@@ -307,7 +307,7 @@ class FusedLoss:
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
         )
 
-    def _checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossArguments]:
+    def _checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
         """Refuses what is wrong with the arguments, before the model's forward begins."""
         assert self.recipe is not None
         aligned = call.aligned_labels(self.recipe, is_encoder_decoder=self._is_encoder_decoder)
@@ -318,9 +318,9 @@ class FusedLoss:
         if dist.is_initialized():
             # Never by the attribute, which a parametrization computes: weights may be sharded here.
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
-        loss = call.arguments(self.recipe)
-        loss.check(vocab_size=in_use.vocab_size, labels_shape=labels.shape)
-        return aligned, loss
+        spec = call.spec(self.recipe)
+        spec.check(vocab_size=in_use.vocab_size, labels_shape=labels.shape)
+        return aligned, spec
 
     def _execution(
         self, model: nn.Module, call: Call, aligned: AlignedLabels, in_use: HeadInUse, *, with_summary: bool
@@ -448,7 +448,7 @@ class FusedLoss:
 
         aligned = targets
         if self.own_loss_function is ForCausalLMLoss:
-            ignored = call.loss.options.ignore_index
+            ignored = call.spec.options.ignore_index
             aligned = nn.functional.pad(targets[..., 1:], (0, 1), value=ignored) if shifted is None else shifted
         return call.score(logits, aligned)
 

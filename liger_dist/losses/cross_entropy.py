@@ -31,9 +31,9 @@ from liger_dist_kernels import (
     with_soft_labels,
 )
 
-from .arguments import Execution, LossArguments, LossOutput, check_not_dtensor
 from .compiled_logits import compiled_bwd, compiled_fwd, compiled_fwd_bwd
 from .labels import check_labels, select_targets
+from .normalization import Scales, scaled, token_scales
 from .outputs import (
     as_loss_output,
     returned_tensors,
@@ -42,7 +42,7 @@ from .outputs import (
     token_outputs,
     with_gradients_of_outputs,
 )
-from .scales import Scales, scaled, token_scales
+from .spec import Execution, LossOutput, LossSpec, check_not_dtensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class _Problem:
     targets: TokenTargets
     rows: RowOptions
     scales: Scales
-    loss: LossArguments
+    spec: LossSpec
     execution: Execution
     gradient_in_forward: bool
 
@@ -58,8 +58,8 @@ class _Problem:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, problem: _Problem) -> tuple[Tensor, ...]:
-        loss, targets, rows = problem.loss, problem.targets, problem.rows
-        chosen = choose_logits(logits_TV, targets, loss.top_k or 0, rows)
+        spec, targets, rows = problem.spec, problem.targets, problem.rows
+        chosen = choose_logits(logits_TV, targets, spec.top_k or 0, rows)
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         if problem.gradient_in_forward:
@@ -73,9 +73,9 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(d_logits_TV)
         else:
             ctx.save_for_backward(logits_TV, *saved_terms(terms))
-        value, z_loss = problem.scales.reduce(terms, loss.reduction)
+        value, z_loss = problem.scales.reduce(terms, spec.reduction)
         log_probs = chosen_log_probs(chosen, terms.log_probs, targets)
-        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, loss, targets.labels_T)
+        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, spec, targets.labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
 
@@ -95,7 +95,7 @@ class _CrossEntropy(torch.autograd.Function):
         upstream = TokenGradients(None, None)
         if d_loss is not None:
             upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
-        upstream = with_gradients_of_outputs(upstream, gradients, problem.loss)
+        upstream = with_gradients_of_outputs(upstream, gradients, problem.spec)
         coefficients = gradient_coefficients(terms_of_saved(*terms), upstream, problem.targets, problem.rows)
         if torch.compiler.is_compiling():
             return compiled_bwd(logits_TV, problem.targets, coefficients, problem.rows), None
@@ -123,7 +123,7 @@ def _with_gradient(
     return statistics, d_logits_TV
 
 
-def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, execution: Execution) -> LossOutput:
+def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execution: Execution) -> LossOutput:
     """:func:`liger_dist.cross_entropy` with its arguments as records."""
     check_not_dtensor("logits", logits)
     if logits.dim() < 1 or not logits.is_floating_point():
@@ -131,34 +131,34 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}; expected [..., V] of a floating dtype."
         )
     vocab_size = logits.shape[-1]
-    check_labels(labels, tokens_of="logits", shape=logits.shape[:-1], ignore_index=loss.options.ignore_index)
-    loss.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    check_labels(labels, tokens_of="logits", shape=logits.shape[:-1], ignore_index=spec.options.ignore_index)
+    spec.check(vocab_size=vocab_size, labels_shape=labels.shape)
     targets = select_targets(
         labels,
         vocab_size=vocab_size,
-        ignore_index=loss.options.ignore_index,
+        ignore_index=spec.options.ignore_index,
         device=logits.device,
         summary=execution.label_summary,
         may_drop=False,
         backend=execution.backend,
     )
-    token_weight_T = None if loss.token_weight is None else loss.token_weight.reshape(-1).to(logits.device)
+    token_weight_T = None if spec.token_weight is None else spec.token_weight.reshape(-1).to(logits.device)
     problem = _Problem(
-        targets=loss.token_targets(targets, labels.shape, vocab_size=vocab_size, dtype=statistics_dtype(logits.dtype)),
+        targets=spec.token_targets(targets, labels.shape, vocab_size=vocab_size, dtype=statistics_dtype(logits.dtype)),
         rows=RowOptions(
             vocab_size=vocab_size,
-            options=loss.options,
-            outputs=token_outputs(loss),
-            class_weight_V=loss.class_weight,
+            options=spec.options,
+            outputs=token_outputs(spec),
+            class_weight_V=spec.class_weight,
             backend=execution.backend,
         ),
-        scales=token_scales(targets, token_weight_T, loss, execution, logits.dtype),
-        loss=loss,
+        scales=token_scales(targets, token_weight_T, spec, execution, logits.dtype),
+        spec=spec,
         execution=execution,
         gradient_in_forward=torch.is_grad_enabled()
         and logits.requires_grad
-        and loss.reduction != "none"
-        and not loss.differentiable_outputs
+        and spec.reduction != "none"
+        and not spec.differentiable_outputs
         and vocab_size > 0,
     )
     logits_TV = logits.reshape(-1, vocab_size)
@@ -172,4 +172,4 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, loss: LossArguments, 
         )
     with torch.autocast(logits.device.type, enabled=False):
         results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, loss, partial(targets.spread, shape=labels.shape))
+    return as_loss_output(results, spec, partial(targets.spread, shape=labels.shape))

@@ -28,10 +28,9 @@ from liger_dist_kernels import (
     statistics_dtype,
 )
 
-from .arguments import Execution, LossArguments, LossOutput
-from .head_rows import HeadRows, Problem, check_tensors, operand_dtype, scaled_gradients
 from .labels import Targets, check_labels, select_targets
 from .linear_divergence import linear_divergence_loss
+from .normalization import Scales, token_scales
 from .outputs import (
     as_loss_output,
     returned_tensors,
@@ -40,7 +39,8 @@ from .outputs import (
     token_outputs,
     with_gradients_of_outputs,
 )
-from .scales import Scales, token_scales
+from .rows import HeadRows, Problem, check_tensors, operand_dtype, scaled_gradients
+from .spec import Execution, LossOutput, LossSpec
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -58,8 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *saved_terms(result.terms))
-        loss, z_loss = problem.scales.reduce(result.terms, problem.loss.reduction)
-        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.loss, labels_T)
+        loss, z_loss = problem.scales.reduce(result.terms, problem.spec.reduction)
+        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.spec, labels_T)
         ctx.mark_non_differentiable(*reports)
         return tensors
 
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             upstream = TokenGradients(None, None)
             if d_loss is not None:
                 upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
-            upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.loss)
+            upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.spec)
             hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
             unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients, logits_TV)
@@ -94,7 +94,7 @@ def fused_linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     *,
-    loss: LossArguments,
+    spec: LossSpec,
     execution: Execution,
     rows: HeadRows | None = None,
 ) -> LossOutput:
@@ -110,10 +110,10 @@ def fused_linear_cross_entropy(
         labels,
         tokens_of="hidden states",
         shape=hidden_states.shape[:-1],
-        ignore_index=loss.options.ignore_index,
+        ignore_index=spec.options.ignore_index,
     )
-    if loss.logit_bias is not None:
-        added = loss.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
+    if spec.logit_bias is not None:
+        added = spec.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
     dtype = operand_dtype(hidden_states, execution)
     hidden_states = hidden_states if dtype is None else hidden_states.to(dtype)
@@ -121,26 +121,26 @@ def fused_linear_cross_entropy(
     targets = select_targets(
         labels,
         vocab_size=rows.vocab_size,
-        ignore_index=loss.options.ignore_index,
+        ignore_index=spec.options.ignore_index,
         device=hidden_states.device,
         summary=execution.label_summary,
         max_valid_tokens=execution.max_valid_tokens,
         backend=execution.backend,
     )
     hidden_TD = targets.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
-    problem = _problem(targets, hidden_TD, weight, bias, labels.shape, rows=rows, loss=loss, execution=execution)
-    if loss.distillation is not None:
-        teacher = loss.distillation.teacher
+    problem = _problem(targets, hidden_TD, weight, bias, labels.shape, rows=rows, spec=spec, execution=execution)
+    if spec.distillation is not None:
+        teacher = spec.distillation.teacher
         teacher.check(labels.shape, hidden_states.device)
         teacher_TE = targets.of_tokens(teacher.hidden, labels.shape)
         teacher = teacher.with_operands(teacher_TE, operand_dtype(teacher.hidden, execution))
-        problem = replace(problem, distillation=replace(loss.distillation, teacher=teacher))
+        problem = replace(problem, distillation=replace(spec.distillation, teacher=teacher))
     spread = partial(targets.spread, shape=labels.shape)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        if loss.distillation is not None:
+        if spec.distillation is not None:
             return linear_divergence_loss(hidden_TD, weight, bias, problem, spread=spread)
         results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, loss, spread)
+    return as_loss_output(results, spec, spread)
 
 
 def _problem(
@@ -151,7 +151,7 @@ def _problem(
     shape: torch.Size,
     *,
     rows: HeadRows,
-    loss: LossArguments,
+    spec: LossSpec,
     execution: Execution,
 ) -> Problem:
     grad = torch.is_grad_enabled()
@@ -160,27 +160,27 @@ def _problem(
         weight=grad and weight.requires_grad,
         bias=grad and bias is not None and bias.requires_grad,
     )
-    is_scalar = needs.any and loss.reduction != "none" and not loss.differentiable_outputs
+    is_scalar = needs.any and spec.reduction != "none" and not spec.differentiable_outputs
     scoring = Scoring(
-        options=loss.options,
-        outputs=token_outputs(loss),
-        top_k=loss.top_k or 0,
-        class_weight_V=loss.class_weight,
+        options=spec.options,
+        outputs=token_outputs(spec),
+        top_k=spec.top_k or 0,
+        class_weight_V=spec.class_weight,
         logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
         memory_budget=execution.memory_budget,
         backend=execution.backend,
     )
-    is_scalar = is_scalar and loss.distillation is None
+    is_scalar = is_scalar and spec.distillation is None
     in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD) and not in_checkpoint(), 0
-    may_keep = needs.any and not is_scalar and loss.distillation is None and not in_checkpoint()
+    may_keep = needs.any and not is_scalar and spec.distillation is None and not in_checkpoint()
     if execution.pending is not None and ((in_forward and needs.weight) or may_keep):
         number, may_hold = execution.pending.begin()
         in_forward, may_keep = in_forward and may_hold, may_keep and may_hold
     dtype = statistics_dtype(hidden_TD.dtype)
     return Problem(
-        targets=loss.token_targets(targets, shape, vocab_size=rows.vocab_size, dtype=dtype),
-        scales=_scales(targets, hidden_TD, rows, loss, execution),
-        loss=loss,
+        targets=spec.token_targets(targets, shape, vocab_size=rows.vocab_size, dtype=dtype),
+        scales=_scales(targets, hidden_TD, rows, spec, execution),
+        spec=spec,
         execution=execution,
         scoring=scoring,
         needs=needs,
@@ -191,11 +191,11 @@ def _problem(
     )
 
 
-def _scales(targets: Targets, hidden_TD: Tensor, rows: HeadRows, loss: LossArguments, execution: Execution) -> Scales:
-    token_weight_T = loss.token_weight
+def _scales(targets: Targets, hidden_TD: Tensor, rows: HeadRows, spec: LossSpec, execution: Execution) -> Scales:
+    token_weight_T = spec.token_weight
     if token_weight_T is not None:
         token_weight_T = targets.take(token_weight_T.reshape(-1).to(hidden_TD.device))
     divisor = None
-    if hidden_TD.dtype == torch.float16 and loss.reduction == "mean":
+    if hidden_TD.dtype == torch.float16 and spec.reduction == "mean":
         divisor = rows.common_divisor(len(hidden_TD))
-    return token_scales(targets, token_weight_T, loss, execution, hidden_TD.dtype, common_divisor=divisor)
+    return token_scales(targets, token_weight_T, spec, execution, hidden_TD.dtype, common_divisor=divisor)

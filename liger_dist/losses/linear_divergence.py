@@ -16,8 +16,8 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.tracing import in_checkpoint
 
-from .arguments import LossOutput
-from .head_rows import Problem, scaled_gradients
+from .rows import Problem, scaled_gradients
+from .spec import LossOutput
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         # The backward would keep the teacher's tensors.
-        ctx.problem = replace(problem, distillation=None, loss=replace(problem.loss, distillation=None))
+        ctx.problem = replace(problem, distillation=None, spec=replace(problem.spec, distillation=None))
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         result = problem.rows.diverge(hidden_TD, weight_VD, bias_V, problem)
         ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)

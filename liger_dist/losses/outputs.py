@@ -13,26 +13,26 @@ from torch import Tensor
 
 from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, TokenTerms
 
-from .arguments import LossArguments, LossOutput, TopK
+from .spec import LossOutput, LossSpec, TopK
 
 _ALWAYS = ("loss", "log_prob", "is_top1")
 _ASKED_FOR = ("z_loss", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")
 _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 
 
-def token_outputs(loss: LossArguments) -> TokenOutputs:
+def token_outputs(spec: LossSpec) -> TokenOutputs:
     """The outputs that need a sum of their own over the vocabulary."""
-    names = loss.outputs
-    spreads = loss.soft_labels is not None and loss.soft_labels.remainder == "spread"
+    names = spec.outputs
+    spreads = spec.soft is not None and spec.soft.remainder == "spread"
     return TokenOutputs(
         entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit=spreads or "mean_logit" in names
     )
 
 
-def tensor_names(loss: LossArguments) -> tuple[str, ...]:
+def tensor_names(spec: LossSpec) -> tuple[str, ...]:
     """Names of the tensors that an autograd function returns."""
-    asked = tuple(name for name in _ASKED_FOR if name in loss.outputs)
-    return _ALWAYS + asked + (_TOP_K if "top_k" in loss.outputs else ())
+    asked = tuple(name for name in _ASKED_FOR if name in spec.outputs)
+    return _ALWAYS + asked + (_TOP_K if "top_k" in spec.outputs else ())
 
 
 def saved_terms(terms: TokenTerms) -> tuple[Tensor | None, ...]:
@@ -66,14 +66,14 @@ def returned_tensors(
     z_loss: Tensor | None,
     terms: TokenTerms,
     chosen: ChosenLogProbs,
-    loss: LossArguments,
+    spec: LossSpec,
     labels_T: Tensor,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The tensors by :func:`tensor_names`, and those among them that carry no gradient."""
     log_sum_exp_T = None
-    if z_loss is None and "z_loss" in loss.outputs:
+    if z_loss is None and "z_loss" in spec.outputs:
         z_loss = torch.zeros_like(value)
-    if "log_sum_exp" in loss.outputs:
+    if "log_sum_exp" in spec.outputs:
         # The backward reads the others' too.
         log_sum_exp_T = torch.where(labels_T >= 0, terms.lse_T, 0.0)
     available = {
@@ -92,8 +92,8 @@ def returned_tensors(
     }
     found: list[Tensor] = []
     reports: list[Tensor] = []
-    carries = {"loss"} if loss.reports_only else {"loss", "log_prob", *loss.differentiable_outputs}
-    for name in tensor_names(loss):
+    carries = {"loss", "log_prob", *spec.differentiable_outputs} if spec.differentiable else {"loss"}
+    for name in tensor_names(spec):
         tensor = available[name]
         assert tensor is not None
         found.append(tensor)
@@ -103,10 +103,10 @@ def returned_tensors(
 
 
 def with_gradients_of_outputs(
-    upstream: TokenGradients, gradients: Sequence[Tensor | None], loss: LossArguments
+    upstream: TokenGradients, gradients: Sequence[Tensor | None], spec: LossSpec
 ) -> TokenGradients:
     """``upstream`` of the loss with the upstream gradients of the outputs added."""
-    given = dict(zip(tensor_names(loss), gradients, strict=True))
+    given = dict(zip(tensor_names(spec), gradients, strict=True))
     return upstream._replace(
         log_prob_T=given["log_prob"],
         entropy_T=given.get("entropy"),
@@ -115,13 +115,13 @@ def with_gradients_of_outputs(
     )
 
 
-def as_loss_output(tensors: Sequence[Tensor], loss: LossArguments, spread: Callable[[Tensor], Tensor]) -> LossOutput:
+def as_loss_output(tensors: Sequence[Tensor], spec: LossSpec, spread: Callable[[Tensor], Tensor]) -> LossOutput:
     """The outputs that ``loss`` names; ``spread`` gives per-token values the labels' shape."""
-    given = dict(zip(tensor_names(loss), tensors, strict=True))
-    per_token = loss.reduction == "none"
+    given = dict(zip(tensor_names(spec), tensors, strict=True))
+    per_token = spec.reduction == "none"
     value, z_loss = given.pop("loss"), given.pop("z_loss", None)
     top = [spread(given.pop(name)) for name in _TOP_K if name in given]
-    named = {name: spread(values_T) for name, values_T in given.items() if name in loss.outputs}
+    named = {name: spread(values_T) for name, values_T in given.items() if name in spec.outputs}
     if z_loss is not None:
         named["z_loss"] = spread(z_loss) if per_token else z_loss
     return LossOutput(loss=spread(value) if per_token else value, top_k=TopK(*top) if top else None, **named)

@@ -31,10 +31,10 @@ from liger_dist_kernels import (
     merge_statistics,
 )
 
-from .arguments import Execution, LossArguments, LossOutput
 from .collectives import device_assert, gather
-from .head_rows import HeadRows, Problem
 from .linear_cross_entropy import fused_linear_cross_entropy
+from .rows import HeadRows, Problem
+from .spec import Execution, LossOutput, LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def vocab_parallel_linear_cross_entropy(
     labels: Tensor,
     *,
     shard: VocabularyShard,
-    loss: LossArguments,
+    spec: LossSpec,
     execution: Execution,
     sums_gradient: bool = True,
 ) -> LossOutput:
@@ -129,12 +129,12 @@ def vocab_parallel_linear_cross_entropy(
     if sums_gradient:
         hidden_states = SumGradient.apply(hidden_states, shard.group)  # type: ignore[no-untyped-call]
     return fused_linear_cross_entropy(
-        hidden_states, weight_local, bias_local, labels, loss=loss, execution=execution, rows=shard
+        hidden_states, weight_local, bias_local, labels, spec=spec, execution=execution, rows=shard
     )
 
 
 def check_same_tokens(
-    hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, loss: LossArguments, waits: bool
+    hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, spec: LossSpec, waits: bool
 ) -> None:
     """Refuses tokens that differ between ranks of a tensor-parallel group: their labels, temperatures, token_ids, soft
     labels and outputs exactly, their hidden states beyond rounding. One all-gather of twelve numbers.
@@ -146,7 +146,7 @@ def check_same_tokens(
         LigerDistError: on every rank of the group alike.
     """
     gathered_GF = gather(
-        torch.cat([_fingerprint(hidden_states, labels), _checksums(loss, hidden_states.device)]), group
+        torch.cat([_fingerprint(hidden_states, labels), _checksums(spec, hidden_states.device)]), group
     )
     differences_GF = (gathered_GF - gathered_GF[0]).abs()
     other_labels = (differences_GF[:, :2] > 0).any()
@@ -168,13 +168,13 @@ def check_same_tokens(
         raise LigerDistError(f"{sentence}. Their labels agree, and their {given} do not.")
 
 
-def _checksums(loss: LossArguments, device: torch.device) -> Tensor:
+def _checksums(spec: LossSpec, device: torch.device) -> Tensor:
     """``[5]``: of the options and outputs, the temperatures, the token ids and the soft labels of a loss."""
-    soft = loss.soft_labels
-    given = (loss.temperature, loss.token_ids, *((None, None) if soft is None else (soft.ids, soft.probs)))
+    soft = spec.soft
+    given = (spec.token_temperature, spec.token_ids, *((None, None) if soft is None else (soft.ids, soft.probs)))
     shapes = [None if values is None else tuple(values.shape) for values in given]
-    asked = f"{loss.options} {loss.reduction} {sorted(loss.outputs)} {loss.reports_only} {loss.top_k} {shapes}"
-    asked += f"{None if soft is None else soft.remainder} {loss.distillation}"
+    asked = f"{spec.options} {spec.reduction} {sorted(spec.outputs)} {spec.differentiable} {spec.top_k} {shapes}"
+    asked += f"{None if soft is None else soft.remainder} {spec.distillation}"
     sums = [torch.full((), float(zlib.crc32(asked.encode())), dtype=torch.float64, device=device)]
     for values in given:
         if values is None:

@@ -31,7 +31,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenGradients, TokenTargets, bytes_of_class
 
 from .collectives import agree, all_gather_single, device_assert, gather
-from .head_rows import Gradients, Problem
+from .rows import Gradients, Problem
 from .tensor_parallel import VocabularyShard
 
 
@@ -240,8 +240,8 @@ class ExchangingShard(VocabularyShard):
             bytes_of_token=numbers_of_token(self.largest, hidden_TD.shape[1]) * hidden_TD.element_size(),
             memory_budget=budget,
         )
-        if problem.loss.class_weight is not None:
-            self._check_same(_checksum(problem.loss.class_weight), "have different class weights; make them the same")
+        if problem.spec.class_weight is not None:
+            self._check_same(_checksum(problem.spec.class_weight), "have different class weights; make them the same")
         return ExchangedTokens(
             hidden_TD,
             problem.targets,
@@ -296,14 +296,14 @@ class ExchangingShard(VocabularyShard):
 
 def _described(problem: Problem, gradients: Gradients | None, dtype: torch.dtype, memory_budget: int) -> str:
     """What one loss is about to compute, for the ranks to compare."""
-    loss, needs, targets = problem.loss, problem.needs, problem.targets
+    spec, needs, targets = problem.spec, problem.needs, problem.targets
     given = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
     classes = None if targets.token_ids_TK is None else targets.token_ids_TK.shape[1]
     return (
-        f"a loss of {replace(loss.options, ignore_index=0)}, outputs {sorted(loss.outputs)} (top_k {loss.top_k}, "
+        f"a loss of {replace(spec.options, ignore_index=0)}, outputs {sorted(spec.outputs)} (top_k {spec.top_k}, "
         f"{classes} classes of each token, {targets.num_soft} soft labels, spread: {targets.uniform_T is not None}), "
         f"temperatures of tokens: {targets.temperature_T is not None}, {dtype}, logits "
-        f"{problem.scoring.logits_dtype}, class weights: {loss.class_weight is not None}, memory budget "
+        f"{problem.scoring.logits_dtype}, class weights: {spec.class_weight is not None}, memory budget "
         f"{memory_budget}, {needs}, upstream gradients {given}"
     )
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_dist.config import WrapConfig
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.structure import Structure
 
 Engine = Literal["plain", "fsdp1", "fsdp2", "vocab-parallel", "dtensor", "zero3"]
@@ -191,7 +191,7 @@ class ShardingAdapter(Protocol):
         ...
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
         """The loss; called inside the forward of lm_head."""
         ...

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.peft_layers import active_head
 from liger_dist.structure import Structure, stored_parameter, weight_of
 
@@ -167,10 +167,10 @@ class FSDP1Adapter:
         return DataParallel(groups=groups, divide_factor=float(factor))
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
         hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
 
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         if head.weight.dim() != 2:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.structure import Structure, stored_parameter
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
@@ -110,10 +110,10 @@ class Replicated:
         return DataParallel(groups=(world,), divide_factor=float(world.size()))
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
         hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, loss=loss, execution=execution)
+        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
 
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         return FullHead(hidden_states, head.weight, head.bias)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.peft_layers import heads_at
 from liger_dist.structure import Structure, stored_parameter, weight_of
@@ -117,12 +117,12 @@ class TensorParallelAdapter:
         if isinstance(hidden_states, DTensor):
             hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local()
         no_labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
-        check_same_tokens(hidden_states, no_labels, mesh.get_group(), loss=LossArguments(), waits=False)
+        check_same_tokens(hidden_states, no_labels, mesh.get_group(), spec=LossSpec(), waits=False)
         bias = head.bias.full_tensor() if isinstance(head.bias, DTensor) else head.bias
         return FullHead(hidden_states, weight.full_tensor(), bias)
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
         weight = _row_shard_of(head)
         mesh = weight.device_mesh
@@ -131,14 +131,14 @@ class TensorParallelAdapter:
         if isinstance(hidden_states, DTensor):
             # All-gathers sequence-parallel input; DTensor reduce-scatters its gradient in the backward.
             hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        check_same_tokens(hidden_states, labels, group, loss=loss, waits=execution.is_first)
+        check_same_tokens(hidden_states, labels, group, spec=spec, waits=execution.is_first)
         return vocab_parallel_linear_cross_entropy(
             hidden_states,
             weight.to_local(),
             head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias,
             labels,
             shard=VocabularyShard(group=group, start=first_row(weight), vocab_size=weight.shape[0]),
-            loss=loss,
+            spec=spec,
             execution=execution,
             sums_gradient=not is_distributed,
         )

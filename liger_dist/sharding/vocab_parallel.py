@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from liger_dist.class_swap import SameLinearMap, with_base
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.arguments import Execution, LossArguments, LossOutput
 from liger_dist.losses.collectives import agree, device_for
 from liger_dist.losses.embedding import exchanged_embedding
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.losses.token_exchange import ExchangingShard
 from liger_dist.peft_layers import active_head, has_lora
 from liger_dist.structure import Structure
@@ -224,7 +224,7 @@ class VocabParallel:
         return DataParallel(groups=groups, divide_factor=shards.divide_factor())
 
     def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, loss: LossArguments, execution: Execution
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
         shards = _require_row_shards(head)
         return fused_linear_cross_entropy(
@@ -232,7 +232,7 @@ class VocabParallel:
             shards.local(head.weight),
             None if head.bias is None else shards.local(head.bias),
             labels,
-            loss=loss,
+            spec=spec,
             execution=execution,
             rows=shards.shard(head.weight),
         )

@@ -37,10 +37,10 @@ from liger_dist_kernels import (
     score_rows,
 )
 
-from .arguments import Execution, LossArguments, check_not_dtensor
 from .compiled import compiled_recompute, compiled_score
 from .distillation import Distillation
-from .scales import Scales, keeps_graph, scaled
+from .normalization import Scales, keeps_graph, scaled
+from .spec import Execution, LossSpec, check_not_dtensor
 
 Gradients = TokenGradients | GradientCoefficients
 
@@ -169,7 +169,7 @@ class HeadRows:
             teacher_tokens,
             self.head(weight_VD, bias_V, problem),
             distillation.teacher.head(),
-            options=distillation.options(problem.loss.options),
+            options=distillation.options(problem.spec.options),
             hard_weight=distillation.hard_weight,
             scoring=problem.scoring,
             needs=problem.needs,
@@ -205,7 +205,7 @@ class Problem:
 
     targets: TokenTargets
     scales: Scales
-    loss: LossArguments
+    spec: LossSpec
     execution: Execution
     scoring: Scoring
     needs: GradientNeeds

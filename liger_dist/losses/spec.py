@@ -1,11 +1,11 @@
-"""What defines a loss (:class:`LossArguments`) and how it is computed (:class:`Execution`)."""
+"""What defines a loss (:class:`LossSpec`), how it is computed (:class:`Execution`) and what it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -37,50 +37,137 @@ OUTPUTS: tuple[str, ...] = (
 DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "log_prob_at", "entropy", "sum_sq_prob"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossArguments:
-    """Arguments of a loss. Everything here changes the result."""
+class LossKeywords(TypedDict, total=False):
+    """The keywords of a loss: the fields of :class:`LossSpec` up to ``differentiable``, which has their meaning."""
 
-    options: LossOptions = LossOptions()
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    temperature: Tensor | Sequence[float] | float
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    reduction: Reduction
+    num_items_in_batch: Tensor | float | None
+    outputs: Sequence[str]
+    token_ids: Tensor | None
+    top_k: int | None
+    soft_labels: tuple[Tensor, Tensor] | None
+    soft_weight: float | None
+    remainder: Remainder | None
+    differentiable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """What defines a loss: its keywords, checked, and what a model adds to them. Everything here changes the result.
+
+    Raises:
+        LigerDistError: a keyword out of its range; :meth:`check` compares them with the tensors of a call.
+    """
+
+    ignore_index: int = -100
+    """label of tokens that are ignored"""
+    label_smoothing: float = 0.0
+    """mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`"""
+    z_loss: float = 0.0
+    """factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311)"""
+    softcap: float | None = None
+    """bound of the logits' magnitude (Gemma 2, arXiv:2408.00118)"""
+    logit_scale: float = 1.0
+    """factor of the raw logits"""
+    temperature: Tensor | Sequence[float] | float = 1.0
+    """divisor of the transformed logits: a number, or an fp32 or fp64 tensor of the labels' shape or of its first
+    dimensions, above 0, without gradient; a list of numbers is such a tensor"""
     class_weight: Tensor | None = None
+    """``[V]``; weighs each token by its label, and the mean with it"""
     token_weight: Tensor | None = None
+    """``[...]``, the labels' shape; multiplies each token's loss, not the divisor"""
     reduction: Reduction = "mean"
+    """"none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of valid tokens
+    (the sum of their class weights); the mean of no token is 0"""
     num_items_in_batch: Tensor | float | None = None
-    outputs: tuple[str, ...] = ()
-    reports_only: bool = False
-    """True if ``outputs`` carry no gradients, and cost no recomputation"""
+    """divisor of the mean, a number or a tensor of one element (never read by the host)"""
+    outputs: Sequence[str] = ()
+    """names among :data:`OUTPUTS` to return beside the loss"""
+    token_ids: Tensor | None = None
+    """``[..., K]``, the labels' shape and K class indices, negative for none; for the output ``log_prob_at``"""
+    top_k: int | None = None
+    """number of classes of the output ``top_k``"""
+    soft_labels: tuple[Tensor, Tensor] | None = None
+    """``(ids, probs)``, both ``[..., K]`` (the labels' shape and K), integers and fp32 or fp64: probabilities of some
+    classes of each token, for the cross entropy ``sum_k probs_k * (lse - z_k)`` (Hinton et al. 2015, arXiv:1503.02531).
+    A negative id is none; probabilities of one id add up. Tokens with ``ignore_index`` have none"""
+    soft_weight: float | None = None
+    """weight of this cross entropy, in [0, 1]; that of the labels has ``1 - soft_weight``. None for 1"""
+    remainder: Remainder | None = None
+    """how the probability mass that a token's ``probs`` leave is treated: "drop" (None) leaves it out, "renormalize"
+    divides by the sum, "spread" gives all classes without an id equal parts of it"""
+    differentiable: bool = True
+    """False if ``outputs`` carry no gradients, and cost no recomputation"""
+
     logit_bias: Tensor | None = None
     """``[V]``, added to the logits in addition to lm_head's bias; a constant"""
-    temperature: Tensor | None = None
-    """the labels' shape, or its first dimensions: divisor of each token's logits, instead of the one in ``options``"""
-    token_ids: Tensor | None = None
-    """the labels' shape and K: classes of ``log_prob_at``; negative for none"""
-    top_k: int | None = None
-    """number of classes of ``top_k``; None without it"""
-    soft_labels: SoftLabels | None = None
     distillation: Distillation | None = None
     """a divergence from a teacher instead of the cross entropy; None without a teacher"""
+
+    options: LossOptions = field(init=False)
+    """the numbers among the keywords, as the kernels take them"""
+    token_temperature: Tensor | None = field(init=False)
+    """the temperature, if it is a tensor"""
+    soft: SoftLabels | None = field(init=False)
+    """the soft labels with their options"""
+
+    def __post_init__(self) -> None:
+        for name in ("class_weight", "token_weight", "token_ids"):
+            tensor = getattr(self, name)
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise LigerDistError(f"{name} is of type {type(tensor).__name__}; expected a torch.Tensor or None.")
+        temperature = _as_temperature(self.temperature)
+        soft = _as_soft_labels(self.soft_labels, self.soft_weight, self.remainder)
+        try:
+            options = LossOptions(
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                softcap=self.softcap,
+                logit_scale=self.logit_scale,
+                temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+                soft_weight=0.0 if soft is None else soft.weight,
+            )
+        except (ValueError, TypeError) as error:
+            raise LigerDistError(str(error)) from error
+        found = {
+            "outputs": as_output_names(self.outputs),
+            "temperature": temperature,
+            "token_temperature": temperature if isinstance(temperature, Tensor) else None,
+            "soft": soft,
+            "options": options,
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
         """The outputs that carry gradients."""
-        return frozenset() if self.reports_only else DIFFERENTIABLE_OUTPUTS.intersection(self.outputs)
+        return DIFFERENTIABLE_OUTPUTS.intersection(self.outputs) if self.differentiable else frozenset()
 
     def token_targets(
         self, targets: Targets, shape: torch.Size, *, vocab_size: int, dtype: torch.dtype
     ) -> TokenTargets:
         """What each token of ``targets`` is scored with, for labels of ``shape`` and numbers of ``dtype``."""
-        ids_TK, soft_TK, uniform_T, temperature_T = self.token_ids, None, None, self.temperature
+        ids_TK, soft_TK, uniform_T, temperature_T = self.token_ids, None, None, self.token_temperature
         if temperature_T is not None:
             missing = len(shape) - temperature_T.dim()
             expanded = temperature_T.reshape(*temperature_T.shape, *[1] * missing).expand(shape)
             temperature_T = targets.of_tokens(expanded, shape)
         if ids_TK is not None:
             ids_TK = targets.of_tokens(ids_TK.long(), shape)
-        if self.soft_labels is not None:
-            soft_ids_TK = targets.of_tokens(self.soft_labels.ids.long(), shape)
-            probs_TK = targets.of_tokens(self.soft_labels.probs, shape)
-            soft_TK, uniform_T = self.soft_labels.factors(soft_ids_TK, probs_TK, vocab_size=vocab_size, dtype=dtype)
+        if self.soft is not None:
+            soft_ids_TK = targets.of_tokens(self.soft.ids.long(), shape)
+            probs_TK = targets.of_tokens(self.soft.probs, shape)
+            soft_TK, uniform_T = self.soft.factors(soft_ids_TK, probs_TK, vocab_size=vocab_size, dtype=dtype)
             ids_TK = soft_ids_TK if ids_TK is None else torch.cat([ids_TK, soft_ids_TK], 1)
         return TokenTargets(targets.labels_T, temperature_T, ids_TK, soft_TK, uniform_T)
 
@@ -99,15 +186,15 @@ class LossArguments:
                 "outputs contains 'mean_logit' and class_weight is given, which changes the sum over the vocabulary; "
                 "leave one of them out."
             )
-        check_temperature(self.temperature, labels_shape)
+        check_temperature(self.token_temperature, labels_shape)
         check_token_ids(self.token_ids, labels_shape, vocab_size)
-        _check_given_with("token_ids", self.token_ids is not None, "log_prob_at", self.outputs)
-        _check_given_with("top_k", self.top_k is not None, "top_k", self.outputs)
+        _check_given_with("token_ids", self.token_ids is not None, "log_prob_at", tuple(self.outputs))
+        _check_given_with("top_k", self.top_k is not None, "top_k", tuple(self.outputs))
         check_count("top_k", self.top_k, "classes")
         if self.top_k is not None and self.top_k > vocab_size:
             raise LigerDistError(f"top_k is {self.top_k} but lm_head has {vocab_size} rows; ask for at most as many.")
-        if self.soft_labels is not None:
-            self.soft_labels.check(vocab_size=vocab_size, labels_shape=labels_shape)
+        if self.soft is not None:
+            self.soft.check(vocab_size=vocab_size, labels_shape=labels_shape)
             if self.class_weight is not None:
                 raise LigerDistError(
                     "soft_labels and class_weight were given; expected one of them. Multiply the probabilities by the "
@@ -187,64 +274,6 @@ class LossOutput:
     """of a distillation loss: the part of the teacher, reduced as ``loss``"""
     hard_loss: Tensor | None = None
     """of a distillation loss: the cross entropy of the labels; 0 where it has no weight"""
-
-
-def loss_arguments(
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: Tensor | Sequence[float] | float,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | float | None,
-    outputs: Sequence[str],
-    reduction: Reduction = "mean",
-    token_ids: Tensor | None = None,
-    top_k: int | None = None,
-    soft_labels: tuple[Tensor, Tensor] | None = None,
-    soft_weight: float | None = None,
-    remainder: Remainder | None = None,
-    reports_only: bool = False,
-) -> LossArguments:
-    """:class:`LossArguments` from the keywords of a loss.
-
-    Raises:
-        LigerDistError: an option of :class:`LossOptions` that is out of its range.
-    """
-    soft = _as_soft_labels(soft_labels, soft_weight, remainder)
-    names = as_output_names(outputs)
-    temperature = _as_temperature(temperature)
-    for name, tensor in (("class_weight", class_weight), ("token_weight", token_weight), ("token_ids", token_ids)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise LigerDistError(f"{name} is of type {type(tensor).__name__}; expected a torch.Tensor or None.")
-    try:
-        options = LossOptions(
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-            soft_weight=0.0 if soft is None else soft.weight,
-        )
-    except (ValueError, TypeError) as error:
-        raise LigerDistError(str(error)) from error
-    return LossArguments(
-        options=options,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        num_items_in_batch=num_items_in_batch,
-        outputs=names,
-        reports_only=reports_only,
-        temperature=temperature if isinstance(temperature, Tensor) else None,
-        token_ids=token_ids,
-        top_k=top_k,
-        soft_labels=soft,
-    )
 
 
 def _as_soft_labels(

@@ -15,8 +15,8 @@ from torch import Tensor
 from liger_dist_kernels import Backend, TokenGradients, TokenTerms
 from liger_dist_kernels import scaled as scaled_into
 
-from .arguments import Execution, LossArguments, Reduction
 from .labels import Targets
+from .spec import Execution, LossSpec, Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Scales:
 def token_scales(
     targets: Targets,
     token_weight_T: Tensor | None,
-    loss: LossArguments,
+    spec: LossSpec,
     execution: Execution,
     dtype: torch.dtype,
     *,
@@ -73,7 +73,7 @@ def token_scales(
     For an fp16 ``dtype`` the divisor is kept apart as ``factor``. A ``common_divisor``, alike on all ranks, replaces it
     there.
     """
-    keeps_apart = dtype == torch.float16 and loss.reduction != "none"
+    keeps_apart = dtype == torch.float16 and spec.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     labels_T = targets.labels_T
     weight_T = None
@@ -86,17 +86,17 @@ def token_scales(
             weights_T,
             labels_T,
             count=targets.divisor,
-            reduction=loss.reduction,
-            num_items_in_batch=loss.num_items_in_batch,
+            reduction=spec.reduction,
+            num_items_in_batch=spec.num_items_in_batch,
             dtype=dtype,
             groups=execution.mean_groups,
             divide_factor=execution.divide_factor,
         )
 
     by_class = z_divisor = divisor(None)
-    if loss.class_weight is not None:
+    if spec.class_weight is not None:
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
-        by_class = divisor(loss.class_weight.to(dtype)[labels_T.clamp_min(0)])
+        by_class = divisor(spec.class_weight.to(dtype)[labels_T.clamp_min(0)])
     factor = None
     if keeps_apart:
         # A gradient divided by the number of tokens would underflow in fp16 before the loss scale multiplies it.
@@ -111,8 +111,8 @@ def token_scales(
 
     z_loss = None
     cross_entropy = scale(by_class)
-    if loss.options.z_loss != 0:
-        z_loss = cross_entropy if loss.class_weight is None else scale(z_divisor)
+    if spec.options.z_loss != 0:
+        z_loss = cross_entropy if spec.class_weight is None else scale(z_divisor)
     return Scales(cross_entropy=cross_entropy, z_loss=z_loss, factor=factor)
 
 
