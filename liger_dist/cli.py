@@ -155,11 +155,11 @@ def _load(spec: str) -> Callable[[], Any]:
 
 def _random_batch(model: nn.Module) -> dict[str, Any]:
     """Tokens that differ between data-parallel ranks and are alike within a tensor-parallel group."""
-    facts = explain(model).facts
-    generator = torch.Generator().manual_seed(_rank() // facts.tensor_parallel_size)
-    ids = torch.randint(facts.weight_shape[0], RANDOM_BATCH, generator=generator)
+    storage = explain(model).facts.storage
+    generator = torch.Generator().manual_seed(_rank() // storage.tensor_parallel_size)
+    ids = torch.randint(storage.weight_shape[0], RANDOM_BATCH, generator=generator)
     first = next(model.parameters())
-    ids = ids.to(compute_device() if facts.engine != "plain" else first.device)
+    ids = ids.to(compute_device() if storage.adapter.name != "replicated" else first.device)
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
 
 from .errors import LigerDistError
-from .fused_head.call import IGNORE_INDEX, LOSS_KEYWORDS, LOSS_KEYWORDS_OF_MODELS
+from .fused_head.call import IGNORE_INDEX
 from .fused_head.distilled import intercepted
 from .fused_head.lm_head import FusedLMHead
 from .fused_head.model_loss import FusedLoss
 from .fused_head.recipe import LogitTransform
 from .losses.distillation import Distillation, Teacher
-from .losses.spec import SMALLEST_TEMPERATURE
+from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .peft_layers import without_fsdp1
 from .sharding import fsdp2
 from .sharding.base import FullHead, Head
@@ -130,7 +130,7 @@ def distillation_loss(
     return running.result(teacher)
 
 
-_STUDENT_KEYWORDS = (*LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS)
+_STUDENT_KEYWORDS = (*CALL_KEYWORDS, *KEYWORDS_OF_MODELS)
 
 
 class _StudentCall:

@@ -8,7 +8,7 @@ from torch import nn
 
 from .fused_layers import LayerReport
 from .peft_layers import active_head, base_head
-from .sharding import collect_facts, reasons_against
+from .sharding import collect_facts
 from .sharding.base import Facts
 from .sharding.fsdp2 import FSDP2
 from .sharding.head_cost import HeadShapes, head_costs
@@ -16,7 +16,6 @@ from .structure import tied_modules
 from .wrap import Wrapped, inner_model, record_of
 
 TOKENS = 8192
-SERVES_TOO = "would serve too; comes later in the order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +26,9 @@ class Explanation:
     fused: str
     """the fused loss with the transform of its logits, or why it is not fused"""
     adapter: str | None
-    """the chosen sharding adapter; None when the loss is not fused, or when every adapter has a reason against it"""
-    declined: tuple[tuple[str, tuple[str, ...]], ...]
-    """every other adapter with its reasons"""
+    """the sharding adapter for the storage of the weight; None when the loss is not fused, or the adapter refuses it"""
+    declined: tuple[str, ...]
+    """why the adapter refuses; empty if it does not"""
     costs: tuple[tuple[str, str], ...]
     """bytes that a gathered and a vocab-parallel lm_head send and hold under FSDP2, per rank and micro-batch"""
     layers: LayerReport
@@ -41,7 +40,7 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
-        rows += [(f"not {name}", "; ".join(why)) for name, why in self.declined]
+        rows += [("refused", "; ".join(self.declined))] if self.declined else []
         rows += [(f"lm_head={name!r}", cost) for name, cost in self.costs]
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows += [] if self.packing is None else [("packed documents", self.packing)]
@@ -86,13 +85,13 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
             attention=str(record.attention),
             packing=packing,
         )
-    reasons = reasons_against(facts)
-    chosen = next((name for name, why in reasons.items() if not why), None)
+    adapter = facts.storage.adapter
+    reasons = tuple(adapter.not_supported_reasons(facts))
     return Explanation(
         facts=facts,
         fused=str(record.recipe),
-        adapter=chosen,
-        declined=tuple((name, tuple(why) or (SERVES_TOO,)) for name, why in reasons.items() if name != chosen),
+        adapter=None if reasons else adapter.name,
+        declined=reasons,
         costs=_costs(facts, record, tokens),
         layers=record.layers,
         attention=str(record.attention),
@@ -102,18 +101,19 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
 
 def _costs(facts: Facts, record: Wrapped, tokens: int) -> tuple[tuple[str, str], ...]:
     """The costs of both layouts of lm_head under FSDP2; empty for others."""
-    if facts.engine not in ("fsdp2", "vocab-parallel") or facts.tensor_parallel is not None or facts.mesh_shape is None:
+    storage = facts.storage
+    if storage.adapter.name not in ("fsdp2-gathered", "fsdp2-vocab-parallel") or storage.mesh_shape is None:
         return ()
     strategy = record.strategy
-    dtype = (strategy.param_dtype if isinstance(strategy, FSDP2) else None) or facts.weight_dtype
-    vocab_size, hidden_size = facts.weight_shape
+    dtype = (strategy.param_dtype if isinstance(strategy, FSDP2) else None) or storage.weight_dtype
+    vocab_size, hidden_size = storage.weight_shape
     shapes = HeadShapes(
         tokens=tokens,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        ranks=facts.mesh_shape[-1],
+        ranks=storage.mesh_shape[-1],
         tied=facts.tied,
-        trains=facts.trains,
+        trains=storage.trains,
         itemsize=dtype.itemsize,
         memory_budget=record.config.memory_budget,
     )

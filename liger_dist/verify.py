@@ -384,10 +384,10 @@ def _disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
         return []
     problems = []
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (chosen.adapter, chosen.facts))
+    dist.all_gather_object(gathered, (chosen.adapter, chosen.facts.lines()))
     if any(other != gathered[0] for other in gathered):
         problems.append(f"ranks disagree about the layout: {sorted({str(other[0]) for other in gathered})}")
-    copies = _copies(model, chosen.facts.tensor_parallel_size, lambda parameter: parameter)
+    copies = _copies(model, chosen.facts.storage.tensor_parallel_size, lambda parameter: parameter)
     names = _divergent(copies, tolerance=0.0)
     if names:
         problems.append(
@@ -478,7 +478,9 @@ def _disagreements_of_gradients(model: nn.Module) -> list[str]:
     is_averaged = isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for _, p in trained)
     if not is_averaged and record.strategy.name in ("auto", "deepspeed"):
         return []  # Nothing that is known averages them.
-    names = _divergent(_copies(model, facts.tensor_parallel_size, lambda parameter: parameter.grad), tolerance=1e-3)
+    names = _divergent(
+        _copies(model, facts.storage.tensor_parallel_size, lambda parameter: parameter.grad), tolerance=1e-3
+    )
     if not names:
         return []
     return [

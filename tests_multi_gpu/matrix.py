@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from cells import CELLS, DATAS, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
 
-from liger_dist.explain import SERVES_TOO
-from liger_dist.sharding import reasons_against
-from liger_dist.sharding.base import Facts
+from liger_dist.sharding import ADAPTERS
+from liger_dist.sharding.base import Facts, Storage
 
 HEAD = """# Support matrix
 
@@ -73,7 +73,7 @@ class Matrix:
             self._table(principal, {u: lambda c, u=u: replace(c, use=u) for u in USES}),
             "## Refusals\n",
             "".join(f"{number}. {sentence}\n" for number, sentence in enumerate(self._sentences, 1)),
-            "## Which adapter serves, and why the others do not\n",
+            "## The adapter for each storage, and what it refuses\n",
             _reasons(),
         ]
         return "\n".join(sections)
@@ -110,76 +110,40 @@ def _accumulating(cell: Cell) -> Cell:
     return replace(cell, accumulation=2)
 
 
-FULL = Facts(
-    strategy="auto",
-    engine="plain",
-    storage="every rank has the full weight",
-    world_size=4,
-    weight_shape=(32000, 2048),
-    weight_dtype=torch.float32,
-    placements=None,
-    mesh_shape=None,
-    mesh_axes=None,
-    tensor_parallel=None,
-    tensor_parallel_size=1,
-    has_bias=False,
-    tied=False,
-    apart_from_embedding=False,
-    padded_in_two_groups=False,
-    has_lora=False,
-    trains=True,
-    zero_quantized=False,
-    token_mean="local",
-)
+BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
+
+
+def stored(adapter: str, clause: str = "", *, tied: bool = False, token_mean: str = "local", **facts: Any) -> Facts:
+    """The facts of an lm_head that is stored as ``adapter`` expects."""
+    storage = Storage(
+        adapter=BY_NAME[adapter], clause=clause, weight_shape=(32000, 2048), weight_dtype=torch.float32, **facts
+    )
+    return Facts(strategy="auto", storage=storage, world_size=4, tied=tied, token_mean=token_mean)
+
+
 SITUATIONS = {
-    "full on every rank (DDP, ZeRO-0 to 2)": FULL,
-    "the same, global mean, averaged by nothing that is known": replace(FULL, token_mean="global"),
-    "FSDP1": replace(FULL, engine="fsdp1", storage="FSDP1 shards the weight"),
-    "FSDP1, tied, in a separate unit": replace(
-        FULL, engine="fsdp1", storage="FSDP1 shards the weight", tied=True, apart_from_embedding=True
+    "full on every rank (DDP, ZeRO-0 to 2)": stored("replicated"),
+    "the same, global mean, averaged by nothing that is known": stored("replicated", token_mean="global"),
+    "FSDP1": stored("fsdp1"),
+    "FSDP1, tied, in a separate unit": stored("fsdp1", tied=True, apart_from_embedding=True),
+    "FSDP2": stored("fsdp2-gathered"),
+    "FSDP2, tied, apart from the embedding": stored("fsdp2-gathered", tied=True, apart_from_embedding=True),
+    "FSDP2, tied, in two groups, with rows that the ranks do not divide": stored(
+        "fsdp2-gathered", tied=True, padded_in_two_groups=True
     ),
-    "FSDP2": replace(FULL, engine="fsdp2", storage="FSDP2 shards the weight"),
-    "FSDP2, tied, apart from the embedding": replace(
-        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tied=True, apart_from_embedding=True
-    ),
-    "FSDP2, tied, in two groups, with rows that the ranks do not divide": replace(
-        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tied=True, padded_in_two_groups=True
-    ),
-    "FSDP2 x TP": replace(
-        FULL, engine="fsdp2", storage="FSDP2 shards the weight", tensor_parallel="S(0)", tensor_parallel_size=2
-    ),
-    "TP": replace(
-        FULL,
-        engine="dtensor",
-        storage="the weight is a DTensor that no framework unshards",
-        tensor_parallel="S(0)",
-        tensor_parallel_size=4,
-    ),
-    "a DTensor sharded by columns": replace(
-        FULL,
-        engine="dtensor",
-        storage="the weight is a DTensor that no framework unshards",
-        tensor_parallel="S(1)",
-        tensor_parallel_size=4,
-    ),
-    "vocab-parallel under FSDP2": replace(
-        FULL,
-        engine="vocab-parallel",
-        storage="the weight is vocab-parallel: its row shards are never all-gathered for the loss",
-    ),
-    "ZeRO-3": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight"),
-    "ZeRO-3, quantised": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight", zero_quantized=True),
-    "ZeRO-3, global mean": replace(FULL, engine="zero3", storage="ZeRO-3 partitions the weight", token_mean="global"),
+    "FSDP2 x TP": stored("fsdp2-tensor-parallel", tensor_parallel="S(0)", tensor_parallel_size=2),
+    "TP": stored("tensor-parallel", tensor_parallel="S(0)", tensor_parallel_size=4),
+    "a DTensor sharded by columns": stored("tensor-parallel", tensor_parallel="S(1)", tensor_parallel_size=4),
+    "vocab-parallel under FSDP2": stored("fsdp2-vocab-parallel"),
+    "ZeRO-3": stored("zero3"),
+    "ZeRO-3, quantised": stored("zero3", zero_quantized=True),
+    "ZeRO-3, global mean": stored("zero3", token_mean="global"),
 }
 
 
 def _reasons() -> str:
-    lines = ["| weight of lm_head | adapter | the others |\n", "| --- | --- | --- |\n"]
+    lines = ["| weight of lm_head | adapter | refused, because |\n", "| --- | --- | --- |\n"]
     for situation, facts in SITUATIONS.items():
-        reasons = reasons_against(facts)
-        chosen = next((name for name, why in reasons.items() if not why), None)
-        others = "; ".join(
-            f"**{name}**: {', '.join(why) or SERVES_TOO}" for name, why in reasons.items() if name != chosen
-        )
-        lines.append(f"| {situation} | {chosen or 'none: refused'} | {others} |\n")
+        adapter = facts.storage.adapter
+        lines.append(f"| {situation} | {adapter.name} | {'; '.join(adapter.not_supported_reasons(facts)) or '–'} |\n")
     return "".join(lines)

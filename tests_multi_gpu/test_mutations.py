@@ -19,7 +19,7 @@ import liger_dist
 from liger_dist.fused_head import loss_call, probe
 from liger_dist.fused_head.around import Around
 from liger_dist.fused_layers import norm
-from liger_dist.losses import embedding
+from liger_dist.losses import embedding, rows
 from liger_dist.losses import tensor_parallel as losses_of_row_shards
 from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.sharding import fsdp2, tensor_parallel
@@ -79,9 +79,9 @@ def no_redirect() -> Any:
 
 
 def upstream_gradient_forgotten() -> Any:
-    own = head_rows.scaled
+    own = rows.scaled
     return mock.patch.object(
-        head_rows,
+        rows,
         "scaled",
         lambda gradient, scale, dtype, *, backend: own(gradient, scale / scale, dtype, backend=backend),
     )

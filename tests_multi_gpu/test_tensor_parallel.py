@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from matrix import FULL
+from matrix import stored
 from models import full, make_batch, make_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import liger_dist
-from liger_dist.sharding import reasons_against
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -68,9 +66,10 @@ def with_different_tokens() -> dict[str, str]:
 
 
 def test_rows_sharded_over_two_axes_are_declined_from_the_facts() -> None:
-    once = replace(FULL, engine="dtensor", tensor_parallel="S(0)", tensor_parallel_size=4)
-    assert reasons_against(once)["tensor-parallel"] == []
-    assert "placed S(0) S(0)" in reasons_against(replace(once, tensor_parallel="S(0) S(0)"))["tensor-parallel"][0]
+    for placement, words in (("S(0)", []), ("S(0) S(0)", ["placed S(0) S(0)"])):
+        facts = stored("tensor-parallel", tensor_parallel=placement, tensor_parallel_size=4)
+        reasons = facts.storage.adapter.not_supported_reasons(facts)
+        assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
 
 
 def test_verify_sees_layers_that_differ_over_the_axis(workers_4: Workers) -> None:

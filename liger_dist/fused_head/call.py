@@ -17,7 +17,14 @@ from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import check_labels
-from liger_dist.losses.spec import DIFFERENTIABLE_OUTPUTS, OUTPUTS, LossSpec, as_output_names
+from liger_dist.losses.spec import (
+    CALL_KEYWORDS,
+    DIFFERENTIABLE_OUTPUTS,
+    KEYWORDS_OF_MODELS,
+    OUTPUTS,
+    LossSpec,
+    as_output_names,
+)
 
 from .recipe import LossRecipe
 
@@ -26,23 +33,6 @@ TAKEN_BY_DECORATORS = ("return_dict", "output_")
 """prefixes of keywords that transformers' decorators take"""
 DIFFERENTIABLE = "differentiable"
 ARGUMENTS_OF_OUTPUTS = ("token_ids", "top_k")
-LOSS_KEYWORDS = (
-    "label_smoothing",
-    "z_loss",
-    "temperature",
-    "class_weight",
-    "token_weight",
-    "soft_labels",
-    "soft_weight",
-    "remainder",
-    "outputs",
-    *ARGUMENTS_OF_OUTPUTS,
-    DIFFERENTIABLE,
-    "logits_dtype",
-)
-"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have"""
-LOSS_KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
-"""keywords that transformers' models pass to their losses"""
 TOKEN_ACCURACY = "token_accuracy"
 DISTILLATION_OUTPUTS = ("divergence", "hard_loss", "entropy")
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)
@@ -53,12 +43,12 @@ class Call:
     """Arguments of one call of a model's forward."""
 
     named: dict[str, Any]
-    """all arguments by name, including those of :data:`LOSS_KEYWORDS`"""
+    """all arguments by name, including those of :data:`CALL_KEYWORDS`"""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """with ``args`` the arguments of the model's forward"""
     keywords: dict[str, Any]
-    """the arguments of :data:`LOSS_KEYWORDS`"""
+    """the arguments of :data:`CALL_KEYWORDS`"""
     outputs: tuple[str, ...]
     """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
     model_name: str
@@ -239,7 +229,7 @@ class Signature:
             LigerDistError: loss options without labels.
         """
         named = dict(zip(self.names, args, strict=False)) | kwargs
-        keywords = {name: kwargs[name] for name in LOSS_KEYWORDS if name in kwargs and name not in self.names}
+        keywords = {name: kwargs[name] for name in CALL_KEYWORDS if name in kwargs and name not in self.names}
         if keywords and named.get("labels") is None:
             name = next(iter(keywords))
             raise LigerDistError(
@@ -276,7 +266,7 @@ class Signature:
         """Names of keywords that neither the model nor its loss takes."""
         if not self.takes_more:
             return []  # Python itself refuses unknown keywords.
-        known = {*self.names, *LOSS_KEYWORDS, *LOSS_KEYWORDS_OF_MODELS, *self._known}
+        known = {*self.names, *CALL_KEYWORDS, *KEYWORDS_OF_MODELS, *self._known}
         further = [name for name in keywords if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
         if not further or not self._is_transformers:
             return []
@@ -289,7 +279,7 @@ class Signature:
                 self._warned.add(name)
                 warnings.warn(
                     f"{self.model_name} was called with {name!r}, which neither its modules nor its attention take, so "
-                    f"that it has no effect. Options of the loss are {', '.join(LOSS_KEYWORDS)}, num_items_in_batch, "
+                    f"that it has no effect. Options of the loss are {', '.join(CALL_KEYWORDS)}, num_items_in_batch, "
                     "ignore_index and shift_labels.",
                     stacklevel=2,
                 )

@@ -231,10 +231,10 @@ class LMHead:
             NoAdapterError: no adapter serves it, whatever wraps the model later.
         """
         facts = self._facts(model, active_head(self.outer(model)))
-        if facts.engine == "dtensor":
+        if facts.storage.adapter.name == "tensor-parallel":
             # DDP or FSDP2 may wrap a tensor-parallel model later and average over the replicas.
             facts = replace(facts, token_mean="local")
-        if facts.engine != "plain":
+        if facts.storage.adapter.name != "replicated":
             choose(facts)
 
 

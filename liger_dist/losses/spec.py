@@ -59,6 +59,26 @@ class LossKeywords(TypedDict, total=False):
     differentiable: bool
 
 
+KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
+"""what transformers' models pass to their losses"""
+CALL_KEYWORDS = (
+    "label_smoothing",
+    "z_loss",
+    "temperature",
+    "class_weight",
+    "token_weight",
+    "soft_labels",
+    "soft_weight",
+    "remainder",
+    "outputs",
+    "token_ids",
+    "top_k",
+    "differentiable",
+    "logits_dtype",
+)
+"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have beside those"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """What defines a loss: its keywords, checked, and what a model adds to them. Everything here changes the result.

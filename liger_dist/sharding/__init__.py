@@ -4,16 +4,13 @@ every private name of it that is used."""
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError, NoAdapterError
-from liger_dist.structure import head_shape
 
-from .base import Facts, ShardingAdapter, Storage, Strategy
+from .base import Facts, ShardingAdapter, Strategy
 from .ddp import DDP
 from .deepspeed import DeepSpeed, Zero3
 from .fsdp1 import FSDP1, FSDP1Adapter
@@ -21,7 +18,7 @@ from .fsdp2 import FSDP2, FSDP2Gathered, FSDP2TensorParallel
 from .mesh import Mesh
 from .process_groups import world_size
 from .single import Auto, Replicated, Single
-from .tensor_parallel import NOT_SPLIT, TensorParallel, TensorParallelAdapter, tensor_parallel_axis
+from .tensor_parallel import TensorParallel, TensorParallelAdapter
 from .vocab_parallel import VocabParallel
 
 STRATEGIES: dict[str, Strategy] = {
@@ -31,18 +28,14 @@ STRATEGIES: dict[str, Strategy] = {
 
 ADAPTERS: tuple[ShardingAdapter, ...] = (
     VocabParallel(),
-    FSDP2Gathered(),
     FSDP2TensorParallel(),
+    FSDP2Gathered(),
     TensorParallelAdapter(),
     Zero3(),
     FSDP1Adapter(),
     Replicated(),
 )
-"""The first adapter that recognises a storage describes it; the first without a reason against the facts is used."""
-
-
-STRATEGY_MEMBERS = ("name", "has_collectives", "shards_parameters", "check", "check_model", "shard")
-"""of the protocol :class:`.base.Strategy`"""
+"""The first that recognises how a weight is stored computes its loss; the last one recognises all."""
 
 
 def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
@@ -53,8 +46,8 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     """
     names = ", ".join(map(repr, STRATEGIES))
     if not isinstance(strategy, str):
-        missing = [name for name in STRATEGY_MEMBERS if not hasattr(strategy, name)]
-        if missing or isinstance(strategy, type):
+        if not isinstance(strategy, Strategy) or isinstance(strategy, type):
+            missing = [name for name in ("check", "check_model", "name", "shard") if not hasattr(strategy, name)]
             raise LigerDistError(
                 f"strategy is {strategy!r}; expected one of {names}, or an object such as liger_dist.FSDP2(...)"
                 + (f" that has {', '.join(missing)}." if missing else ", not a class.")
@@ -77,12 +70,6 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     return replace(found, mesh=mesh)  # type: ignore[type-var]
 
 
-def storage_of(head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage:
-    """How ``head.weight`` is stored. No collectives; valid at rest and inside a forward."""
-    found = (adapter.storage(head, model, tied_to) for adapter in ADAPTERS)
-    return next(storage for storage in found if storage is not None)
-
-
 def collect_facts(
     model: nn.Module,
     head: nn.Linear,
@@ -97,59 +84,29 @@ def collect_facts(
     Args:
         tied_to: the embeddings whose weight is the parameter of ``head``.
     """
-    storage = storage_of(head, model, tied_to)
-    weight = storage.weight
-    axis, axis_size = tensor_parallel_axis(weight, data_parallel_axes=storage.data_parallel_axes)
-    distributed = weight if isinstance(weight, DTensor) else None
+    found = (adapter.storage(head, model, tied_to) for adapter in ADAPTERS)
     return Facts(
         strategy=strategy,
-        engine=storage.engine,
-        storage=storage.clause,
+        storage=next(storage for storage in found if storage is not None),
         world_size=world_size(),
-        weight_shape=head_shape(head),
-        weight_dtype=weight.dtype,
-        placements=None if distributed is None else tuple(map(str, distributed.placements)),
-        mesh_shape=None if distributed is None else tuple(distributed.device_mesh.shape),
-        mesh_axes=None if distributed is None else distributed.device_mesh.mesh_dim_names,
-        tensor_parallel=axis,
-        tensor_parallel_size=axis_size,
         has_bias=head._parameters.get("bias") is not None,
         tied=bool(tied_to),
-        apart_from_embedding=storage.apart_from_embedding,
-        padded_in_two_groups=storage.padded_in_two_groups,
         has_lora=has_lora,
-        trains=weight.requires_grad,
-        zero_quantized=storage.zero_quantized,
         token_mean=config.token_mean,
     )
 
 
-def reasons_against(facts: Facts) -> dict[str, list[str]]:
-    """Every adapter's reasons against these facts, by name, in the order of :data:`ADAPTERS`."""
-    return {adapter.name: adapter.not_supported_reasons(facts) for adapter in ADAPTERS}
-
-
 def choose(facts: Facts) -> ShardingAdapter:
-    """The first adapter of :data:`ADAPTERS` that has no reason against these facts.
+    """The adapter for the storage of the weight.
 
     Raises:
-        NoAdapterError: none does; the message begins with the reasons of the adapter for this storage, and lists all
-            reasons and facts.
+        NoAdapterError: it cannot compute the loss with these facts; the message has its reasons and all facts.
     """
-    reasons = reasons_against(facts)
-    for adapter in ADAPTERS:
-        if not reasons[adapter.name]:
-            return adapter
-    is_of_another = partial(_is_of_another_storage, facts)
-    nearest = next((name for name, why in reasons.items() if not any(map(is_of_another, why))), ADAPTERS[-1].name)
-    table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
-    known = ", ".join(f"{name}={value}" for name, value in facts.lines())
-    raise NoAdapterError(
-        f"no sharding adapter can compute the loss of this lm_head: {'; '.join(reasons[nearest])}.\nAll adapters and "
-        f"their reasons:\n{table}\nThe facts: {known}."
-    )
-
-
-def _is_of_another_storage(facts: Facts, reason: str) -> bool:
-    """True if the reason only says that the adapter is for another storage."""
-    return reason.startswith(facts.storage) or reason == NOT_SPLIT
+    adapter = facts.storage.adapter
+    reasons = adapter.not_supported_reasons(facts)
+    if reasons:
+        known = ", ".join(f"{name}={value}" for name, value in facts.lines())
+        raise NoAdapterError(
+            f"no sharding adapter can compute the loss of this lm_head: {'; '.join(reasons)}.\nThe facts: {known}."
+        )
+    return adapter

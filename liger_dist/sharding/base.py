@@ -3,27 +3,30 @@ stored in one way, and facts are what the choice between adapters is made from."
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_dist.config import WrapConfig
+from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import Execution, LossOutput, LossSpec
-from liger_dist.structure import Structure
+from liger_dist.structure import Structure, head_shape
 
-Engine = Literal["plain", "fsdp1", "fsdp2", "vocab-parallel", "dtensor", "zero3"]
 Initializer = Callable[[nn.Module], None]
 """initialises the parameters and buffers that a module itself owns"""
 Wrapper = DistributedDataParallel | FullyShardedDataParallel
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """How :func:`liger_dist.wrap` shards a model. Its options are the fields of the object."""
 
@@ -79,21 +82,69 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a framework stores ``lm_head.weight``."""
+    """How a framework stores ``lm_head.weight``; equal on all ranks."""
 
-    engine: Engine
+    adapter: ShardingAdapter
+    """computes the loss for this storage"""
     clause: str
-    """the storage as a clause for reasons"""
-    weight: Tensor
-    """the parameter at rest: sharded, or full"""
-    data_parallel_axes: int = 0
-    """number of leading mesh axes over which the weight is sharded or replicated by data parallelism"""
-    apart_from_embedding: bool
+    """the storage in words"""
+    weight_shape: tuple[int, int]
+    """of the full weight, ``(V, D)``"""
+    weight_dtype: torch.dtype
+    trains: bool = True
+    """True if the weight requires a gradient"""
+    placements: tuple[str, ...] | None = None
+    """of the weight at rest, one for each mesh axis"""
+    mesh_shape: tuple[int, ...] | None = None
+    mesh_axes: tuple[str, ...] | None = None
+    tensor_parallel: str | None = None
+    """placement of the weight over the mesh axes after the data-parallel ones; None without any"""
+    tensor_parallel_size: int = 1
+    """number of ranks on those axes"""
+    apart_from_embedding: bool = False
     """True if the framework stores the weight apart from the input embedding's, which is wrong for tied ones"""
     padded_in_two_groups: bool = False
     """True if two FSDP2 groups hold the weight, for lm_head and embedding, and the ranks do not divide its rows"""
     zero_quantized: bool = False
     """True if ZeRO-3 sends weights or gradients quantised"""
+
+    @staticmethod
+    def of(
+        adapter: ShardingAdapter,
+        head: nn.Module,
+        weight: Tensor,
+        clause: str,
+        *,
+        data_parallel_axes: int = 0,
+        **facts: Any,
+    ) -> Storage:
+        """Describes the ``weight`` of ``head`` at rest, sharded or full.
+
+        Args:
+            data_parallel_axes: number of leading mesh axes over which the weight is sharded or replicated by data
+                parallelism.
+            facts: further fields.
+        """
+        on_mesh: dict[str, Any] = {}
+        if isinstance(weight, DTensor):
+            mesh, placements = weight.device_mesh, tuple(map(str, weight.placements))
+            further = slice(data_parallel_axes, None)
+            on_mesh = {
+                "placements": placements,
+                "mesh_shape": tuple(mesh.shape),
+                "mesh_axes": mesh.mesh_dim_names,
+                "tensor_parallel": " ".join(placements[further]) or None,
+                "tensor_parallel_size": math.prod(mesh.shape[further]),
+            }
+        return Storage(
+            adapter=adapter,
+            clause=clause,
+            weight_shape=head_shape(head),
+            weight_dtype=weight.dtype,
+            trains=weight.requires_grad,
+            **on_mesh,
+            **facts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,41 +152,23 @@ class Facts:
     """Storage and options of lm_head; equal on all ranks."""
 
     strategy: str
-    engine: Engine
-    """"plain" for a full tensor, "vocab-parallel" for row shards beside FSDP2's groups, "dtensor" for a DTensor that no
-    framework unshards"""
-    storage: str
-    """:attr:`Storage.clause`"""
+    storage: Storage
     world_size: int
-    weight_shape: tuple[int, int]
-    """of the full weight, ``(V, D)``"""
-    weight_dtype: torch.dtype
-    placements: tuple[str, ...] | None
-    """of the weight at rest, one for each mesh axis"""
-    mesh_shape: tuple[int, ...] | None
-    mesh_axes: tuple[str, ...] | None
-    tensor_parallel: str | None
-    """placement of the weight over the tensor-parallel axes; None without any"""
-    tensor_parallel_size: int
-    has_bias: bool
-    tied: bool
+    has_bias: bool = False
+    tied: bool = False
     """True if an input embedding is the same parameter"""
-    apart_from_embedding: bool
-    """:attr:`Storage.apart_from_embedding`"""
-    padded_in_two_groups: bool
-    """:attr:`Storage.padded_in_two_groups`"""
-    has_lora: bool
+    has_lora: bool = False
     """True if a LoRA layer computes the logits"""
-    trains: bool
-    """True if the weight requires a gradient"""
-    zero_quantized: bool
-    """:attr:`Storage.zero_quantized`"""
-    token_mean: str
+    token_mean: str = "local"
     """``WrapConfig.token_mean``"""
 
     def lines(self) -> list[tuple[str, str]]:
         """Name and value of each fact, for tables and messages."""
-        return [(field.name, str(getattr(self, field.name))) for field in fields(self)]
+        storage = {f.name: getattr(self.storage, f.name) for f in fields(self.storage)}
+        storage["storage"] = storage.pop("clause")
+        del storage["adapter"]
+        others = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "storage"}
+        return [(name, str(value)) for name, value in (others | storage).items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +208,8 @@ class ShardingAdapter(Protocol):
     name: ClassVar[str]
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        """How the weight is stored, if it is stored in this adapter's way. No collectives; at rest and in a forward.
+        """Describes how the weight is stored; None if it is stored in another way than this adapter's. No collectives;
+        at rest and in a forward.
 
         Args:
             tied_to: the embeddings whose weight is the parameter of ``head``.
@@ -199,3 +233,29 @@ class ShardingAdapter(Protocol):
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
         """Input, weight and bias in full, without gradients; called inside the forward of a teacher's lm_head."""
         ...
+
+
+class FullWeight:
+    """Base of adapters for a weight that is full inside lm_head's call: a framework's hooks have unsharded it there."""
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        """No ranks: the mean is of this rank's tokens."""
+        return DataParallel(groups=(), divide_factor=1.0)
+
+    def linear_cross_entropy(
+        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
+    ) -> LossOutput:
+        """The loss on the full weight. Collectives: those of ``execution.mean_groups``."""
+        weight = head.weight
+        self.check_unsharded(weight)
+        return fused_linear_cross_entropy(hidden_states, weight, head.bias, labels, spec=spec, execution=execution)
+
+    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
+        """The operands as they are."""
+        self.check_unsharded(head.weight)
+        return FullHead(hidden_states, head.weight, head.bias)
+
+    def check_unsharded(self, weight: Tensor) -> None:
+        """Raises:
+        LigerDistError: the framework's hooks have not run, so that ``weight`` is sharded in lm_head's own forward.
+        """

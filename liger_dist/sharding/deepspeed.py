@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.structure import Structure, stored_parameter
 
-from .base import DataParallel, Facts, FullHead, Head, Storage
+from .base import Facts, FullWeight, Storage
 from .fsdp_options import refuse_overlaps
 from .single import Unsharded
 
@@ -44,7 +42,7 @@ class DeepSpeed(Unsharded):
             )
 
 
-class Zero3:
+class Zero3(FullWeight):
     """ZeRO-3's hooks all-gather the weight for lm_head's forward; the loss runs inside it on the full weight."""
 
     name: ClassVar[str] = "zero3"
@@ -53,19 +51,13 @@ class Zero3:
         weight = stored_parameter(head)
         if not is_stored_by_zero3(weight):
             return None
-        return Storage(
-            engine="zero3",
-            clause="ZeRO-3 partitions the weight",
-            weight=weight,
-            apart_from_embedding=not tied_to,
-            zero_quantized=_is_quantized(weight),
-        )
+        is_quantized = _is_quantized(weight)
+        clause = "ZeRO-3 partitions the weight"
+        return Storage.of(self, head, weight, clause, apart_from_embedding=not tied_to, zero_quantized=is_quantized)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
         reasons = []
-        if facts.engine != "zero3":
-            reasons.append(facts.storage)
-        if facts.zero_quantized:
+        if facts.storage.zero_quantized:
             reasons.append(
                 "DeepSpeed sends weights or gradients quantised (zero_quantized_weights, "
                 "zero_quantized_nontrainable_weights, zero_quantized_gradients), with which this loss has not been "
@@ -78,24 +70,12 @@ class Zero3:
             )
         return reasons
 
-    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        raise LigerDistError(
-            "token_mean='global' is not available under DeepSpeed; pass num_items_in_batch to the model."
-        )
-
-    def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
-    ) -> LossOutput:
-        hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
-
-    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        if head.weight.dim() != 2:
+    def check_unsharded(self, weight: Tensor) -> None:
+        if weight.dim() != 2:
             raise LigerDistError(
-                f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: ZeRO-3 has not all-gathered "
-                "it. Call the engine that deepspeed.initialize returned rather than the model inside."
+                f"lm_head.weight has shape {tuple(weight.shape)} in its own forward: ZeRO-3 has not all-gathered it. "
+                "Call the engine that deepspeed.initialize returned rather than the model inside."
             )
-        return FullHead(hidden_states, head.weight, head.bias)
 
 
 def is_stored_by_zero3(weight: object) -> bool:

@@ -22,13 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.peft_layers import active_head
 from liger_dist.structure import Structure, stored_parameter, weight_of
 
 from . import optional_encoders
-from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullWeight, Initializer, Storage
 from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
 from .mesh import make_mesh
@@ -129,7 +127,7 @@ def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-class FSDP1Adapter:
+class FSDP1Adapter(FullWeight):
     """FSDP1's hooks unshard the weight for lm_head's forward; the loss runs inside it on a plain view."""
 
     name: ClassVar[str] = "fsdp1"
@@ -142,12 +140,10 @@ class FSDP1Adapter:
         is_apart = unit is not None
         if tied_to:
             is_apart = any(_innermost(module, model) is not unit for module in tied_to)
-        return Storage(engine="fsdp1", clause="FSDP1 shards the weight", weight=weight, apart_from_embedding=is_apart)
+        return Storage.of(self, head, weight, "FSDP1 shards the weight", apart_from_embedding=is_apart)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.engine != "fsdp1":
-            return [facts.storage]
-        if facts.tied and facts.apart_from_embedding:
+        if facts.tied and facts.storage.apart_from_embedding:
             return [
                 "lm_head is tied to the embedding but wrapped in an FSDP1 unit without it, where FSDP1 loses one of "
                 "the two gradients; leave lm_head out of the wrapping policy, so that both stay in one unit"
@@ -166,20 +162,13 @@ class FSDP1Adapter:
         factor = unit._gradient_predivide_factor * unit._gradient_postdivide_factor
         return DataParallel(groups=groups, divide_factor=float(factor))
 
-    def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
-    ) -> LossOutput:
-        hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
-
-    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        if head.weight.dim() != 2:
+    def check_unsharded(self, weight: Tensor) -> None:
+        if weight.dim() != 2:
             raise LigerDistError(
-                f"lm_head.weight has shape {tuple(head.weight.shape)} in its own forward: FSDP1 has not unsharded it, "
+                f"lm_head.weight has shape {tuple(weight.shape)} in its own forward: FSDP1 has not unsharded it, "
                 "because the model was called without its FSDP1 wrapper. Call the wrapper that "
                 "FullyShardedDataParallel (or liger_dist.wrap) returned."
             )
-        return FullHead(hidden_states, head.weight, head.bias)
 
 
 def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:

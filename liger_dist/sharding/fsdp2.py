@@ -30,23 +30,23 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
+from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.peft_layers import needs_own_root
 from liger_dist.structure import Structure, input_embedding
 
 from . import optional_encoders
-from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
 from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
 from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
 from .process_groups import compute_device
 from .sequence_parallel import SequenceAxis, attach, detach
-from .tensor_parallel import NOT_SPLIT, TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
+from .tensor_parallel import TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
 from .vocab_parallel import check_row_shards, shard_rows
 
 _ROOT = "_liger_dist_fsdp2_root"
@@ -218,7 +218,11 @@ class FSDP2(FullySharded):
         if not (structure.tied or ignored or shares_parameters(model, tail)):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             fully_shard(tail, reshard_after_forward=False, **options)
+        # Cast by a hook instead, which leaves the arguments of the loss alone.
+        options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
         fully_shard(root, ignored_params=set(ignored) or None, **options)
+        if self.param_dtype is not None:
+            root.register_forward_pre_hook(partial(_cast_inputs, self.param_dtype), with_kwargs=True)
         if root is not model:
             # PEFT calls the base model's own ``generate``, not the root's forward.
             register_fsdp_forward_method(root, "generate")
@@ -227,37 +231,41 @@ class FSDP2(FullySharded):
             parameter.requires_grad_(trained[name])
 
 
-class FSDP2Gathered:
+def _cast_inputs(
+    dtype: torch.dtype, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook that casts floating arguments to ``dtype``, as FSDP2 does for its root, but those of the loss:
+    16 bits round a number of items, soft labels and temperatures."""
+
+    def cast(value: Any) -> Any:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating else value
+
+    kept = {name: kwargs[name] for name in (*CALL_KEYWORDS, *KEYWORDS_OF_MODELS) if name in kwargs}
+    return tree_map(cast, args), tree_map(cast, kwargs) | kept
+
+
+class FSDP2Gathered(FullWeight):
     """FSDP2's hooks all-gather the weight for lm_head's forward; the loss runs inside it on a plain weight."""
 
     name: ClassVar[str] = "fsdp2-gathered"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        return stored_weight(head, model)
+        found = stored_weight(self, head, model)
+        return found if found is None or found.tensor_parallel is None else None
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.engine != "fsdp2":
-            return [facts.storage]
-        if facts.tensor_parallel is not None:
-            return [facts.storage + ", and it stays sharded over the tensor-parallel axis when it is all-gathered"]
         return _tied_weight_reasons(facts)
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
         return _data_parallel(head, model)
 
-    def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
-    ) -> LossOutput:
-        hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
-
-    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        if isinstance(head.weight, DTensor):
+    def check_unsharded(self, weight: Tensor) -> None:
+        if isinstance(weight, DTensor):
             raise LigerDistError(
-                f"lm_head.weight is still sharded ({head.weight.placements}) in its own forward, so FSDP2's hooks have "
-                "not run. Call the wrapped model itself rather than its parts."
+                f"lm_head.weight is still sharded ({weight.placements}) in its own forward, so FSDP2's hooks have not "
+                "run. Call the wrapped model itself rather than its parts."
             )
-        return FullHead(hidden_states, head.weight, head.bias)
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
@@ -266,13 +274,10 @@ class FSDP2TensorParallel(TensorParallelAdapter):
     name: ClassVar[str] = "fsdp2-tensor-parallel"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        return None  # FSDP2Gathered recognises it.
+        found = stored_weight(self, head, model)
+        return found if found is None or found.tensor_parallel is not None else None
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.engine != "fsdp2":
-            return [facts.storage]
-        if facts.tensor_parallel is None:
-            return [NOT_SPLIT]
         return row_shard_reasons(facts) + _tied_weight_reasons(facts)
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
@@ -322,9 +327,10 @@ def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
 
 def _tied_weight_reasons(facts: Facts) -> list[str]:
     """Why FSDP2 does not keep lm_head and the embedding that it is tied to one parameter."""
-    if facts.tied and facts.apart_from_embedding:
+    storage = facts.storage
+    if facts.tied and storage.apart_from_embedding:
         return [TIED_APART]
-    return [TIED_AND_PADDED] if facts.padded_in_two_groups and facts.trains else []
+    return [TIED_AND_PADDED] if storage.padded_in_two_groups and storage.trains else []
 
 
 def divide_factor(model: nn.Module) -> float:
@@ -353,7 +359,7 @@ def unfinished_reduction(model: nn.Module) -> str | None:
     return None
 
 
-def stored_weight(head: nn.Module, model: nn.Module) -> Storage | None:
+def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -> Storage | None:
     """Reads FSDP2's records of ``head.weight``; None when FSDP2 does not store it. No collectives.
 
     [Note: One parameter in two FSDP2 groups] transformers shards before it ties, so embedding and lm_head end in
@@ -368,10 +374,11 @@ def stored_weight(head: nn.Module, model: nn.Module) -> Storage | None:
     group, fsdp_param = found
     weight = _sharded_parameter(group, fsdp_param)
     records = [p for g in _param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
-    return Storage(
-        engine="fsdp2",
-        clause="FSDP2 shards the weight",
-        weight=weight,
+    return Storage.of(
+        adapter,
+        head,
+        weight,
+        "FSDP2 shards the weight",
         data_parallel_axes=group.mesh_info.mesh.ndim,
         apart_from_embedding=len(records) == 1 and not fsdp_param._module_info.shared_modules,
         padded_in_two_groups=len(records) > 1 and weight.shape[0] % _num_shards(weight) != 0,

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.structure import Structure, stored_parameter
 
-from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
+from .base import DataParallel, Facts, FullWeight, Initializer, Storage
 from .materialize import materialize
 from .process_groups import compute_device
 
@@ -80,22 +78,16 @@ class Single(Unsharded):
             )
 
 
-class Replicated:
+class Replicated(FullWeight):
     """Fused loss on the full weight. Collectives in the loss: none."""
 
     name: ClassVar[str] = "replicated"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        return Storage(
-            engine="plain",
-            clause="every rank has the full weight",
-            weight=stored_parameter(head),
-            apart_from_embedding=not tied_to,
-        )
+        weight = stored_parameter(head)
+        return Storage.of(self, head, weight, "every rank has the full weight", apart_from_embedding=not tied_to)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.engine != "plain":
-            return [facts.storage]
         if facts.token_mean == "global" and facts.strategy != "ddp" and facts.world_size > 1:
             return [
                 f"token_mean='global' needs to know what averages the gradients of {facts.world_size} ranks; wrap with "
@@ -108,12 +100,3 @@ class Replicated:
         if world is None:
             return DataParallel(groups=(), divide_factor=1.0)
         return DataParallel(groups=(world,), divide_factor=float(world.size()))
-
-    def linear_cross_entropy(
-        self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
-    ) -> LossOutput:
-        hidden_states, weight, bias = self.full_head(hidden_states, head)
-        return fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
-
-    def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        return FullHead(hidden_states, head.weight, head.bias)

@@ -8,7 +8,6 @@ all-reduce of the hidden states' gradient. Neither logits nor weight are gathere
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from .lost_gradients import check_hooks
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
 from .process_groups import compute_device
-
-NOT_SPLIT = "the weight is not sharded over a tensor-parallel axis"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +84,12 @@ class TensorParallelAdapter:
         weight = stored_parameter(head)
         if not isinstance(weight, DTensor):
             return None
-        return Storage(
-            engine="dtensor",
-            clause="the weight is a DTensor that no framework unshards",
-            weight=weight,
-            apart_from_embedding=not tied_to,
-        )
+        clause = "the weight is a DTensor that no framework unshards"
+        return Storage.of(self, head, weight, clause, apart_from_embedding=not tied_to)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.tensor_parallel is None:
-            return [NOT_SPLIT]
-        if facts.engine != "dtensor":
-            return [facts.storage]
         reasons = row_shard_reasons(facts)
-        if facts.token_mean == "global" and facts.world_size > facts.tensor_parallel_size:
+        if facts.token_mean == "global" and facts.world_size > facts.storage.tensor_parallel_size:
             reasons.append(
                 "token_mean='global' needs to know what averages the gradients of the replicas; pass "
                 "num_items_in_batch to the model"
@@ -163,10 +152,10 @@ def _row_shard_of(head: Head) -> DTensor:
 def row_shard_reasons(facts: Facts) -> list[str]:
     """Why a tensor-parallel weight is not scored row by row."""
     reasons = []
-    if facts.tensor_parallel != "S(0)":
+    if facts.storage.tensor_parallel != "S(0)":
         reasons.append(
-            f"the weight is placed {facts.tensor_parallel} over the tensor-parallel mesh; expected its rows on one "
-            "axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
+            f"the weight is placed {facts.storage.tensor_parallel} over the tensor-parallel mesh; expected its rows on "
+            "one axis, S(0), as ColwiseParallel or the plan 'colwise_gather_output' put them"
         )
     if facts.has_lora:
         reasons.append("LoRA on a tensor-parallel lm_head is not supported; leave the head out of its target_modules")
@@ -218,12 +207,3 @@ def placed_like(hidden_states: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     mesh = hidden_states.device_mesh
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def tensor_parallel_axis(weight: Tensor, *, data_parallel_axes: int) -> tuple[str | None, int]:
-    """Placement of ``weight`` at rest over the mesh axes after the data-parallel ones, and their number of ranks;
-    ``(None, 1)`` when there are none."""
-    if not isinstance(weight, DTensor) or weight.device_mesh.ndim == data_parallel_axes:
-        return None, 1
-    placements = weight.placements[data_parallel_axes:]
-    return " ".join(map(str, placements)), math.prod(weight.device_mesh.shape[data_parallel_axes:])

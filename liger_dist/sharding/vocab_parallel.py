@@ -200,17 +200,10 @@ class VocabParallel:
         shards = row_shards_of(head)
         if shards is None:
             return None
-        return Storage(
-            engine="vocab-parallel",
-            clause="the weight is vocab-parallel: its row shards are never all-gathered for the loss",
-            weight=head.weight,
-            data_parallel_axes=shards.mesh.ndim,
-            apart_from_embedding=False,
-        )
+        clause = "the weight is vocab-parallel: its row shards are never all-gathered for the loss"
+        return Storage.of(self, head, head.weight, clause, data_parallel_axes=shards.mesh.ndim)
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        if facts.engine != "vocab-parallel":
-            return [facts.storage + "; FSDP2(lm_head='vocab_parallel') shards its rows"]
         if facts.has_lora:
             return [
                 "LoRA on a vocab-parallel lm_head is not supported; leave the head out of its target_modules, or use "
@@ -219,14 +212,14 @@ class VocabParallel:
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        shards = _require_row_shards(head)
+        shards: RowShards = vars(head)[ROW_SHARDS]
         groups = tuple(shards.mesh.get_group(axis) for axis in range(shards.mesh.ndim))
         return DataParallel(groups=groups, divide_factor=shards.divide_factor())
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
-        shards = _require_row_shards(head)
+        shards: RowShards = vars(head)[ROW_SHARDS]
         return fused_linear_cross_entropy(
             hidden_states,
             shards.local(head.weight),
@@ -350,13 +343,6 @@ def _destroy(shards: RowShards) -> None:
 def row_shards_of(module: object) -> RowShards | None:
     """The row shards of lm_head, or of an embedding tied to it; None where it is not vocab-parallel."""
     return vars(module).get(ROW_SHARDS)
-
-
-def _require_row_shards(head: object) -> RowShards:
-    shards = row_shards_of(head)
-    if shards is None:
-        raise LigerDistError("lm_head is not vocab-parallel any more; wrap the model before its forward.")
-    return shards
 
 
 def _row_shard(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
