@@ -13,10 +13,12 @@ from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
 from .fused_layers.recurrent import packing_objection as packing_objection
-from .fused_layers.sequence_shards import gather_sequence as gather_sequence
-from .fused_layers.sequence_shards import shard_sequence as shard_sequence
-from .layer_compilation import compile_layers as compile_layers
 from .losses.spec import LossOutput as LossOutput
+from .model.compile import compile_layers as compile_layers
+from .model.structure import Structure as Structure
+from .model.structure import find_structure as find_structure
+from .sequences import gather_sequence as gather_sequence
+from .sequences import shard_sequence as shard_sequence
 from .sharding import STRATEGIES as STRATEGIES
 from .sharding.base import Strategy as Strategy
 from .sharding.ddp import DDP as DDP
@@ -29,8 +31,6 @@ from .sharding.head_cost import head_costs as head_costs
 from .sharding.single import Auto as Auto
 from .sharding.single import Single as Single
 from .sharding.tensor_parallel import TensorParallel as TensorParallel
-from .structure import Structure as Structure
-from .structure import find_structure as find_structure
 from .verify import Verification as Verification
 from .verify import verify as verify
 from .wrap import is_wrapped as is_wrapped

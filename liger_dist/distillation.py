@@ -23,13 +23,13 @@ from .fused_head.model_loss import FusedLoss
 from .fused_head.recipe import LogitTransform
 from .losses.distillation import Distillation, Teacher
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
-from .peft_layers import without_fsdp1
+from .model.peft import without_fsdp1
+from .model.structure import is_linear_forward
 from .sharding import fsdp2
 from .sharding.base import FullHead, Head
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
 from .sharding.tensor_parallel import TensorParallelAdapter
-from .structure import is_linear_forward
 from .wrap import Wrapped, inner_model, record_of
 
 

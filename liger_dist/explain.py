@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from .fused_layers import LayerReport
-from .peft_layers import active_head, base_head
+from .model.peft import active_head, base_head
+from .model.structure import tied_modules
 from .sharding import collect_facts
 from .sharding.base import Facts
 from .sharding.fsdp2 import FSDP2
 from .sharding.head_cost import HeadShapes, head_costs
-from .structure import tied_modules
 from .wrap import Wrapped, inner_model, record_of
 
 TOKENS = 8192

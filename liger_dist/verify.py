@@ -19,8 +19,8 @@ from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import Explanation, explain
 from .fused_head.model_loss import FusedLoss
-from .fused_layers.sequence_shards import gather_batch
-from .peft_layers import active_head
+from .model.peft import active_head
+from .sequences import gather_batch
 from .sharding import deepspeed, fsdp1, fsdp2
 from .sharding.process_groups import collective_device, sentences_of_all_ranks
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of

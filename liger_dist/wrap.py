@@ -27,13 +27,15 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.recurrent import PackedDocuments, find_leaks
-from .fused_layers.sequence_shards import check_sequence_parallel, guard_decoder
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
-from .layer_compilation import compiled_call
 from .losses.spec import as_output_names
-from .peft_layers import base_model_of, own_loss
-from .sharding import as_strategy, optional_encoders
+from .model.compile import compiled_call
+from .model.peft import base_model_of, own_loss
+from .model.stand_ins import torch_defaults
+from .model.structure import Structure, find_structure, initializer_of
+from .sequences import check_sequence_parallel, guard_decoder
+from .sharding import as_strategy, encoders
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -45,8 +47,6 @@ from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import detach
 from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
-from .stand_ins import torch_defaults
-from .structure import Structure, find_structure, initializer_of
 
 _RECORD = "_liger_dist"
 NOT_WANTED = "WrapConfig(varlen_attention=False)"
@@ -370,7 +370,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     record.attention.restore()
     detach(record.structure.layers)
     release_communicators(inner)
-    optional_encoders.uninstall(inner)
+    encoders.uninstall(inner)
     allow_unreduced(inner)
     keep_unsharded(inner)
     if isinstance(model, FullyShardedDataParallel):

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from liger_dist import doctor
-from liger_dist.decorators import redecorated, renamed_keywords
 from liger_dist.fused_layers.token_dependency import _HOOKS, IMPLEMENTATIONS
+from liger_dist.model.decorators import redecorated, renamed_keywords
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist.versions import CHECKED, newest_checked, numbers
 
@@ -60,7 +60,7 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "torch._C._autograd",
         "_get_current_graph_task_keep_graph",
-    ): "scales.py copies the gradient in every backward: 1 GiB more memory for a weight of 128256 x 4096",
+    ): "normalization.py copies the gradient in every backward: 1 GiB more memory for a weight of 128256 x 4096",
     (
         "torch._C._autograd",
         "_top_saved_tensors_default_hooks",
@@ -71,11 +71,11 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "torch._functorch.config",
         "ban_recompute_materialized_backward",
-    ): "layer_compilation.py: compiled layers keep inputs of products, a third of their activations",
+    ): "compile.py: compiled layers keep inputs of products, a third of their activations",
     (
         "torch._functorch.config",
         "ban_recompute_reductions",
-    ): "layer_compilation.py: compiled layers keep outputs of norms",
+    ): "compile.py: compiled layers keep outputs of norms",
     (
         "torch._functorch.partitioners",
         "min_cut_rematerialization_partition",
@@ -83,17 +83,17 @@ NAMES: dict[tuple[str, str], str] = {
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"): "partitioner.py: the same",
     ("torch._inductor.custom_graph_pass", "get_hash_for_files"): "partitioner.py: the same",
     ("torch._inductor.config", "custom_partitioner_fn"): "partitioner.py: the same",
-    ("torch._dynamo", "lookup_backend"): "layer_compilation.py cannot compile layers",
-    ("torch._C", "_current_graph_task_id"): "tracing.py warns of a loss recomputed by a checkpoint of the whole model",
+    ("torch._dynamo", "lookup_backend"): "compile.py cannot compile layers",
+    ("torch._C", "_current_graph_task_id"): "torch_modes.py warns of a loss recomputed by a checkpoint of the whole model",
     (
         "torch._C",
         "_are_functorch_transforms_active",
-    ): "tracing.py does not see torch.func: kernels run where they are not defined",
+    ): "torch_modes.py does not see torch.func: kernels run where they are not defined",
     (
         "torch._guards",
         "CompileContext.current_compile_id",
     ): "logits.py tells torch.compile the sizes of logits that it then does not find, under torch 2.11",
-    ("torch.autograd.forward_ad", "_current_level"): "tracing.py does not see forward-mode differentiation",
+    ("torch.autograd.forward_ad", "_current_level"): "torch_modes.py does not see forward-mode differentiation",
     ("torch", "_assert_async"): "collectives.py cannot check labels on a GPU without waiting for it",
     ("torch", "Tensor._make_subclass"): "logits.py cannot make zero-width logits",
     ("torch.distributed.distributed_c10d", "_world"): "vocab_parallel.py cannot tell which groups were destroyed",
@@ -117,7 +117,7 @@ NAMES: dict[tuple[str, str], str] = {
         "transformers.modeling_utils",
         "PreTrainedModel._no_split_modules",
     ): "decoder layers are guessed",
-    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"): "signature.py refuses keywords of attention functions",
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"): "call.py refuses keywords of attention functions",
     (
         "transformers.masking_utils",
         "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -136,10 +136,10 @@ NAMES: dict[tuple[str, str], str] = {
         "transformers.utils.deprecation",
         "deprecate_kwarg",
     ): "decorators.py does not know deprecated names of arguments, which signature.py then refuses",
-    ("accelerate.state", "AcceleratorState._shared_state"): "marks.py does not refuse Accelerate around sharded models",
-    ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft_layers.py takes a LoRA layer for a quantised lm_head",
-    ("peft.utils.other", "ModulesToSaveWrapper"): "peft_layers.py does not find the lm_head that PEFT trains",
-    ("peft.tuners.lora.dora", "DoraLinearLayer"): "peft_layers.py cannot tell DoRA from other variants",
+    ("accelerate.state", "AcceleratorState._shared_state"): "accelerate.py does not refuse Accelerate around sharded models",
+    ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft.py takes a LoRA layer for a quantised lm_head",
+    ("peft.utils.other", "ModulesToSaveWrapper"): "peft.py does not find the lm_head that PEFT trains",
+    ("peft.tuners.lora.dora", "DoraLinearLayer"): "peft.py cannot tell DoRA from other variants",
     ("deepspeed.comm.comm", "cdb"): "deepspeed.py warns of DDP in programs that DeepSpeed averages",
     ("deepspeed.utils", "safe_get_full_grad"): "verify cannot compare gradients under DeepSpeed",
     (
@@ -189,7 +189,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.distributed.fsdp._common_utils": (("_handle",), "encoders under FSDP1 with images on some ranks fail"),
     "accelerate.accelerator": (
         ("_is_accelerate_prepared",),
-        "marks.py does not refuse Accelerate around sharded models",
+        "accelerate.py does not refuse Accelerate around sharded models",
     ),
     "deepspeed.utils": (("_z3_leaf",), "tiles of an MLP read weights that ZeRO-3 has not gathered"),
     "transformers.utils": (("_local_mapping",), "attention_selection.py does not see a file's own functions"),
@@ -205,7 +205,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "deepspeed.runtime.engine": (("_is_gradient_accumulation_boundary",), "verify cannot run under DeepSpeed"),
     "transformers.modeling_utils": (
         ("_loss_function",),
-        "seam.py cannot install its loss function on an instance",
+        "model_loss.py cannot install its loss function on an instance",
     ),
     "torch._tensor": (
         ("_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -221,17 +221,17 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "peft.peft_model": (
         ("active_peft_config", "is_prompt_learning", "base_model"),
-        "peft_layers.py does not know CPT and AdaLoRA: raw errors in their first forward under FSDP",
+        "peft.py does not know CPT and AdaLoRA: raw errors in their first forward under FSDP",
     ),
     "peft.tuners.adalora": (("orth_reg_weight",), "AdaLoRA fails in its first forward under FSDP"),
     "peft.tuners": (
         ("peft_config", "active_adapter"),
         "unreduced.py does not see adapters that are added to a sharded model: nothing averages them",
     ),
-    "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft_layers.py cannot tell LoRA from other tuners"),
+    "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft.py cannot tell LoRA from other tuners"),
     "peft.utils.other": (
         ("modules_to_save", "original_module", "token_adapter", "get_merged_weights"),
-        "peft_layers.py does not find the lm_head that PEFT trains",
+        "peft.py does not find the lm_head that PEFT trains",
     ),
 }
 """Names on instances."""

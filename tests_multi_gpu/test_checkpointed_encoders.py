@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import liger_dist
-from liger_dist.peft_layers import without_fsdp1
+from liger_dist.model.peft import without_fsdp1
 from liger_dist.sharding.process_groups import compute_device
 
 TIME_LIMIT = 40.0

@@ -122,7 +122,7 @@ def test_the_loss_of_lora_on_a_head_with_a_large_bias(dtype: torch.dtype) -> Non
     model.to(dtype)
     exact = copy.deepcopy(model).double()
     hidden = torch.randn(4, 16, dtype=dtype, device=compute_device())
-    from liger_dist.peft_layers import effective_head
+    from liger_dist.model.peft import effective_head
 
     head = model.lm_head
     used = effective_head(head.get_base_layer(), head.forward, hidden)

@@ -22,8 +22,8 @@ from training_runs import config_for
 import liger_dist
 from liger_dist.fused_layers import recurrent
 from liger_dist.fused_layers.recurrent import find_leaks, packed_by
+from liger_dist.model.structure import find_structure
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist.structure import find_structure
 
 LENGTHS = (5, 7)
 TOKENS = sum(LENGTHS)

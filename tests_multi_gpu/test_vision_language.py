@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import liger_dist
 from liger_dist import STRATEGIES
+from liger_dist.model.structure import find_structure
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist.structure import find_structure
 
 TEXT_LAYERS, VISION_LAYERS = 2, 4
 IMAGE_TOKEN, VIDEO_TOKEN = 97, 98

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LOGITS_DTYPES, LogitsDtype, check_choice
-from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.labels import check_labels
@@ -25,6 +24,7 @@ from liger_dist.losses.spec import (
     LossSpec,
     as_output_names,
 )
+from liger_dist.model.decorators import renamed_keywords
 
 from .recipe import LossRecipe
 

@@ -16,10 +16,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from liger_dist.losses.distillation import Teacher
-from liger_dist.peft_layers import base_head, effective_head, has_lora
+from liger_dist.model.peft import base_head, effective_head, has_lora
+from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.base import FullHead, Head
 from liger_dist.sharding.tensor_parallel import placed_like
-from liger_dist.tracing import untraced
 
 from .lm_head import computes_in_fp32
 from .recipe import LogitTransform

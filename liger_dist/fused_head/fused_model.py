@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from liger_dist.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.sharding import fsdp2
 
 from .loss_call import running

@@ -10,10 +10,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from liger_dist.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import (
+from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.peft import (
     TRAINED_ROWS,
     active_head,
     base_head,
@@ -22,9 +22,7 @@ from liger_dist.peft_layers import (
     trains_copy,
     under_trained_rows,
 )
-from liger_dist.sharding import choose, collect_facts
-from liger_dist.sharding.base import Facts, ShardingAdapter
-from liger_dist.structure import (
+from liger_dist.model.structure import (
     Structure,
     head_shape,
     is_fp32_forward,
@@ -32,7 +30,9 @@ from liger_dist.structure import (
     is_linear_map,
     tied_modules,
 )
-from liger_dist.tracing import untraced
+from liger_dist.model.torch_modes import untraced
+from liger_dist.sharding import choose, collect_facts
+from liger_dist.sharding.base import Facts, ShardingAdapter
 
 from .logits import FusedLogits
 from .loss_call import current_call

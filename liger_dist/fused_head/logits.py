@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_dist.errors import LogitsNotComputedError
-from liger_dist.tracing import is_compiled_now, untraced
+from liger_dist.model.torch_modes import is_compiled_now, untraced
 
 from .recipe import SELECTIONS
 

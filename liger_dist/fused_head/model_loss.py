@@ -26,14 +26,14 @@ from liger_dist.losses.labels import LabelSummary, check_range
 from liger_dist.losses.normalization import denominator
 from liger_dist.losses.pending_gradients import PendingGradients
 from liger_dist.losses.spec import Execution, LossSpec
-from liger_dist.peft_layers import has_active_dropout, without_fsdp1
+from liger_dist.model.peft import has_active_dropout, without_fsdp1
+from liger_dist.model.structure import Structure, embedding_of
+from liger_dist.model.torch_modes import in_backward, is_transformed, untraced
 from liger_dist.sharding import accelerate, ddp, deepspeed
 from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
-from liger_dist.structure import Structure, embedding_of
-from liger_dist.tracing import in_backward, is_transformed, untraced
 
 from .around import Around
 from .call import IGNORE_INDEX, AlignedLabels, Call, HostCall, Hosts, Signature, options_for

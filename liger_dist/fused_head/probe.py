@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LogitsNotComputedError
-from liger_dist.peft_layers import heads_at
-from liger_dist.stand_ins import stand_ins, swapped
-from liger_dist.structure import Structure
+from liger_dist.model.peft import heads_at
+from liger_dist.model.stand_ins import stand_ins, swapped
+from liger_dist.model.structure import Structure
 
 from .logits import HOW_TO_GET_LOGITS, FusedLogits
 from .recipe import LogitTransform, LossRecipe, NotFusableError, Targets

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.stand_ins import torch_defaults
+from liger_dist.model.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
-from .low_rank import LOW_RANK
+from .lora import LOW_RANK
 from .norm import NORM
 from .rotary import ROTARY
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward

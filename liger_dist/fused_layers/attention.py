@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis, gather_tokens, scatter_tokens, sequence_axis_of
-from liger_dist.tracing import untraced
 
 NAME = "liger_dist"
 PADDING_SEGMENT = 128

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.stand_ins import StandIn, swapped, without_hooks
+from liger_dist.model.torch_modes import is_transformed
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
-from liger_dist.stand_ins import StandIn, swapped, without_hooks
-from liger_dist.tracing import is_transformed
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
+from .mlp_tiles import compute_in_tiles, linear_without_output
 from .norm import rows_of
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
@@ -41,7 +42,6 @@ from .swap import (
     runs_own_code,
     settings_of,
 )
-from .tiles import compute_in_tiles, linear_without_output
 
 TOLERANCE = 1e-5
 _ZERO_LEAF = "_z3_leaf"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist.stand_ins import swapped
+from liger_dist.model.stand_ins import swapped
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute

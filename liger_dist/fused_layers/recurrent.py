@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import base_model_of
-from liger_dist.structure import Structure, find_structure
+from liger_dist.model.peft import base_model_of
+from liger_dist.model.structure import Structure, find_structure
 
 from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
 

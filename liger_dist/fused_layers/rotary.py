@@ -22,9 +22,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from liger_dist.class_swap import below_wrappers
-from liger_dist.decorators import redecorated
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.class_swap import below_wrappers
+from liger_dist.model.decorators import redecorated
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
 from .swap import Forward, Kind, LeftAloneError, is_local, match_of, own_forward, runs_own_code

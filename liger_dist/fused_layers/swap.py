@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from liger_dist.class_swap import below_wrappers, subclass_of, with_base
-from liger_dist.tracing import is_transformed
+from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.torch_modes import is_transformed
 from liger_dist_kernels import Backend
 
 Forward = Callable[..., Any]

@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist.stand_ins import swapped, torch_defaults
 
 DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""

@@ -258,7 +258,7 @@ def compiled_score(
     *,
     keeps_logits: bool,
 ) -> tuple[LinearCrossEntropyResult, Tensor | None]:
-    """Calls the op of :meth:`.head_rows.HeadRows.score` for a full head."""
+    """Calls the op of :meth:`.rows.HeadRows.score` for a full head."""
     gradients = [] if upstream is None else [*upstream]
     tensors = hidden_TD, head.weight_VD, head.bias_V, scoring.class_weight_V, keeps_logits, [*targets], gradients
     found = torch.ops.liger_dist.score(*tensors, *_pack_scoring(scoring, needs))
@@ -285,7 +285,7 @@ def compiled_recompute(
     scoring: Scoring,
     needs: GradientNeeds,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Calls the op of :meth:`.head_rows.HeadRows.recompute` for a full head."""
+    """Calls the op of :meth:`.rows.HeadRows.recompute` for a full head."""
     tensors = hidden_TD, head.weight_VD, head.bias_V, scoring.class_weight_V, logits_TV, [*targets], [*coefficients]
     found = torch.ops.liger_dist.recompute(*tensors, *_pack_scoring(scoring, needs))
     named = dict(zip(_gradient_names(needs), found, strict=True))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.tracing import in_checkpoint
+from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist_kernels import (
     GradientNeeds,
     Scoring,

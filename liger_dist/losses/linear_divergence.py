@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist.tracing import in_checkpoint
+from liger_dist.model.torch_modes import in_checkpoint
 
 from .rows import Problem, scaled_gradients
 from .spec import LossOutput

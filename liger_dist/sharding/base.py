@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_dist.config import WrapConfig
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import Execution, LossOutput, LossSpec
-from liger_dist.structure import Structure, head_shape
+from liger_dist.model.structure import Structure, head_shape
 
 Initializer = Callable[[nn.Module], None]
 """initialises the parameters and buffers that a module itself owns"""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import Structure
+from liger_dist.model.structure import Structure
 
 from .base import Initializer
 from .fsdp_options import refuse_overlaps

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import Structure, stored_parameter
+from liger_dist.model.structure import Structure, stored_parameter
 
 from .base import Facts, FullWeight, Storage
 from .fsdp_options import refuse_overlaps

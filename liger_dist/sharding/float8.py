@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import reads_base_weight
-from liger_dist.tracing import untraced
+from liger_dist.model.peft import reads_base_weight
+from liger_dist.model.torch_modes import untraced
 
 from .process_groups import compute_device
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import active_head
-from liger_dist.structure import Structure, stored_parameter, weight_of
+from liger_dist.model.peft import active_head
+from liger_dist.model.structure import Structure, stored_parameter, weight_of
 
-from . import optional_encoders
+from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, Storage
 from .fsdp_options import FullySharded, shares_parameters
 from .materialize import materialize
@@ -109,7 +109,7 @@ class FSDP1(FullySharded):
         )
         for unit in _units(root):
             unit.training = unit.module.training
-        optional_encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)
+        encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)
         return root
 
 

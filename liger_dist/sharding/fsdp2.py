@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_map
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
-from liger_dist.peft_layers import needs_own_root
-from liger_dist.structure import Structure, input_embedding
+from liger_dist.model.peft import needs_own_root
+from liger_dist.model.structure import Structure, input_embedding
 
-from . import optional_encoders
+from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
 from .fsdp_options import FullySharded, shares_parameters
@@ -191,7 +191,7 @@ class FSDP2(FullySharded):
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device
             materialize(model, initialize, layers=structure.all_layers, device=at)
-        optional_encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
+        encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
     def _fully_shard(

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
-from liger_dist.layer_compilation import compile_each, compiled_call, restore_call
-from liger_dist.peft_layers import reads_sharded_weights
-from liger_dist.structure import Structure
+from liger_dist.model.compile import compile_each, compiled_call, restore_call
+from liger_dist.model.peft import reads_sharded_weights
+from liger_dist.model.structure import Structure
 
 from .lost_gradients import check_hooks, warn_of_experts
 from .mesh import Mesh, check_mesh, require_process_group

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import Structure
+from liger_dist.model.structure import Structure
 
 from .float8 import numbers_of_experts
 

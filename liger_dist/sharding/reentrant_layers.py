@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import without_fsdp1
-from liger_dist.structure import Structure
+from liger_dist.model.peft import without_fsdp1
+from liger_dist.model.structure import Structure
 
 ONCE, SEVERAL_INPUTS, SEVERAL_CALLS = 0, 1, 2
 """what is about to run layers more than once: nothing, several inputs of one encoder, or a call before a backward"""

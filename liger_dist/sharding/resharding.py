@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from liger_dist.stand_ins import swapped
-from liger_dist.tracing import untraced
+from liger_dist.model.stand_ins import swapped
+from liger_dist.model.torch_modes import untraced
 
 from .fsdp2 import finish_forward, is_in_forward, reshard
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from liger_dist.errors import LigerDistError
-from liger_dist.tracing import untraced
+from liger_dist.model.torch_modes import untraced
 
 from .mesh import SEQUENCE
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.structure import Structure, stored_parameter
+from liger_dist.model.structure import Structure, stored_parameter
 
 from .base import DataParallel, Facts, FullWeight, Initializer, Storage
 from .materialize import materialize

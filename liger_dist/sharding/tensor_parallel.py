@@ -24,8 +24,8 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
-from liger_dist.peft_layers import heads_at
-from liger_dist.structure import Structure, stored_parameter, weight_of
+from liger_dist.model.peft import heads_at
+from liger_dist.model.structure import Structure, stored_parameter, weight_of
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import refuse_overlaps, refuse_sharded

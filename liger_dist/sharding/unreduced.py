@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import adapters_of
-from liger_dist.tracing import untraced
+from liger_dist.model.peft import adapters_of
+from liger_dist.model.torch_modes import untraced
 
 from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from liger_dist.class_swap import SameLinearMap, with_base
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import agree, device_for
 from liger_dist.losses.embedding import exchanged_embedding
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import Execution, LossOutput, LossSpec
 from liger_dist.losses.token_exchange import ExchangingShard
-from liger_dist.peft_layers import active_head, has_lora
-from liger_dist.structure import Structure
+from liger_dist.model.class_swap import SameLinearMap, with_base
+from liger_dist.model.peft import active_head, has_lora
+from liger_dist.model.structure import Structure
 
 from .base import DataParallel, Facts, FullHead, Head, Storage
 from .tensor_parallel import first_row

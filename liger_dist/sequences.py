@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import learns_prompts
+from liger_dist.model.peft import learns_prompts
+from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis
-from liger_dist.tracing import untraced
 
-from .attention import NAME, RESTARTS_BESIDE_MASK, document_lengths
-from .attention_selection import reason_against
+from .fused_layers.attention import NAME, RESTARTS_BESIDE_MASK, document_lengths
+from .fused_layers.attention_selection import reason_against
 
 IGNORED = -100
 _OF_TOKENS = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask", "token_weight")

@@ -44,11 +44,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from liger_dist.decorators import renamed_keywords
 from liger_dist.errors import LigerDistError
-from liger_dist.peft_layers import without_fsdp1
-from liger_dist.structure import Structure, input_embedding
-from liger_dist.tracing import untraced
+from liger_dist.model.decorators import renamed_keywords
+from liger_dist.model.peft import without_fsdp1
+from liger_dist.model.structure import Structure, input_embedding
+from liger_dist.model.torch_modes import untraced
 
 from .process_groups import compute_device, host_group
 from .reentrant_layers import ReentrantLayers, check_hooks, check_repetitions

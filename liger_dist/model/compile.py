@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import LigerDistError
-from .peft_layers import base_model_of
+from liger_dist.errors import LigerDistError
+
+from .peft import base_model_of
 from .structure import find_structure
 
 _PARTITIONER = {"ban_recompute_materialized_backward": False, "ban_recompute_reductions": False}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.peft_layers import has_lora, only_plain_adapter
-from liger_dist.stand_ins import swapped
+from liger_dist.model.peft import has_lora, only_plain_adapter
+from liger_dist.model.stand_ins import swapped
 from liger_dist_kernels import Backend
 
 from .swap import Forward, Kind, LeftAloneError, has_hooks, is_local, match_of, own_forward, probing, runs_own_code

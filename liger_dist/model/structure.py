@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_dist.errors import LigerDistError
+
 from .class_swap import SameLinearMap
-from .errors import LigerDistError
-from .peft_layers import TRAINED_ROWS, active_head, base_head, lora_objection, under_trained_rows
+from .peft import TRAINED_ROWS, active_head, base_head, lora_objection, under_trained_rows
 
 
 @dataclass(frozen=True, kw_only=True)
