@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .config import LOGITS_DTYPES, LogitsDtype, check_choice
+from .config import LOGITS_DTYPES, LogitsDtype, check_choice, check_count
 from .errors import LigerDistError
 from .losses.cross_entropy import fused_cross_entropy
 from .losses.linear_cross_entropy import fused_linear_cross_entropy
@@ -81,6 +81,8 @@ def linear_cross_entropy(
         )
     check_tensors(hidden_states, weight, bias)
     check_choice("logits_dtype", logits_dtype, LOGITS_DTYPES)
+    check_count("memory_budget", memory_budget, "bytes")
+    check_count("max_valid_tokens", max_valid_tokens, "tokens")
     spec.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
     execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens, logits_dtype=logits_dtype)
     result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)

@@ -84,7 +84,10 @@ NAMES: dict[tuple[str, str], str] = {
     ("torch._inductor.custom_graph_pass", "get_hash_for_files"): "partitioner.py: the same",
     ("torch._inductor.config", "custom_partitioner_fn"): "partitioner.py: the same",
     ("torch._dynamo", "lookup_backend"): "compile.py cannot compile layers",
-    ("torch._C", "_current_graph_task_id"): "torch_modes.py warns of a loss recomputed by a checkpoint of the whole model",
+    (
+        "torch._C",
+        "_current_graph_task_id",
+    ): "torch_modes.py warns of a loss that a checkpoint of the model recomputes",
     (
         "torch._C",
         "_are_functorch_transforms_active",
@@ -135,8 +138,11 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "transformers.utils.deprecation",
         "deprecate_kwarg",
-    ): "decorators.py does not know deprecated names of arguments, which signature.py then refuses",
-    ("accelerate.state", "AcceleratorState._shared_state"): "accelerate.py does not refuse Accelerate around sharded models",
+    ): "decorators.py does not know deprecated names of arguments, which call.py then refuses",
+    (
+        "accelerate.state",
+        "AcceleratorState._shared_state",
+    ): "accelerate.py does not refuse wrappers around sharded models",
     ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft.py takes a LoRA layer for a quantised lm_head",
     ("peft.utils.other", "ModulesToSaveWrapper"): "peft.py does not find the lm_head that PEFT trains",
     ("peft.tuners.lora.dora", "DoraLinearLayer"): "peft.py cannot tell DoRA from other variants",
@@ -189,7 +195,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.distributed.fsdp._common_utils": (("_handle",), "encoders under FSDP1 with images on some ranks fail"),
     "accelerate.accelerator": (
         ("_is_accelerate_prepared",),
-        "accelerate.py does not refuse Accelerate around sharded models",
+        "accelerate.py does not refuse wrappers around sharded models",
     ),
     "deepspeed.utils": (("_z3_leaf",), "tiles of an MLP read weights that ZeRO-3 has not gathered"),
     "transformers.utils": (("_local_mapping",), "attention_selection.py does not see a file's own functions"),

@@ -9,13 +9,12 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Protocol, get_args
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LOGITS_DTYPES, LogitsDtype, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.distillation import Distillation
-from liger_dist.losses.labels import check_labels
+from liger_dist.losses.labels import AlignedLabels, align_labels
 from liger_dist.losses.spec import (
     CALL_KEYWORDS,
     DIFFERENTIABLE_OUTPUTS,
@@ -52,6 +51,7 @@ class Call:
     outputs: tuple[str, ...]
     """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
     model_name: str
+    ignore_index: int
     own_smoothing: float
     """label smoothing of the model's own loss"""
     distillation: Distillation | None = None
@@ -67,6 +67,8 @@ class Call:
     @property
     def loss_options(self) -> tuple[str, ...]:
         """Names of the options that change the model's own loss."""
+        if not self.keywords:
+            return ()
         others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
         given = {name: value for name, value in self.keywords.items() if name not in others}
         neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
@@ -77,43 +79,48 @@ class Call:
         )
 
     @property
-    def ignore_index(self) -> int:
-        index: int = self.named.get("ignore_index", IGNORE_INDEX)
-        return index
-
-    @property
     def logits_dtype(self) -> LogitsDtype:
         """That of this call instead of the config's; None for the config's."""
         dtype: LogitsDtype = self.keywords.get("logits_dtype")
         return dtype
 
-    def aligned_labels(self, recipe: LossRecipe, *, is_encoder_decoder: bool) -> AlignedLabels:
+    def aligned_labels(
+        self, recipe: LossRecipe, *, is_encoder_decoder: bool, vocab_size: int | None = None
+    ) -> AlignedLabels:
         """Checks the labels and aligns them to the logits that score them.
+
+        Args:
+            vocab_size: of labels that are checked to be classes, on the CPU; None for no such check.
 
         Raises:
             LigerDistError: they are not one integer for each token, or the attention mask that selects them has another
                 shape.
         """
         inputs, keep = inputs_of(self.named), self.named.get("logits_to_keep")
-        labels, shifted = (_with_rows(self.named.get(name), inputs) for name in ("labels", "shift_labels"))
+        labels, shifted = self.named.get("labels"), self.named.get("shift_labels")
         are_aligned = recipe.targets == "same" or shifted is not None
         labels = labels if shifted is None or recipe.targets == "same" else shifted
-        assert labels is not None
+        if not isinstance(labels, Tensor):
+            raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
+        if labels.dim() == 1 and inputs is not None and inputs.dim() > 1 and len(inputs) == 1:
+            # Those of a single sequence may come as [S], which the model's own loss flattens to.
+            labels = labels[None]
         keeps_some = isinstance(keep, Tensor) or bool(keep)
-        tokens = labels.shape if inputs is None or keeps_some or is_encoder_decoder else inputs.shape[:2]
-        check_labels(labels, tokens_of="inputs", shape=tokens, ignore_index=self.ignore_index)
-        if are_aligned:
-            return AlignedLabels(labels, None)
-        attention_mask = self.named.get("attention_mask")
-        if recipe.targets == "next_attended" and attention_mask is not None:
-            if attention_mask.shape != labels.shape:
-                raise LigerDistError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)} and labels have shape "
-                    f"{tuple(labels.shape)}; {self.model_name} scores the tokens that its mask has, so expected one "
-                    "shape. Pass the mask of the labels, or use WrapConfig(fused_loss=False)."
-                )
-            labels = labels.long().masked_fill(attention_mask.to(labels.device) == 0, self.ignore_index)
-        return AlignedLabels(F.pad(labels[..., 1:].long(), (0, 1), value=self.ignore_index), labels)
+        mask = self.named.get("attention_mask") if recipe.targets == "next_attended" else None
+        if mask is not None and not are_aligned and mask.shape != labels.shape:
+            raise LigerDistError(
+                f"attention_mask has shape {tuple(mask.shape)} and labels have shape {tuple(labels.shape)}; "
+                f"{self.model_name} scores the tokens that its mask has, so expected one shape. Pass the mask of the "
+                "labels, or use WrapConfig(fused_loss=False)."
+            )
+        return align_labels(
+            labels,
+            are_aligned=are_aligned,
+            mask=mask,
+            shape=labels.shape if inputs is None or keeps_some or is_encoder_decoder else inputs.shape[:2],
+            ignore_index=self.ignore_index,
+            vocab_size=vocab_size,
+        )
 
     def spec(self, recipe: LossRecipe) -> LossSpec:
         """The loss of this call, without the bias that the model adds to its logits."""
@@ -156,20 +163,6 @@ class Call:
                 f"{others[0]} was given to a distillation loss, which has labels, num_items_in_batch, ignore_index, "
                 "shift_labels and token_weight; leave it out."
             )
-
-
-@dataclass(frozen=True)
-class AlignedLabels:
-    """Labels of a call that belong to the logits at their own positions."""
-
-    labels: Tensor
-    """``[B, S]``"""
-    of_next: Tensor | None
-    """the same labels before they were shifted; None where they came aligned"""
-
-    def shift(self, values: Tensor) -> Tensor:
-        """Moves ``values`` ``[B, S]``, one for each label of the call, along with the labels."""
-        return values if self.of_next is None else F.pad(values[..., 1:], (0, 1))
 
 
 class HostCall(Protocol):
@@ -217,7 +210,7 @@ class Signature:
                     f"outputs of the WrapConfig contains {output!r}, which needs an argument of the call; ask for it "
                     "in the call, by outputs= along with token_ids= or top_k=."
                 )
-        self._known = frozenset(_keywords_below(model))
+        self._known = frozenset({*self.names, *CALL_KEYWORDS, *KEYWORDS_OF_MODELS, *_keywords_below(model)})
         # Another forward than transformers' may read any keyword.
         self._is_transformers = model.forward.__module__.startswith(("transformers.", "accelerate."))
         self._warned: set[str] = set()
@@ -255,6 +248,7 @@ class Signature:
             keywords=keywords,
             outputs=outputs,
             model_name=self.model_name,
+            ignore_index=named.get("ignore_index", IGNORE_INDEX),
             own_smoothing=self._own_smoothing,
         )
 
@@ -266,8 +260,7 @@ class Signature:
         """Names of keywords that neither the model nor its loss takes."""
         if not self.takes_more:
             return []  # Python itself refuses unknown keywords.
-        known = {*self.names, *CALL_KEYWORDS, *KEYWORDS_OF_MODELS, *self._known}
-        further = [name for name in keywords if name not in known and not name.startswith(TAKEN_BY_DECORATORS)]
+        further = [name for name in keywords if name not in self._known and not name.startswith(TAKEN_BY_DECORATORS)]
         if not further or not self._is_transformers:
             return []
         return [name for name in further if name not in _attention_keywords()]
@@ -305,16 +298,6 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
 def inputs_of(named: dict[str, Any]) -> Tensor | None:
     """The tokens of a call, by their ids or embeddings."""
     return next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
-
-
-def _with_rows(labels: object, inputs: Tensor | None) -> Tensor | None:
-    """``labels`` ``[B, S]``. Those of a single sequence may come as ``[S]``, which the model's own loss flattens to."""
-    if labels is None:
-        return None
-    if not isinstance(labels, Tensor):
-        raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
-    is_flat = labels.dim() == 1 and inputs is not None and inputs.dim() > 1
-    return labels[None] if is_flat and len(inputs) == 1 else labels  # type: ignore[arg-type]
 
 
 def check_outputs(outputs: tuple[str, ...]) -> None:

@@ -297,9 +297,10 @@ class PendingLoss:
                 "WrapConfig(fused_loss=False)."
             )
         if isinstance(logits, FusedLogits):
-            if not self.call.recipe.allows(logits.changes):
+            changes, seen = logits.changes, self.call.recipe.changes
+            if changes != seen and not self.call.recipe.allows(changes):
                 raise LigerDistError(
-                    f"{name} did {_listed(logits.changes)} to its logits, but {_listed(self.call.recipe.changes)} when "
+                    f"{name} did {_listed(changes)} to its logits, but {_listed(seen)} when "
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
                     "a change, or use WrapConfig(fused_loss=False)."
                 )
@@ -308,7 +309,7 @@ class PendingLoss:
                     f"{name} passes its logits through a custom autograd function, which may change their "
                     "gradient; the loss was computed without it. Use WrapConfig(fused_loss=False)."
                 )
-            if selects_by_tensor(logits.changes):
+            if changes and selects_by_tensor(changes):
                 self._check_selection(targets)
             else:
                 self._check_targets(targets, is_aligned=is_aligned)

@@ -22,10 +22,9 @@ from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.recurrent import PackedDocuments
 from liger_dist.losses.distillation import Distillation
-from liger_dist.losses.labels import LabelSummary, check_range
+from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.normalization import denominator
-from liger_dist.losses.pending_gradients import PendingGradients
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import Execution, LossSpec, PendingGradients
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure, embedding_of
 from liger_dist.model.torch_modes import in_backward, is_transformed, untraced
@@ -36,7 +35,7 @@ from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
 
 from .around import Around
-from .call import IGNORE_INDEX, AlignedLabels, Call, HostCall, Hosts, Signature, options_for
+from .call import IGNORE_INDEX, Call, HostCall, Hosts, Signature, options_for
 from .lm_head import HeadInUse, LMHead
 from .logits import FusedLogits
 from .loss_call import NO_HEAD, GivenLabels, LossCall, PendingLoss, current_call, is_running
@@ -310,16 +309,15 @@ class FusedLoss:
     def _checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
         """Refuses what is wrong with the arguments, before the model's forward begins."""
         assert self.recipe is not None
-        aligned = call.aligned_labels(self.recipe, is_encoder_decoder=self._is_encoder_decoder)
-        labels = aligned.labels
-        if labels.device.type == "cpu":
-            check_range(labels, vocab_size=in_use.vocab_size, ignore_index=call.ignore_index)
+        aligned = call.aligned_labels(
+            self.recipe, is_encoder_decoder=self._is_encoder_decoder, vocab_size=in_use.vocab_size
+        )
         self._warn_of_scored_padding(call, aligned)
         if dist.is_initialized():
             # Never by the attribute, which a parametrization computes: weights may be sharded here.
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
         spec = call.spec(self.recipe)
-        spec.check(vocab_size=in_use.vocab_size, labels_shape=labels.shape)
+        spec.check(vocab_size=in_use.vocab_size, labels_shape=aligned.labels.shape)
         return aligned, spec
 
     def _execution(
@@ -327,7 +325,7 @@ class FusedLoss:
     ) -> Execution:
         mean_over = self._mean_over(model, in_use)
         summary = None
-        if with_summary:
+        if with_summary and aligned.labels.is_cuda:
             summary = LabelSummary.start(aligned.labels, call.ignore_index, self.config.backend)
         in_fp32: LogitsDtype = "fp32_operands" if in_use.in_fp32 else None
         return Execution(

@@ -42,7 +42,8 @@ from .outputs import (
     token_outputs,
     with_gradients_of_outputs,
 )
-from .spec import Execution, LossOutput, LossSpec, check_not_dtensor
+from .rows import check_not_dtensor
+from .spec import Execution, LossOutput, LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)

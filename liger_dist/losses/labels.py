@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
@@ -73,6 +74,50 @@ class Targets:
         if self.index_T is not None:
             values_K = put_rows(values_K, self.index_T, shape.numel())
         return values_K.reshape((*shape, *values_K.shape[1:]))
+
+
+@dataclass(frozen=True)
+class AlignedLabels:
+    """Labels of a call that belong to the logits at their positions."""
+
+    labels: Tensor
+    """``[B, S]``"""
+    of_next: Tensor | None
+    """the same labels before they were shifted; None where they came aligned"""
+
+    def shift(self, values: Tensor) -> Tensor:
+        """Moves ``values`` ``[B, S]``, one for each label of the call, along with the labels."""
+        return values if self.of_next is None else F.pad(values[..., 1:], (0, 1))
+
+
+def align_labels(
+    labels: Tensor,
+    *,
+    are_aligned: bool,
+    mask: Tensor | None,
+    shape: torch.Size,
+    ignore_index: int,
+    vocab_size: int | None,
+) -> AlignedLabels:
+    """Checks the labels of a call and shifts them to the logits that score them.
+
+    Args:
+        are_aligned: True for labels that belong to the logits at their positions already.
+        mask: ``[B, S]``; labels where it is 0 are ignored. None for all. Not for aligned labels.
+        shape: of the tokens.
+        vocab_size: of labels on the CPU that are checked to be classes; None for no such check.
+
+    Raises:
+        LigerDistError: they are not one class for each token.
+    """
+    check_labels(labels, tokens_of="inputs", shape=shape, ignore_index=ignore_index)
+    aligned = AlignedLabels(labels, None)
+    if not are_aligned:
+        labels = labels.long() if mask is None else labels.long().masked_fill(mask.to(labels.device) == 0, ignore_index)
+        aligned = AlignedLabels(F.pad(labels[..., 1:], (0, 1), value=ignore_index), labels)
+    if vocab_size is not None and labels.device.type == "cpu":
+        check_range(aligned.labels, vocab_size=vocab_size, ignore_index=ignore_index)
+    return aligned
 
 
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:

@@ -6,7 +6,7 @@ A scalar loss makes its gradients in the forward and only scales them in the bac
 gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward: the
 logits are kept for the backward where all of them fit the memory budget, and computed again elsewhere. So does a
 scalar loss whose model has an earlier one that still holds its gradients: see
-:class:`.pending_gradients.PendingGradients`; and one inside a checkpoint, which would drop the gradients of its first
+:class:`.spec.PendingGradients`; and one inside a checkpoint, which would drop the gradients of its first
 forward.
 """
 

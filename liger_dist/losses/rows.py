@@ -40,7 +40,7 @@ from liger_dist_kernels import (
 from .compiled import compiled_recompute, compiled_score
 from .distillation import Distillation
 from .normalization import Scales, keeps_graph, scaled
-from .spec import Execution, LossSpec, check_not_dtensor
+from .spec import Execution, LossSpec
 
 Gradients = TokenGradients | GradientCoefficients
 
@@ -287,4 +287,13 @@ def check_dtypes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> 
             f"hidden_states have dtype {hidden_states.dtype} and weight has dtype {weight.dtype}"
             + ("" if bias is None else f" and bias has dtype {bias.dtype}")
             + "; expected one floating dtype. Convert them, or run under torch.autocast."
+        )
+
+
+def check_not_dtensor(name: str, tensor: Tensor) -> None:
+    """Refuses a DTensor, of which every rank holds another part."""
+    if hasattr(tensor, "placements"):
+        raise LigerDistError(
+            f"{name} is a DTensor with placements {tensor.placements}; expected a full local tensor. Wrap the model "
+            "with liger_dist.wrap, which computes the loss inside lm_head."
         )

@@ -18,7 +18,6 @@ from liger_dist_kernels import Backend, LossOptions, TokenTargets
 from .collectives import device_assert
 from .distillation import Distillation
 from .labels import LabelSummary, Targets
-from .pending_gradients import PendingGradients
 from .soft_labels import Remainder, SoftLabels
 
 Reduction = Literal["mean", "sum", "none"]
@@ -210,7 +209,8 @@ class LossSpec:
         check_token_ids(self.token_ids, labels_shape, vocab_size)
         _check_given_with("token_ids", self.token_ids is not None, "log_prob_at", tuple(self.outputs))
         _check_given_with("top_k", self.top_k is not None, "top_k", tuple(self.outputs))
-        check_count("top_k", self.top_k, "classes")
+        if self.top_k is not None:
+            check_count("top_k", self.top_k, "classes")
         if self.top_k is not None and self.top_k > vocab_size:
             raise LigerDistError(f"top_k is {self.top_k} but lm_head has {vocab_size} rows; ask for at most as many.")
         if self.soft is not None:
@@ -223,6 +223,34 @@ class LossSpec:
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
+
+
+class PendingGradients:
+    """Numbers the losses of one model. The first after a backward makes its gradients in its forward and holds them
+    until its own backward; those that follow recompute their logits in the backward, which costs a fourth product and
+    holds nothing.
+
+    A holder that never sees its backward is given up when a later loss has had its own; until its graph is freed, a
+    second gradient may then be held. All of this follows from the
+    order of calls, which is the same on every rank; nothing depends on what the garbage collector has freed.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._holder: int | None = None
+
+    def begin(self) -> tuple[int, bool]:
+        """The number of a new loss, and True if it may hold a gradient."""
+        self._last += 1
+        may_hold = self._holder is None
+        if may_hold:
+            self._holder = self._last
+        return self._last, may_hold
+
+    def has_begun_backward(self, number: int) -> None:
+        """The backward of a loss runs."""
+        if self._holder is not None and number >= self._holder:
+            self._holder = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +273,6 @@ class Execution:
     """groups of the ranks whose tokens share one mean, one group for each mesh axis; empty for this rank alone"""
     divide_factor: float = 1.0
     """divisor that the framework applies to the gradients summed over ``mean_groups``"""
-
-    def __post_init__(self) -> None:
-        check_count("memory_budget", self.memory_budget, "bytes")
-        check_count("max_valid_tokens", self.max_valid_tokens, "tokens")
 
 
 class TopK(NamedTuple):
@@ -438,15 +462,6 @@ def _check_given_with(name: str, is_given: bool, output: str, outputs: tuple[str
         )
     if output in outputs and not is_given:
         raise LigerDistError(f"outputs contains {output!r} and {name} is missing; pass {name} along with it.")
-
-
-def check_not_dtensor(name: str, tensor: Tensor) -> None:
-    """Refuses a DTensor, of which every rank holds another part."""
-    if hasattr(tensor, "placements"):
-        raise LigerDistError(
-            f"{name} is a DTensor with placements {tensor.placements}; expected a full local tensor. Wrap the model "
-            "with liger_dist.wrap, which computes the loss inside lm_head."
-        )
 
 
 def _check_reduction(reduction: str, num_items_in_batch: Tensor | float | None) -> None:
