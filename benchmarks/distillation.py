@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_dist.losses.distillation import Distillation, Teacher
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import Divergence
 
 from . import peers

@@ -13,7 +13,7 @@ from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
 from .fused_layers.recurrent import packing_objection as packing_objection
-from .losses.spec import LossOutput as LossOutput
+from .losses.outputs import LossOutput as LossOutput
 from .model.compile import compile_layers as compile_layers
 from .model.structure import Structure as Structure
 from .model.structure import find_structure as find_structure

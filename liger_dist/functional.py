@@ -9,9 +9,11 @@ from typing_extensions import Unpack
 from .config import LOGITS_DTYPES, LogitsDtype, check_choice, check_count
 from .errors import LigerDistError
 from .losses.cross_entropy import fused_cross_entropy
+from .losses.execution import Execution
 from .losses.linear_cross_entropy import fused_linear_cross_entropy
+from .losses.outputs import LossOutput
 from .losses.rows import check_tensors
-from .losses.spec import Execution, LossKeywords, LossOutput, LossSpec
+from .losses.spec import LossKeywords, LossSpec
 from .sharding.deepspeed import is_stored_by_zero3
 
 

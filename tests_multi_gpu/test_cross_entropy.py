@@ -13,7 +13,8 @@ from truth import cross_entropy_truth, relative_error
 
 import liger_dist
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.execution import Execution
+from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import (
     GradientCoefficients,
     LossOptions,

@@ -26,8 +26,9 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.losses.distillation import Distillation, Teacher
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 from liger_dist.sharding.process_groups import compute_device
 
 JSD = {"divergence": "jsd", "beta": 0.3, "temperature": 1.5, "hard_weight": 0.25}

@@ -20,8 +20,9 @@ from torch import Tensor
 from truth import DIFFERENTIABLE, cross_entropy_truth
 
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import LossOptions
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
 

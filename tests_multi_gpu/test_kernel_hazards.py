@@ -16,8 +16,9 @@ from torch import Tensor
 import liger_dist
 from liger_dist.fused_layers.gated_mlp import gated_activation
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import RotaryLayout, label_facts, rotate, scaled, sum_of_same_ids
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
 from liger_dist_kernels.products import logits_buffer

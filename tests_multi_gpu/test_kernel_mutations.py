@@ -19,7 +19,8 @@ from test_linear_cross_entropy import test_every_option_matches_fp64 as compares
 from test_linear_cross_entropy import test_true_class_gradient_as_its_probability_nears_one as compares_likely_label
 
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.execution import Execution
+from liger_dist.losses.spec import LossSpec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not look functions up")
 cross_entropy = import_module("liger_dist_kernels.cross_entropy")

@@ -10,9 +10,10 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import put_rows, take_rows
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("reference", "triton")

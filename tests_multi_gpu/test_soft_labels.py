@@ -14,8 +14,9 @@ from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
 from liger_dist.losses.cross_entropy import fused_cross_entropy
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 
 T, D, V, K = 19, 10, 331, 6
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
 from liger_dist.sharding.process_groups import compute_device
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
 import liger_dist
-from liger_dist.losses.spec import Execution, LossSpec
+from liger_dist.losses.execution import Execution
+from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.tensor_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
 from liger_dist.sharding.process_groups import compute_device
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_dist.losses.spec import TopK
+from liger_dist.losses.outputs import TopK
 
 DIFFERENTIABLE = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
 

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import device_assert
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
+from liger_dist.losses.execution import Execution
+from liger_dist.losses.outputs import LossOutput
+from liger_dist.losses.spec import LossSpec
 from liger_dist.model.peft import effective_head
 from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like

@@ -22,9 +22,10 @@ from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.recurrent import PackedDocuments
 from liger_dist.losses.distillation import Distillation
+from liger_dist.losses.execution import Execution, PendingGradients
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.normalization import denominator
-from liger_dist.losses.spec import Execution, LossSpec, PendingGradients
+from liger_dist.losses.spec import LossSpec
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure, embedding_of
 from liger_dist.model.torch_modes import in_backward, is_transformed, untraced

@@ -32,9 +32,11 @@ from liger_dist_kernels import (
 )
 
 from .compiled_logits import compiled_bwd, compiled_fwd, compiled_fwd_bwd
+from .execution import Execution
 from .labels import check_labels, select_targets
 from .normalization import Scales, scaled, token_scales
 from .outputs import (
+    LossOutput,
     as_loss_output,
     returned_tensors,
     saved_terms,
@@ -43,7 +45,7 @@ from .outputs import (
     with_gradients_of_outputs,
 )
 from .rows import check_not_dtensor
-from .spec import Execution, LossOutput, LossSpec
+from .spec import LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)

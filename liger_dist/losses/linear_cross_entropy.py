@@ -28,10 +28,12 @@ from liger_dist_kernels import (
     statistics_dtype,
 )
 
+from .execution import Execution
 from .labels import Targets, check_labels, select_targets
 from .linear_divergence import linear_divergence_loss
 from .normalization import Scales, token_scales
 from .outputs import (
+    LossOutput,
     as_loss_output,
     returned_tensors,
     saved_terms,
@@ -40,7 +42,7 @@ from .outputs import (
     with_gradients_of_outputs,
 )
 from .rows import HeadRows, Problem, check_tensors, operand_dtype, scaled_gradients
-from .spec import Execution, LossOutput, LossSpec
+from .spec import LossSpec
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.torch_modes import in_checkpoint
 
+from .outputs import LossOutput
 from .rows import Problem, scaled_gradients
-from .spec import LossOutput
 
 
 class _LinearDivergence(torch.autograd.Function):

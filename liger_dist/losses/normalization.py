@@ -15,8 +15,9 @@ from torch import Tensor
 from liger_dist_kernels import Backend, TokenGradients, TokenTerms
 from liger_dist_kernels import scaled as scaled_into
 
+from .execution import Execution
 from .labels import Targets
-from .spec import Execution, LossSpec, Reduction
+from .spec import LossSpec, Reduction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,61 @@ Dynamo fails at its backward: so only what was asked for is returned, in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, TokenTerms
 
-from .spec import LossOutput, LossSpec, TopK
+from .spec import LossSpec
+
+
+class TopK(NamedTuple):
+    """The k most likely classes of each token, in descending order."""
+
+    ids: Tensor
+    """int64, the labels' shape and k"""
+    log_prob: Tensor
+    """fp32 (fp64 for fp64 inputs), the labels' shape and k"""
+    remainder: Tensor
+    """probability of all other classes, in [0, 1], the labels' shape"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """A loss with the further outputs that were asked for (None otherwise).
+
+    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others are reports and carry
+    none. Tokens without a target have 0 (False) everywhere.
+    """
+
+    loss: Tensor
+    """0-d for "mean" and "sum", the labels' shape for "none"; fp32, or fp64 for fp64 inputs"""
+    log_prob: Tensor | None = None
+    """log-probability of each label, the labels' shape"""
+    entropy: Tensor | None = None
+    """entropy of each token's distribution in nats, the labels' shape"""
+    is_top1: Tensor | None = None
+    """bool, the labels' shape: no class has a larger logit than the label"""
+    z_loss: Tensor | None = None
+    """the z-loss part of ``loss``, reduced alike"""
+    mean_logit: Tensor | None = None
+    """mean of each token's transformed logits over the vocabulary, the labels' shape"""
+    log_sum_exp: Tensor | None = None
+    """log-sum-exp of each token's transformed logits, the labels' shape"""
+    log_prob_at: Tensor | None = None
+    """log-probabilities of ``token_ids``, their shape; 0 where the id is negative"""
+    sum_sq_prob: Tensor | None = None
+    """sum of the squared probabilities over the vocabulary, the labels' shape"""
+    top_k: TopK | None = None
+    """the most likely classes of each token"""
+    divergence: Tensor | None = None
+    """of a distillation loss: the part of the teacher, reduced as ``loss``"""
+    hard_loss: Tensor | None = None
+    """of a distillation loss: the cross entropy of the labels; 0 where it has no weight"""
+
 
 _ALWAYS = ("loss", "log_prob", "is_top1")
 _ASKED_FOR = ("z_loss", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")

@@ -39,8 +39,9 @@ from liger_dist_kernels import (
 
 from .compiled import compiled_recompute, compiled_score
 from .distillation import Distillation
+from .execution import Execution
 from .normalization import Scales, keeps_graph, scaled
-from .spec import Execution, LossSpec
+from .spec import LossSpec
 
 Gradients = TokenGradients | GradientCoefficients
 

@@ -1,23 +1,22 @@
-"""What defines a loss (:class:`LossSpec`), how it is computed (:class:`Execution`) and what it returns."""
+"""What defines a loss (:class:`LossSpec`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist.config import LogitsDtype, check_count
+from liger_dist.config import check_count
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import Backend, LossOptions, TokenTargets
+from liger_dist_kernels import LossOptions, TokenTargets
 
 from .collectives import device_assert
 from .distillation import Distillation
-from .labels import LabelSummary, Targets
+from .labels import Targets
 from .soft_labels import Remainder, SoftLabels
 
 Reduction = Literal["mean", "sum", "none"]
@@ -223,101 +222,6 @@ class LossSpec:
         _check_weight("logit_bias", self.logit_bias, torch.Size([vocab_size]), "one number for each class")
         _check_weight("class_weight", self.class_weight, torch.Size([vocab_size]), "one weight for each class")
         _check_weight("token_weight", self.token_weight, labels_shape, "one weight for each label")
-
-
-class PendingGradients:
-    """Numbers the losses of one model. The first after a backward makes its gradients in its forward and holds them
-    until its own backward; those that follow recompute their logits in the backward, which costs a fourth product and
-    holds nothing.
-
-    A holder that never sees its backward is given up when a later loss has had its own; until its graph is freed, a
-    second gradient may then be held. All of this follows from the
-    order of calls, which is the same on every rank; nothing depends on what the garbage collector has freed.
-    """
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._holder: int | None = None
-
-    def begin(self) -> tuple[int, bool]:
-        """The number of a new loss, and True if it may hold a gradient."""
-        self._last += 1
-        may_hold = self._holder is None
-        if may_hold:
-            self._holder = self._last
-        return self._last, may_hold
-
-    def has_begun_backward(self, number: int) -> None:
-        """The backward of a loss runs."""
-        if self._holder is not None and number >= self._holder:
-            self._holder = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Execution:
-    """How a loss is computed. Nothing here changes the result beyond rounding, except the groups of the mean."""
-
-    backend: Backend = "auto"
-    memory_budget: int | None = None
-    overwrite_logits: bool = False
-    """True if the gradient of given logits may be written into their memory"""
-    label_summary: LabelSummary | None = None
-    pending: PendingGradients | None = None
-    """the losses of one model; None for a loss of its own"""
-    max_valid_tokens: int | None = None
-    """number of tokens to compute when the host does not know how many have a label; None for all"""
-    logits_dtype: LogitsDtype = None
-    is_first: bool = False
-    """True for the first loss of a model: checks over ranks are read at once instead of asserted on the device"""
-    mean_groups: tuple[dist.ProcessGroup, ...] = ()
-    """groups of the ranks whose tokens share one mean, one group for each mesh axis; empty for this rank alone"""
-    divide_factor: float = 1.0
-    """divisor that the framework applies to the gradients summed over ``mean_groups``"""
-
-
-class TopK(NamedTuple):
-    """The k most likely classes of each token, in descending order."""
-
-    ids: Tensor
-    """int64, the labels' shape and k"""
-    log_prob: Tensor
-    """fp32 (fp64 for fp64 inputs), the labels' shape and k"""
-    remainder: Tensor
-    """probability of all other classes, in [0, 1], the labels' shape"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOutput:
-    """A loss with the further outputs that were asked for (None otherwise).
-
-    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others are reports and carry
-    none. Tokens without a target have 0 (False) everywhere.
-    """
-
-    loss: Tensor
-    """0-d for "mean" and "sum", the labels' shape for "none"; fp32, or fp64 for fp64 inputs"""
-    log_prob: Tensor | None = None
-    """log-probability of each label, the labels' shape"""
-    entropy: Tensor | None = None
-    """entropy of each token's distribution in nats, the labels' shape"""
-    is_top1: Tensor | None = None
-    """bool, the labels' shape: no class has a larger logit than the label"""
-    z_loss: Tensor | None = None
-    """the z-loss part of ``loss``, reduced alike"""
-    mean_logit: Tensor | None = None
-    """mean of each token's transformed logits over the vocabulary, the labels' shape"""
-    log_sum_exp: Tensor | None = None
-    """log-sum-exp of each token's transformed logits, the labels' shape"""
-    log_prob_at: Tensor | None = None
-    """log-probabilities of ``token_ids``, their shape; 0 where the id is negative"""
-    sum_sq_prob: Tensor | None = None
-    """sum of the squared probabilities over the vocabulary, the labels' shape"""
-    top_k: TopK | None = None
-    """the most likely classes of each token"""
-    divergence: Tensor | None = None
-    """of a distillation loss: the part of the teacher, reduced as ``loss``"""
-    hard_loss: Tensor | None = None
-    """of a distillation loss: the cross entropy of the labels; 0 where it has no weight"""
 
 
 def _as_soft_labels(

@@ -32,9 +32,11 @@ from liger_dist_kernels import (
 )
 
 from .collectives import device_assert, gather
+from .execution import Execution
 from .linear_cross_entropy import fused_linear_cross_entropy
+from .outputs import LossOutput
 from .rows import HeadRows, Problem
-from .spec import Execution, LossOutput, LossSpec
+from .spec import LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)

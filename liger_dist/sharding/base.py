@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_dist.config import WrapConfig
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
+from liger_dist.losses.outputs import LossOutput
+from liger_dist.losses.spec import LossSpec
 from liger_dist.model.structure import Structure, head_shape
 
 Initializer = Callable[[nn.Module], None]

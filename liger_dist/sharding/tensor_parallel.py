@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
+from liger_dist.losses.execution import Execution
+from liger_dist.losses.outputs import LossOutput
+from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.model.peft import heads_at
 from liger_dist.model.structure import Structure, stored_parameter, weight_of

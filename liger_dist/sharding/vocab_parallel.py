@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import agree, device_for
 from liger_dist.losses.embedding import exchanged_embedding
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import Execution, LossOutput, LossSpec
+from liger_dist.losses.outputs import LossOutput
+from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.token_exchange import ExchangingShard
 from liger_dist.model.class_swap import SameLinearMap, with_base
 from liger_dist.model.peft import active_head, has_lora
