@@ -24,8 +24,9 @@ from liger_dist.model.peft import learns_prompts
 from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis
 
-from .fused_layers.attention import NAME, RESTARTS_BESIDE_MASK, document_lengths
+from .fused_layers.attention import NAME, RESTARTS_BESIDE_MASK
 from .fused_layers.attention_selection import reason_against
+from .fused_layers.document_mask import document_lengths
 
 IGNORED = -100
 _OF_TOKENS = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask", "token_weight")

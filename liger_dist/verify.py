@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
-from .explain import Explanation, explain
+from .explain import explain
 from .fused_head.model_loss import FusedLoss
 from .model.peft import active_head
+from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
 from .sharding import deepspeed, fsdp1, fsdp2
-from .sharding.process_groups import collective_device, sentences_of_all_ranks
+from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
 from .wrap import Wrapped, full_logits, inner_model, own_layers, record_of
 
@@ -146,10 +146,10 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     with _kept(inner):
         passes = _passes(model, batch, teacher, axis)
     fused, doubled, unfused = passes.fused, passes.doubled, passes.unfused
-    errors = _Errors(fused.gradients, unfused.gradients)
+    errors = GradientErrors(fused.gradients, unfused.gradients)
     heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
-    linearity = _Errors(doubled.gradients, twice)
+    linearity = GradientErrors(doubled.gradients, twice)
     verification = Verification(
         adapter=chosen.adapter or "none",
         loss=float(fused.loss),
@@ -160,12 +160,12 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         worst_parameter=errors.worst(),
         linearity_error=linearity.of(heads if errors.reach(heads) else list(fused.gradients)),
         own_loss=float(passes.own.loss),
-        own_gradient_error=_Errors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
+        own_gradient_error=GradientErrors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
         kept=passes.kept,
         tolerance=TOLERANCES.get(fused.dtype, 2e-2),
         problems=(),
     )
-    problems = [*_problems(verification), *_disagreements(chosen, model), *fused.disagreements]
+    problems = [*_problems(verification), *disagreements(chosen, model), *fused.disagreements]
     if not errors.reach(list(fused.gradients)):
         problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
     return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
@@ -188,7 +188,7 @@ def _run(
             else:
                 (loss * factor).backward()
             gradients = _local_gradients(model)
-            disagreements = _disagreements_of_gradients(model) if compares_ranks else []
+            disagreements = disagreements_of_gradients(model) if compares_ranks else []
     finally:
         hook.remove()
         _clear_gradients(model)
@@ -309,44 +309,6 @@ def _kept(inner: nn.Module) -> Iterator[None]:
                 buffer.copy_(before[name])
 
 
-class _Errors:
-    """Relative L2 errors over all ranks of gradients against others of the same names."""
-
-    def __init__(self, actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-        self._names = list(expected)
-        sums = torch.zeros(len(self._names), 2, dtype=torch.float64)
-        for row, name in enumerate(self._names):
-            found, truth = actual[name], expected[name]
-            if found is None and truth is None:
-                continue
-            found = torch.zeros_like(truth) if found is None else found  # type: ignore[arg-type]
-            truth = torch.zeros_like(found) if truth is None else truth
-            difference = found.double() - truth.double()
-            sums[row] = torch.stack([difference.square().sum(), truth.double().square().sum()]).cpu()
-        if dist.is_initialized():
-            sums = sums.to(collective_device())
-            dist.all_reduce(sums)
-        self._sums = sums.cpu()
-
-    def reach(self, names: list[str]) -> bool:
-        """Whether any gradient of these parameters is not zero in the reference."""
-        return any(self._sums[row, 1] > 0 for row, name in enumerate(self._names) if name in names)
-
-    def of(self, names: list[str]) -> float:
-        """Of several parameters together."""
-        rows = [row for row, name in enumerate(self._names) if name in names]
-        difference, truth = self._sums[rows].sum(0).tolist()
-        return float((difference / truth) ** 0.5) if truth > 0 else float(difference**0.5)
-
-    def worst(self) -> tuple[str, float]:
-        """The parameter with the largest error; some gradients are zero but for rounding, so it is not taken against a
-        norm below a thousandth of the largest."""
-        norms = self._sums[:, 1].sqrt()
-        errors = self._sums[:, 0].sqrt() / norms.clamp_min(float(norms.max()) * 1e-3 or 1.0)
-        row = int(errors.argmax())
-        return self._names[row], float(errors[row])
-
-
 def _problems(seen: Verification) -> list[str]:
     problems = []
     # Written so that NaN is a problem.
@@ -374,25 +336,6 @@ def _problems(seen: Verification) -> list[str]:
         problems.append(
             f"the loss leaves the model as {seen.loss_dtype}, which keeps two or three digits of it: a wrapper "
             "casts its outputs. Under FSDP2 set MixedPrecisionPolicy(output_dtype=None)"
-        )
-    return problems
-
-
-def _disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
-    """Differences between ranks that should not be."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    problems = []
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (chosen.adapter, chosen.facts.lines()))
-    if any(other != gathered[0] for other in gathered):
-        problems.append(f"ranks disagree about the layout: {sorted({str(other[0]) for other in gathered})}")
-    copies = _copies(model, chosen.facts.storage.tensor_parallel_size, lambda parameter: parameter)
-    names = _divergent(copies, tolerance=0.0)
-    if names:
-        problems.append(
-            f"{len(names)} parameters that should be alike on several ranks are not, such as {names[0]}: load or "
-            "initialise the same values everywhere before wrapping"
         )
     return problems
 
@@ -454,89 +397,3 @@ def _agree(objection: str | None) -> None:
     sentences = sentences_of_all_ranks([] if objection is None else [objection])
     if sentences:
         raise LigerDistError(f"verify cannot run: {'; '.join(sentences)}.")
-
-
-def _disagreements_of_gradients(model: nn.Module) -> list[str]:
-    """Trained parameters of the outermost module whose gradients the ranks do not share as they should. DeepSpeed
-    reduces all of its parameters, and FSDP1 flat ones, of which a rank has some."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    if deepspeed.is_engine(model) or fsdp1.is_inside_fsdp1(inner_model(model)):
-        return []
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tuple(name for name, p in trained if p.grad is None))
-    partial = sorted(set().union(*gathered) - set(gathered[0]).intersection(*gathered))
-    if partial:
-        return [
-            f"{len(partial)} parameters get a gradient on some ranks and none on others, such as {partial[0]}: experts "
-            "without tokens, or branches that depend on the data. FSDP2 sums gradients of different parameters then. "
-            "Compute every branch on every rank, with weight 0 where it has no tokens"
-        ]
-    record = record_of(inner_model(model))
-    facts = explain(model).facts
-    is_averaged = isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for _, p in trained)
-    if not is_averaged and record.strategy.name in ("auto", "deepspeed"):
-        return []  # Nothing that is known averages them.
-    names = _divergent(
-        _copies(model, facts.storage.tensor_parallel_size, lambda parameter: parameter.grad), tolerance=1e-3
-    )
-    if not names:
-        return []
-    return [
-        f"the gradients of {len(names)} parameters differ between ranks that should share them, such as {names[0]}: "
-        "nothing reduces them. Put their modules into the model before it is wrapped"
-    ]
-
-
-@torch.no_grad()
-def _copies(
-    model: nn.Module, tensor_parallel_size: int, tensor_of: Callable[[nn.Parameter], Tensor | None]
-) -> dict[dist.ProcessGroup, list[tuple[str, Tensor]]]:
-    """The tensors of parameters of which several ranks should have the same, by name, for each group of such ranks:
-    full ones over all ranks, DTensors over their replicated mesh axes, and over the tensor-parallel axis (the last one
-    of the parameters that have it) where they are not sharded over it."""
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    largest_mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
-    copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
-    world = dist.group.WORLD
-    assert world is not None
-    flattened = fsdp1.is_inside_fsdp1(model)
-    for name, parameter in model.named_parameters():
-        tensor = tensor_of(parameter)
-        if tensor is None:
-            continue
-        if isinstance(parameter, DTensor):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if tensor_parallel_size > 1 and largest_mesh is not None and parameter.device_mesh.ndim < largest_mesh.ndim:
-                group = largest_mesh.get_group(largest_mesh.ndim - 1)
-                copies.setdefault(group, []).append((name, local))
-            for axis, placement in enumerate(parameter.placements):
-                if placement.is_replicate():
-                    group = parameter.device_mesh.get_group(axis)
-                    copies.setdefault(group, []).append((name, local))
-        elif not flattened and not deepspeed.is_stored_by_zero3(parameter):
-            copies.setdefault(world, []).append((name, tensor))
-    return copies
-
-
-@torch.no_grad()
-def _divergent(copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]], *, tolerance: float) -> list[str]:
-    """Names of the tensors that differ between the ranks of a group, by more than ``tolerance`` of their size. Two
-    all-reduces per process group."""
-    names = []
-    for group, held in copies.items():
-        sums = torch.stack([_checksum(tensor) for _, tensor in held]).to(collective_device())
-        largest, smallest = sums.clone(), sums.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-        # Of the plain sum, the size is the sum of absolute values.
-        sizes = largest[:, [1, 1, 2]]
-        differs = (largest - smallest > tolerance * sizes).any(1).tolist()
-        names += [name for (name, _), differs in zip(held, differs, strict=True) if differs]
-    return names
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    values = tensor.double()
-    return torch.stack([values.sum(), values.abs().sum(), values.square().sum()]).cpu()

@@ -325,7 +325,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
     undo.callback(attention.restore)
-    loss.replaced_attention = attention.own
+    loss.warnings.replaced_attention = attention.own
     record = Wrapped(
         structure=found.structure,
         strategy=strategy,

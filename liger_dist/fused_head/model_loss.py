@@ -6,7 +6,6 @@ model scores them), or the *model's own*.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,16 +26,15 @@ from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.normalization import denominator
 from liger_dist.losses.spec import LossSpec
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
-from liger_dist.model.structure import Structure, embedding_of
-from liger_dist.model.torch_modes import in_backward, is_transformed, untraced
-from liger_dist.sharding import accelerate, ddp, deepspeed
+from liger_dist.model.structure import Structure
+from liger_dist.model.torch_modes import is_transformed, untraced
+from liger_dist.sharding import accelerate
 from liger_dist.sharding.base import DataParallel, Wrapper
-from liger_dist.sharding.fsdp1 import is_outside_forward
-from liger_dist.sharding.process_groups import world_size
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
 
 from .around import Around
 from .call import IGNORE_INDEX, Call, HostCall, Hosts, Signature, options_for
+from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
 from .logits import FusedLogits
 from .loss_call import NO_HEAD, GivenLabels, LossCall, PendingLoss, current_call, is_running
@@ -74,9 +72,6 @@ class FusedLoss:
         self.signature = Signature(
             model, outputs=config.outputs, own_smoothing=smoothing if recipe is None else recipe.label_smoothing
         )
-        self.replaced_attention: str | None = None
-        """implementation of the model's own attention where another one is selected, whose hidden states of padding
-        differ; None where it was kept"""
         self.around: Around | None = None
         """the wrapper that :func:`liger_dist.wrap` made around the model, through which its losses go"""
         self.loss_owner = None if recipe is None else recipe.owner
@@ -85,11 +80,9 @@ class FusedLoss:
         self.own_loss_function: Callable[..., Tensor] | None = getattr(owner_module, "loss_function", None)
         self._had_own_loss_function = owner_module is not None and "_loss_function" in vars(owner_module)
         self._is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._warns_of_wrappers = strategy == "auto"
-        self._has_looked_at_padding = False
+        self.warnings = CallWarnings(others_wrap=strategy == "auto")
         self._has_scored = False
         self._pending = PendingGradients()
-        self._warned: set[str] = set()
 
     def install(self, model: nn.Module) -> None:
         """Swaps the class of lm_head and installs the loss function; before the model is sharded."""
@@ -199,9 +192,9 @@ class FusedLoss:
             self._refuse_distillation(reason)
         if reason is not None and not wants_logits:
             what = "" if in_use.unfusable is not None else " The loss is the model's own."
-            self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {reason}.{what}")
-        if in_use.adapter is not None:
-            self._check_wrapper(model, in_use)
+            self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {reason}.{what}")
+        if in_use.adapter is not None and self.warnings.others_wrap and dist.is_initialized() and not is_transformed():
+            self.warnings.check_wrapper(model, in_use.adapter)
         if reason is None and not wants_logits:
             return self._loss_call(model, call, in_use, on_logits=False)
         if asked and in_use.adapter is not None and self._can_score(model):
@@ -280,7 +273,7 @@ class FusedLoss:
         assert in_use.adapter is not None
         aligned, spec = self._checked(model, call, in_use)
         if call.named.get("num_items_in_batch") is not None and call.distillation is None:
-            self._warn_of_ignored_items(call)
+            self.warnings.of_ignored_items(call, self.recipe)
         if self.recipe.transform.bias is not None:
             spec = replace(spec, logit_bias=model.get_buffer(self.recipe.transform.bias).reshape(-1))
         if spec.token_weight is not None:
@@ -313,7 +306,7 @@ class FusedLoss:
         aligned = call.aligned_labels(
             self.recipe, is_encoder_decoder=self._is_encoder_decoder, vocab_size=in_use.vocab_size
         )
-        self._warn_of_scored_padding(call, aligned)
+        self.warnings.of_scored_padding(call, aligned)
         if dist.is_initialized():
             # Never by the attribute, which a parametrization computes: weights may be sharded here.
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
@@ -353,68 +346,6 @@ class FusedLoss:
             return DataParallel(groups=(), divide_factor=1.0)
         return in_use.adapter.data_parallel(in_use.base, model)
 
-    def _check_wrapper(self, model: nn.Module, in_use: HeadInUse) -> None:
-        """Refuses a loss outside of the forward of an FSDP1 wrapper that other code has made, and warns of one whose
-        gradients nothing averages."""
-        if not self._warns_of_wrappers or not dist.is_initialized() or is_transformed():
-            return
-        name = type(model).__name__
-        if is_outside_forward(model, embedding_of(model)):
-            raise LigerDistError(
-                f"a loss was asked of the {name} inside FullyShardedDataParallel, outside the wrapper's forward, which "
-                "unshards weights and reduces gradients. Call the wrapper, or wrap the model itself with "
-                "strategy='fsdp1'."
-            )
-        is_replicated = in_use.adapter is not None and in_use.adapter.name == "replicated"
-        is_averaged = world_size() == 1 or ddp.may_be_running() or deepspeed.has_started()
-        # A checkpoint of the whole model is recomputed in the backward, outside of every forward.
-        if torch.is_grad_enabled() and is_replicated and not is_averaged and not in_backward():
-            self.warn_once(
-                f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
-                "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
-                "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
-            )
-
-    def _warn_of_scored_padding(self, call: Call, aligned: AlignedLabels) -> None:
-        """Warns, once, of labels that are scored by the logits of padding. On a GPU only the first batch with a mask is
-        looked at: that waits."""
-        mask, labels = call.named.get("attention_mask"), aligned.labels
-        is_known = self._has_looked_at_padding or self.replaced_attention is None
-        if is_known or not isinstance(mask, Tensor) or mask.shape != labels.shape:
-            return
-        if labels.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return
-            self._has_looked_at_padding = True
-        differs = (mask == 0) & (labels.to(mask.device) != call.ignore_index)
-        if self.replaced_attention != "eager":
-            # Padding on the left sees nothing, which is 0 here as in scaled_dot_product_attention.
-            differs &= mask.cumsum(-1) > 0
-        if bool(differs.any()):
-            self._has_looked_at_padding = True
-            self.warn_once(
-                f"labels of {call.model_name} score logits of padding, whose attention_mask is 0. They differ from "
-                "those of the model's own attention, and so does the loss. Give padding, and the token after padding "
-                f"on the left, the label {call.ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
-            )
-
-    def _warn_of_ignored_items(self, call: Call) -> None:
-        assert self.recipe is not None
-        if torch.is_grad_enabled() and not self.recipe.takes_num_items:
-            self.warn_once(
-                f"num_items_in_batch was given to {call.model_name}, whose forward computes the mean over the tokens "
-                "of the call and ignores it. A Trainer that passes it does not divide the loss itself: loss and "
-                "gradients are too large by the number of micro-batches of a step, and by that of ranks. Set "
-                "model.accepts_loss_kwargs = False before the Trainer is made; in a loop leave it out, and divide the "
-                "loss by the number of micro-batches."
-            )
-
-    def warn_once(self, sentence: str) -> None:
-        """Warns with a sentence, the first time."""
-        if sentence not in self._warned:
-            self._warned.add(sentence)
-            warnings.warn(sentence, stacklevel=2)
-
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
@@ -431,7 +362,7 @@ class FusedLoss:
         pending = _pending(call, logits)
         if pending is None:
             if not is_running(self.owner):
-                self.warn_once(
+                self.warnings.once(
                     "a loss was computed from full logits, outside of the forward that liger_dist.wrap has given the "
                     "model, and is not fused: other code calls an earlier forward. Wrap the model after that code."
                 )
@@ -458,7 +389,7 @@ class FusedLoss:
             return output
         if call.pending is None:
             call.check_not_altered()
-            self.warn_once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
+            self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
             return output
         return fused_output(output, call.reports(), model_name=call.model_name, without_logits=not call.on_logits)
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from liger_dist.sharding.accelerate import size_in_accelerate
 
-from .attention import NAME, is_replaced, register_attention
+from .attention import NAME, register_attention
+from .document_mask import is_replaced
 
 OWN = ("sdpa", "eager", NAME)
 """implementations that it takes the place of; another model with the same config may have selected it"""

@@ -1,0 +1,235 @@
+"""Masks of packed and padded sequences: the lengths of the documents instead of a dense mask ``[B, 1, S, S]``.
+
+Legend: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_dist.model.torch_modes import untraced
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+PADDING_SEGMENT = 128
+"""tokens; padding is cut into documents of this length, which cost next to nothing"""
+
+
+class DocumentMask:
+    """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``.
+
+    No dataclass: FSDP takes those apart, and gives each layer a copy.
+    """
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        cu_seq_lens: Tensor,
+        *,
+        rows: int,
+        window: int | None = None,
+        is_causal: bool = True,
+        valid: Tensor | None = None,
+        is_from_mask: bool = False,
+    ) -> None:
+        self.lengths = lengths
+        """tokens of each document, row after row; padding counts as documents"""
+        self.cu_seq_lens = cu_seq_lens
+        """int32 ``[documents + 1]``, on the device of the attention"""
+        self.rows = rows
+        self.window = window
+        """tokens that a token attends to, itself included; None for all of its document"""
+        self.is_causal = is_causal
+        self.valid = valid
+        """bool ``[B, S]``: the 2-D mask that it was made from; None without padding"""
+        self.checks_positions = is_from_mask
+        """True if it was made from a 2-D mask, until positions have been compared with it"""
+        # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
+        self.max_length = max(lengths)
+        has_window = window is not None and window < self.max_length
+        self.is_plain = len(lengths) == rows and min(lengths) == self.max_length and not has_window and is_causal
+        """True if every row is one document, which it attends to without a window"""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the dense mask, which transformers reads where a model makes masks twice."""
+        length = sum(self.lengths) // self.rows
+        return self.rows, 1, length, length
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def contiguous(self) -> DocumentMask:
+        """Itself: ``generate`` asks every mask that it has made."""
+        return self
+
+    def __getitem__(self, index: Any) -> DocumentMask | Tensor:
+        """Itself if ``index`` leaves all of the dense mask, else that part of it. Decoders whose last layers share keys
+        and values give those layers the last tokens alone, ``mask[:, :, slice(-logits_to_keep, None), :]``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_all = len(parts) <= self.ndim and all(
+            isinstance(part, slice) and part.indices(size) == (0, size, 1)
+            for part, size in zip(parts, self.shape, strict=False)
+        )
+        return self if is_all else self.dense()[index]
+
+    @untraced
+    def dense(self) -> Tensor:
+        """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
+        device = self.cu_seq_lens.device
+        lengths = torch.tensor(self.lengths, device=device)
+        document = torch.arange(len(self.lengths), device=device).repeat_interleave(lengths).view(self.rows, 1, -1)
+        allowed = document.transpose(1, 2) == document
+        position = torch.arange(allowed.shape[-1], device=device)
+        if self.is_causal:
+            allowed = allowed & causal(position[:, None], position, self.window)
+        return (allowed if self.valid is None else allowed & self.valid[:, None])[:, None]
+
+
+def causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    allowed = key <= query
+    return allowed if window is None else allowed & (key > query - window)
+
+
+def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
+    """The mask function: the documents of a micro-batch, or the mask that transformers makes for "sdpa".
+
+    Args:
+        arguments: those that transformers gives to mask functions.
+
+    Returns:
+        None for causal attention over whole rows, unless its rows may be sliced.
+    """
+    given = arguments.get("attention_mask")
+    if isinstance(given, DocumentMask):
+        return given
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    of_transformers = arguments
+    arguments = _by_length(arguments)
+    is_simple, is_sliced = arguments.get("allow_is_causal_skip", True), _is_sliced(arguments)
+    if is_sliced:
+        of_transformers = of_transformers | {"allow_is_causal_skip": False}
+    if not _has_documents(arguments):
+        return own(**of_transformers)
+    length, window = arguments["q_length"], arguments.get("local_size")
+    has_window = window is not None and window < length
+    if is_simple and not has_window and given is None:
+        rows = arguments["batch_size"]
+        return mask_of((length,) * rows, arguments["device"], rows=rows) if is_sliced else None
+    mask = _read(arguments)
+    # A model that forbids None needs a tensor, to change it.
+    return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` by the names that transformers gives them now; its first 5.x releases give the positions of the
+    queries instead of their number and device. Where all keys are queries, the first position is 0."""
+    positions = arguments.get("cache_position")
+    if positions is None or "q_length" in arguments:
+        return arguments
+    return arguments | {"q_length": positions.shape[0], "device": positions.device}
+
+
+def _is_sliced(arguments: dict[str, Any]) -> bool:
+    """True if the last layers of the decoder share keys and values: they may get the last tokens alone, with their rows
+    of the mask; None would stand for the first tokens."""
+    config: Any = arguments.get("config")
+    configs = (config, getattr(config, "text_config", None))
+    shared = any(getattr(one, "num_kv_shared_layers", None) for one in configs)
+    return shared and arguments.get("q_length") != 1
+
+
+def _has_documents(arguments: dict[str, Any]) -> bool:
+    """True if the queries are the keys of this call, and the mask is computed from indices."""
+    length, padding = arguments.get("q_length"), arguments.get("attention_mask")
+    sizes = (arguments.get("kv_length"), arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+    has_no_cache = isinstance(length, int) and length > 1 and all(isinstance(size, int) for size in sizes)
+    if not has_no_cache or sizes != (length, 0, 0) or (padding is not None and padding.shape[-1] != length):
+        return False
+    if arguments.get("local_size") is not None and arguments["local_size"] < 1:
+        return False
+    is_indexed = not arguments.get("use_vmap", False) and "allow_is_bidirectional_skip" not in arguments
+    return is_indexed and not torch.compiler.is_compiling() and not is_replaced()
+
+
+def is_replaced() -> bool:
+    """True if another package computes the attention of "sdpa", such as DeepSpeed's sequence parallelism."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_function() is not sdpa_attention_forward
+
+
+def sdpa_function() -> AttentionFunction:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function
+
+
+def _read(arguments: dict[str, Any]) -> DocumentMask | None:
+    """Reads where documents begin, from the neighbours that a token may attend to: ``O(B * S)`` and one copy to the
+    host. None if the mask is another one."""
+    mask_function: Callable[..., Tensor] = arguments["mask_function"]
+    rows, length, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
+    window, padding = arguments.get("local_size"), arguments.get("attention_mask")
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros(1, 1, dtype=row.dtype, device=device)
+    position = torch.arange(length, device=device)[None]
+
+    def attends(query: Tensor, key: Tensor) -> Tensor:
+        return mask_function(row, head, query, key).expand(rows, length)
+
+    begins = ~attends(position, (position - 1).clamp(min=0)) | (position == 0)
+    first = torch.where(begins, position, 0).cummax(1).values
+    if window is not None:
+        first = torch.maximum(first, position - window + 1)
+    is_last = position == length - 1
+    ahead = attends(position, (position + 1).clamp(max=length - 1)) & ~is_last
+    before = attends(position, (first - 1).clamp(min=0)) & (first > 0)
+    is_known = attends(position, first) & ~ahead & ~before
+    valid = torch.ones_like(begins) if padding is None else padding.bool()
+    begins, valid_on_host, is_known = torch.stack([begins, valid, is_known]).cpu()
+    if not is_known.all():
+        return None
+    lengths = document_lengths(begins, valid_on_host)
+    if lengths is None:
+        return None
+    window = window if window is not None and window < length else None
+    has_padding = padding is not None and not bool(valid_on_host.all())
+    facts = {"valid": valid if has_padding else None, "is_from_mask": padding is not None}
+    return mask_of(lengths, device, rows=rows, window=window, **facts)
+
+
+def document_lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
+    """The documents of every row, and its padding in short ones; bool ``[B, S]`` on the host. None if padding lies
+    inside a document."""
+    changes = begins.clone()
+    changes[:, 1:] |= valid[:, 1:] != valid[:, :-1]
+    lengths: list[int] = []
+    for row in range(len(begins)):
+        starts = changes[row].nonzero()[:, 0].tolist()
+        has_text = False
+        for start, end in pairwise([*starts, begins.shape[1]]):
+            has_text = has_text and not begins[row, start]
+            if valid[row, start]:
+                if has_text:
+                    return None
+                has_text = True
+                lengths.append(end - start)
+            else:
+                full, rest = divmod(end - start, PADDING_SEGMENT)
+                lengths += [PADDING_SEGMENT] * full + [rest] * (rest > 0)
+    return tuple(lengths)
+
+
+def mask_of(lengths: tuple[int, ...], device: torch.device, *, rows: int, **facts: Any) -> DocumentMask:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    on_device = ends.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else ends
+    return DocumentMask(lengths, on_device, rows=rows, **facts)
