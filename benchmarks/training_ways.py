@@ -156,7 +156,7 @@ _OURS: dict[Sharding, dict[str, Shard]] = {
         "liger_dist": ours(liger_dist.FSDP1(param_dtype=torch.bfloat16)),
         "liger_dist, layers compiled": ours(liger_dist.FSDP1(param_dtype=torch.bfloat16, compile_layers=True)),
     },
-    "zero3": {"liger_dist": ours(liger_dist.DeepSpeed())},
+    "zero3": {"liger_dist": ours("deepspeed")},
     "none": {"liger_dist": ours("none"), "liger_dist, layers compiled": ours("none", compiled=True)},
 }
 assert set(_OURS) == set(get_args(Sharding))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -76,10 +75,10 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at versions, GPUs with their power and clocks, cuDNN, kernels, DeepSpeed's operators, links between GPUs,
-    and the host; under torchrun also at how fast and how right an all-reduce of all processes is (a collective)."""
-    checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, power, cudnn, kernels, kernels_of_models]
-    checks += [deepspeed_operators, links, host]
+    """Checks versions, GPUs, cuDNN, kernels and the host; under torchrun also how fast and how right an all-reduce of
+    all processes is (a collective). For power, clocks and links see ``nvidia-smi``, for DeepSpeed's operators
+    ``ds_report``."""
+    checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, cudnn, kernels, kernels_of_models, host]
     if dist.is_initialized():
         checks += [collectives, premul_sum]
     found = tuple(finding for check in checks for finding in check())
@@ -150,30 +149,6 @@ def gpus() -> Iterator[Finding]:
             yield Finding(name, os.environ[name], "note", f"it makes training slow: unset {name} unless you know why")
 
 
-def power() -> Iterator[Finding]:
-    """Power limits and application clocks below the defaults, and throttling."""
-    names = ("index", "power.limit", "power.default_limit", "clocks.applications.gr", "clocks.max.gr")
-    reasons = ("clocks_event_reasons.hw_thermal_slowdown", "clocks_event_reasons.hw_power_brake_slowdown")
-    query = f"--query-gpu={','.join((*names, *reasons))}"
-    for line in _output("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines():
-        index, *values, hot, braked = (value.strip() for value in line.split(","))
-        limit, usual, clock, most = (float(value) if _is_number(value) else None for value in values)
-        slows = "; matrix products run slower below the default"
-        if limit is not None and usual is not None and limit < usual:
-            remedy = f"nvidia-smi -i {index} -pl {usual:.0f} as root{slows}"
-            yield Finding(f"power of GPU {index}", f"limited to {limit:.0f} W of {usual:.0f} W", "note", remedy)
-        elif limit is not None:
-            yield Finding(f"power of GPU {index}", f"{limit:.0f} W")
-        if clock is not None and most is not None and clock < most:
-            remedy = f"nvidia-smi -i {index} -rac as root{slows}"
-            yield Finding(f"clock of GPU {index}", f"set to {clock:.0f} MHz of {most:.0f} MHz", "note", remedy)
-        elif most is not None:
-            yield Finding(f"clock of GPU {index}", f"up to {most:.0f} MHz")
-        if "Active" in (hot, braked):
-            remedy = "check cooling and power supply: the GPU is throttling"
-            yield Finding(f"throttling of GPU {index}", "too hot" if hot == "Active" else "power brake", "note", remedy)
-
-
 def cudnn() -> Iterator[Finding]:
     """Whether the loaded cuDNN is older than the package installed with torch; attention kernels use it."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
@@ -232,42 +207,6 @@ def kernels_of_models() -> Iterator[Finding]:
         yield Finding("optional model kernels", f"not installed: {', '.join(missing)}", "note", remedy)
     else:
         yield Finding("optional model kernels", ", ".join(OF_SOME_MODELS))
-
-
-def deepspeed_operators() -> Iterator[Finding]:
-    """Whether DeepSpeed can build those that it compiles when they are asked for."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return
-    missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]
-    if torch.cuda.is_available() and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
-        missing.append("nvcc (CUDA_HOME)")
-    if missing:
-        remedy = "ZeRO with torch's optimisers needs none of them; FusedAdam, DeepSpeedCPUAdam and async_io do"
-        yield Finding("DeepSpeed operators", f"cannot be built: no {', '.join(missing)}", "note", remedy)
-    else:
-        yield Finding("DeepSpeed operators", "can be built")
-
-
-def links() -> Iterator[Finding]:
-    """What connects the GPUs of this machine, by nvidia-smi's table."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        return
-    apart = [(a, b) for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
-        remedy = "they talk through the host's memory: check IOMMU/ACS settings and virtualisation of the machine"
-        yield Finding("peer access", f"not between GPUs {', '.join(f'{b}-{a}' for a, b in apart)}", "note", remedy)
-    rows = [line.split() for line in _plain(_output("nvidia-smi", "topo", "-m")).splitlines()]
-    kinds = {kind for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) for kind in row[1 : count + 1]} - {"X"}
-    kinds = {kind for kind in kinds if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)}
-    slow = sorted(kind for kind in kinds if not kind.startswith("NV"))
-    if slow:
-        remedy = "no NVLink between some: prefer head='gather', and mesh=(replicate, shard) with shards on linked GPUs"
-        yield Finding("links", ", ".join(sorted(kinds)), "note", remedy)
-    elif kinds:
-        yield Finding("links", ", ".join(sorted(kinds)))
-    else:
-        yield Finding("links", "nvidia-smi shows no table", "note", "the dispatcher cannot be checked against links")
 
 
 def host() -> Iterator[Finding]:
@@ -335,10 +274,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\d+(\.\d+)?", text) is not None
-
-
 def _output(*command: str) -> str:
     """Standard output of a program; empty where there is none, it fails, or hangs as nvidia-smi can."""
     if shutil.which(command[0]) is None:
@@ -348,8 +283,3 @@ def _output(*command: str) -> str:
     except subprocess.TimeoutExpired:
         return ""
     return finished.stdout if finished.returncode == 0 else ""
-
-
-def _plain(text: str) -> str:
-    """Without the escapes of terminals."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -11,11 +11,7 @@ from .model.peft import active_head, base_head
 from .model.structure import tied_modules
 from .sharding import collect_facts
 from .sharding.base import Facts
-from .sharding.fsdp2 import FSDP2
-from .sharding.head_cost import HeadShapes, head_costs
-from .wrap import Wrapped, inner_model, record_of
-
-TOKENS = 8192
+from .wrap import inner_model, record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +25,6 @@ class Explanation:
     """the sharding adapter for the storage of the weight; None when the loss is not fused, or the adapter refuses it"""
     declined: tuple[str, ...]
     """why the adapter refuses; empty if it does not"""
-    costs: tuple[tuple[str, str], ...]
-    """bytes that a gathered and a vocab-parallel lm_head send and hold under FSDP2, per rank and micro-batch"""
     layers: LayerReport
     """which layers are computed by kernels, and why others are not"""
     attention: str
@@ -41,19 +35,15 @@ class Explanation:
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [("refused", "; ".join(self.declined))] if self.declined else []
-        rows += [(f"lm_head={name!r}", cost) for name, cost in self.costs]
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows += [] if self.packing is None else [("packed documents", self.packing)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
+def explain(model: nn.Module) -> Explanation:
     """What is known of a wrapped model's lm_head, and which sharding adapter that gives, at any time after
     :func:`wrap`. No collectives.
-
-    Args:
-        tokens: tokens with a label in one rank's micro-batch, for the costs of lm_head under FSDP2.
 
     Raises:
         LigerDistError: the model is not wrapped.
@@ -80,7 +70,6 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
             fused=words,
             adapter=None,
             declined=(),
-            costs=(),
             layers=record.layers,
             attention=str(record.attention),
             packing=packing,
@@ -92,29 +81,7 @@ def explain(model: nn.Module, *, tokens: int = TOKENS) -> Explanation:
         fused=str(record.recipe),
         adapter=None if reasons else adapter.name,
         declined=reasons,
-        costs=_costs(facts, record, tokens),
         layers=record.layers,
         attention=str(record.attention),
         packing=packing,
     )
-
-
-def _costs(facts: Facts, record: Wrapped, tokens: int) -> tuple[tuple[str, str], ...]:
-    """The costs of both layouts of lm_head under FSDP2; empty for others."""
-    storage = facts.storage
-    if storage.adapter.name not in ("fsdp2-gathered", "fsdp2-vocab-parallel") or storage.mesh_shape is None:
-        return ()
-    strategy = record.strategy
-    dtype = (strategy.param_dtype if isinstance(strategy, FSDP2) else None) or storage.weight_dtype
-    vocab_size, hidden_size = storage.weight_shape
-    shapes = HeadShapes(
-        tokens=tokens,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        ranks=storage.mesh_shape[-1],
-        tied=facts.tied,
-        trains=storage.trains,
-        itemsize=dtype.itemsize,
-        memory_budget=record.config.memory_budget,
-    )
-    return tuple((name, str(cost)) for name, cost in head_costs(shapes).items())

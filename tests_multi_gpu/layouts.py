@@ -29,6 +29,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 import liger_dist
+from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -48,7 +49,7 @@ class Session:
         groups = [{"params": parameters} for parameters in by_mesh.values()]
         self.optimizer: Any = torch.optim.SGD(groups, lr=LEARNING_RATE)
 
-    def wrap(self, strategy: str | liger_dist.Strategy) -> Any:
+    def wrap(self, strategy: str | Strategy) -> Any:
         if self.cell.used.checkpointing:
             self.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         return liger_dist.wrap(self.inner, strategy, config=liger_dist.WrapConfig(**self.cell.options))

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_dist
 from liger_dist.model.peft import without_fsdp1
+from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.process_groups import compute_device
 
 TIME_LIMIT = 40.0
@@ -296,7 +297,7 @@ def built(case: Case) -> tuple[nn.Module, nn.Module, nn.Module]:
         model.activation_checkpointing_enable(
             {"use_reentrant": case.is_reentrant}, every_n_layers=2 if case.checkpointing == EVERY_SECOND else 1
         )
-    strategies: dict[str, liger_dist.Strategy] = {
+    strategies: dict[str, Strategy] = {
         "fsdp2, vocab-parallel": liger_dist.FSDP2(lm_head="vocab_parallel"),
         "fsdp2, not resharded": liger_dist.FSDP2(reshard_after_forward=False),
     }

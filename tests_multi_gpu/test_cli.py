@@ -193,24 +193,6 @@ esac
 """
 
 
-def test_the_doctor_reads_power_and_clocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a stand-in for nvidia-smi."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    from liger_dist.doctor import diagnose
-
-    found = {finding.what: (finding.found, finding.verdict) for finding in diagnose().findings}
-    assert found["power of GPU 0"] == ("limited to 500 W of 700 W", "note")
-    assert found["power of GPU 1"] == ("700 W", "ok")
-    assert found["clock of GPU 0"] == found["clock of GPU 2"] == ("up to 1980 MHz", "ok")
-    assert found["clock of GPU 1"] == ("set to 1200 MHz of 1980 MHz", "note")
-    assert found["throttling of GPU 1"] == ("too hot", "note")
-    assert found["throttling of GPU 2"] == ("power brake", "note")
-    assert "throttling of GPU 0" not in found
-
-
 @pytest.mark.parametrize(("loaded", "verdict"), [(91002, "note"), (91501, "ok"), (91600, "ok")])
 def test_the_doctor_sees_an_older_cudnn(monkeypatch: pytest.MonkeyPatch, loaded: int, verdict: str) -> None:
     from liger_dist import doctor

@@ -1,16 +1,12 @@
-"""Costs of a gathered and of a vocab-parallel lm_head, as functions of shapes and in ``explain``."""
+"""Costs of a gathered and of a vocab-parallel lm_head, as functions of shapes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from harness import Workers
-from models import HIDDEN_SIZE, VOCAB_SIZE, make_model
 
-import liger_dist
-from liger_dist import HeadCost, HeadShapes, head_costs
+from liger_dist_train.head_cost import HeadCost, HeadShapes, head_costs
 
 LLAMA_8B = HeadShapes(
     tokens=8192,
@@ -52,40 +48,3 @@ def test_the_costs_cross_where_tokens_outnumber_the_vocabulary() -> None:
 def test_a_tied_embedding_exchanges_tokens_as_well() -> None:
     both = vocab_parallel(replace(LLAMA_8B, tied=True)).sent_bytes - vocab_parallel(LLAMA_8B).sent_bytes
     assert both == 2 * 8192 * 4096 * 2 * 7
-
-
-def test_explain_shows_both_costs_for_given_tokens(workers_2: Workers) -> None:
-    for costs, tables in workers_2.run(explained_costs):
-        few, many, frozen = (dict(cost) for cost in costs)
-        expected = HeadShapes(
-            tokens=8,
-            hidden_size=HIDDEN_SIZE,
-            vocab_size=VOCAB_SIZE,
-            ranks=2,
-            tied=False,
-            trains=True,
-            itemsize=8,
-            memory_budget=None,
-        )
-        for cost, shapes in (
-            (few, expected),
-            (many, replace(expected, tokens=10**6)),
-            (frozen, replace(expected, tokens=10**6, trains=False)),
-        ):
-            assert cost == {name: str(value) for name, value in head_costs(shapes).items()}
-        assert many["vocab_parallel"] != few["vocab_parallel"]
-        for name in ("gather", "vocab_parallel"):
-            assert f"lm_head={name!r}" in tables[0]
-        assert not tables[1]
-
-
-def explained_costs() -> tuple[list[Any], tuple[str, tuple[Any, ...]]]:
-    """Costs of both layouts for few and many tokens and for a frozen lm_head; the table; the costs of DDP."""
-    model = liger_dist.wrap(make_model("llama"), liger_dist.FSDP2(lm_head="vocab_parallel"))
-    frozen: Any = make_model("llama")
-    frozen.lm_head.requires_grad_(False)
-    frozen = liger_dist.wrap(frozen, "fsdp2")
-    found = [liger_dist.explain(model, tokens=tokens).costs for tokens in (8, 10**6)]
-    found.append(liger_dist.explain(frozen, tokens=10**6).costs)
-    ddp = liger_dist.wrap(make_model("llama"), "ddp")
-    return found, (str(liger_dist.explain(model)), liger_dist.explain(ddp).costs)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.sharding.base import Strategy
 
-Strategy = str | liger_dist.Strategy
+Strategy = str | Strategy
 FSDP2 = liger_dist.FSDP2(reduce_dtype=torch.float64)
 PAIRS: dict[str, tuple[Strategy, Strategy]] = {
     "one process": ("none", "none"),

@@ -21,7 +21,7 @@ from training_runs import config_for
 
 import liger_dist
 from liger_dist.fused_layers import recurrent
-from liger_dist.fused_layers.recurrent import find_leaks, packed_by
+from liger_dist.fused_layers.recurrent import find_leaks, packed_by, packing_objection
 from liger_dist.model.structure import find_structure
 from liger_dist.sharding.process_groups import compute_device
 
@@ -393,7 +393,7 @@ def test_an_attention_that_is_not_recognised_is_not_refused(monkeypatch: pytest.
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
     model, batch = made("llama")
     assert packed_differs(model, batch, WAYS["positions"]) is False
-    assert liger_dist.packing_objection(model) is None
+    assert packing_objection(model) is None
     liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False, varlen_attention=False))
     assert not is_refused(model, batch, WAYS["positions"])
 
@@ -421,10 +421,10 @@ def test_adapters_and_shards_change_nothing_and_the_probe_has_no_collective(work
     from peft import LoraConfig, get_peft_model
 
     model, _ = made("lfm2_moe")
-    objection = liger_dist.packing_objection(model)
+    objection = packing_objection(model)
     assert objection == "its Lfm2MoeShortConv carries one document of a row into the next"
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1))
-    assert liger_dist.packing_objection(adapted) == objection
+    assert packing_objection(adapted) == objection
     assert workers_2.run(objection_of_one_rank) == [objection, None]
 
 
@@ -436,7 +436,7 @@ def objection_of_one_rank() -> str | None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    return liger_dist.packing_objection(model) if dist.get_rank() == 0 else None
+    return packing_objection(model) if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize("head", ["gather", "vocab_parallel"])

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import liger_dist
+from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -98,7 +99,7 @@ def test_the_documented_way_to_clip(strategy: str, workers_4: Workers) -> None:
 
 def clipped(strategy: str) -> float:
     """As docs/how_it_works.md has it."""
-    chosen: liger_dist.Strategy = liger_dist.TensorParallel()
+    chosen: Strategy = liger_dist.TensorParallel()
     if strategy == "fsdp2":
         mesh = init_device_mesh(compute_device().type, (2, 2), mesh_dim_names=("shard", "tp"))
         chosen = liger_dist.FSDP2(mesh=mesh, reduce_dtype=torch.float64)

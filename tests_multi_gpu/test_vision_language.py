@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import liger_dist
-from liger_dist import STRATEGIES
 from liger_dist.model.structure import find_structure
+from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.process_groups import compute_device
 
 TEXT_LAYERS, VISION_LAYERS = 2, 4

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from liger_dist import HeadShapes, LigerDistError, Structure, find_structure, head_costs
+from liger_dist import LigerDistError
+from liger_dist.model.structure import Structure, find_structure
+from liger_dist_train.head_cost import HeadShapes, head_costs
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings

@@ -15,17 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from liger_dist import (
-    STRATEGIES,
-    LigerDistError,
-    Strategy,
-    WrapConfig,
-    compile_layers,
-    explain,
-    packing_objection,
-    register_attention,
-    wrap,
-)
+from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
+from liger_dist.fused_layers.recurrent import packing_objection
+from liger_dist.sharding import STRATEGIES
+from liger_dist.sharding.base import Strategy
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from liger_dist import LigerDistError, find_structure
+from liger_dist import LigerDistError
+from liger_dist.model.structure import find_structure
 
 from .config import RATIO_OF, TrainConfig
 

@@ -75,7 +75,7 @@ class FSDP2(FullySharded):
     lm_head: LMHead = "gather"
     """"gather": FSDP2 all-gathers lm_head's weight for the loss. "vocab_parallel": every rank keeps its row shard and
     the tokens are exchanged, so that neither the full weight nor its full gradient exists; all ranks then have to scale
-    their losses alike, and call the model at the same time. ``explain`` shows what each sends and holds."""
+    their losses alike, and call the model at the same time. docs/vocab_parallel.md has what each sends and holds."""
 
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
