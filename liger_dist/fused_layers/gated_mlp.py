@@ -29,15 +29,15 @@ from .mlp_tiles import compute_in_tiles, linear_without_output
 from .norm import rows_of
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
-    Forward,
     Kind,
     LeftAloneError,
+    agrees,
     has_hooks,
     has_settings,
     is_local,
     is_plain_linear,
     match_of,
-    own_forward,
+    original_forward,
     probing,
     runs_own_code,
     settings_of,
@@ -258,23 +258,13 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
 
 
 def _agrees(module: nn.Module, match: GatedMatch, values: list[Tensor], training: bool) -> bool:
-    upstream = torch.linspace(-1, 1, values[0].numel()).reshape(values[0].shape)
-    results: list[tuple[Tensor, ...]] = []
-    for own in (True, False):
-        leaves = [value.clone().requires_grad_() for value in values]
-        gate, up = leaves
-        with torch.enable_grad():
-            if own:
-                result = _own(module, match, gate, up, training)
-            else:
-                result = gated_activation(gate, up, activation=match.activation, backend="reference")
-        if not isinstance(result, Tensor) or result.shape != upstream.shape:
-            return False
-        results.append((result.detach(), *torch.autograd.grad(result, leaves, upstream, allow_unused=True)))
-    return all(
-        own_value is not None and bool((ours - own_value).norm() <= TOLERANCE * own_value.norm())
-        for own_value, ours in zip(*results, strict=True)
-    )
+    def run(is_original: bool) -> tuple[list[Any], list[Tensor]]:
+        gate, up = leaves = [value.clone().requires_grad_() for value in values]
+        if is_original:
+            return [_own(module, match, gate, up, training)], leaves
+        return [gated_activation(gate, up, activation=match.activation, backend="reference")], leaves
+
+    return agrees(run, tolerance=TOLERANCE)
 
 
 def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, training: bool) -> Any:
@@ -296,21 +286,16 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
         return type(module).forward(module, hidden_states)
 
 
-def _make_forward(own: Forward) -> Forward:
-    def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        match: GatedMatch | None = match_of(self)
-        # A compiler fuses the activation itself, and should not trace the checks.
-        is_traced = torch.compiler.is_compiling()
-        if match is None or is_traced or args or kwargs or not _is_as_probed(self, match, own):
-            return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
-        is_own = runs_own_code(hidden_states)
-        compute = functools.partial(own if is_own else _fused, self)
-        if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
-            recompute = compute if is_own else functools.partial(_fused, self, needs_values=False)
-            return compute_in_tiles(self, compute, hidden_states, match.tile_tokens, recompute=recompute)
-        return compute(hidden_states)
-
-    return forward
+def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    # A compiler fuses the activation itself, and should not trace the checks.
+    if torch.compiler.is_compiling() or args or kwargs or not _is_as_probed(module, match):
+        return NotImplemented
+    is_own = runs_own_code(hidden_states)
+    compute = functools.partial(original_forward(module) if is_own else _fused, module)
+    if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
+        recompute = compute if is_own else functools.partial(_fused, module, needs_values=False)
+        return compute_in_tiles(module, compute, hidden_states, match.tile_tokens, recompute=recompute)
+    return compute(hidden_states)
 
 
 def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
@@ -339,11 +324,11 @@ def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = Tru
     return down(product)
 
 
-def _is_as_probed(module: nn.Module, match: GatedMatch, own: Forward) -> bool:
+def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the module is unchanged, and no user hooks are on the submodules that are no longer called."""
     parts = match.others.items()
     same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
-    return same and own_forward(module, own) is None and has_settings(module, match.settings)
+    return same and has_settings(module, match.settings)
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:
@@ -356,6 +341,6 @@ GATED_MLP = Kind(
     name="gated MLP",
     is_candidate=_is_candidate,
     match=_match,
-    make_forward=_make_forward,
+    compute=_compute,
     absent="no module that takes hidden states alone has projections with the shapes of gate, up and down",
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.stand_ins import swapped
 from liger_dist_kernels import Backend
 
-from .swap import Forward, Kind, LeftAloneError, has_hooks, is_local, match_of, own_forward, probing, runs_own_code
+from .swap import Kind, LeftAloneError, agrees, has_hooks, is_local, probing, runs_own_code
 
 TOLERANCE = 1e-5
 _PARTS = ("lora_A", "lora_B")
@@ -73,44 +74,36 @@ def _match(module: Any, backend: Backend) -> LowRankMatch:
     if name is None:
         raise LeftAloneError("it has several active adapters, none, a variant of LoRA, or active dropout")
     with probing(module):
-        results = [_probe(module, name, own) for own in (True, False)]
-    if any((ours - own).norm() > TOLERANCE * own.norm() for own, ours in zip(*results, strict=True)):
-        raise LeftAloneError("it does not compute base(x) + scaling * B(A(x))")
+        if not agrees(partial(_probe, module, name), tolerance=TOLERANCE):
+            raise LeftAloneError("it does not compute base(x) + scaling * B(A(x))")
     return LowRankMatch()
 
 
-def _probe(module: Any, name: str, own: bool) -> list[Tensor]:
-    """Output and gradients of PEFT's forward, or of this one, around small layers."""
+def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[Tensor]]:
+    """Output and leaves of PEFT's forward, or of this one, around small layers."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         base, a, b = nn.Linear(6, 8), nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False)
         x = torch.randn(2, 3, 6, requires_grad=True)
     small = {"base_layer": base, "lora_A": nn.ModuleDict({name: a}), "lora_B": nn.ModuleDict({name: b})}
-    with ExitStack() as stack, torch.enable_grad():
+    with ExitStack() as stack:
         stack.enter_context(swapped(vars(module), "training", False))
         for part, layers in small.items():
             stack.enter_context(swapped(module._modules, part, layers))
-        y = type(module).forward(module, x) if own else _added(base(x), a(x), b.weight, module.scaling[name])
-        upstream = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
-        gradients = torch.autograd.grad(y, [x, base.weight, a.weight, b.weight], upstream)
-    return [y.detach(), *gradients]
+        y = type(module).forward(module, x) if is_original else _added(base(x), a(x), b.weight, module.scaling[name])
+    return [y], [x, base.weight, a.weight, b.weight]
 
 
-def _make_forward(own: Forward) -> Forward:
-    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        name = None
-        if match_of(self) is not None and not args and not kwargs and own_forward(self, own) is None:
-            name = _adapter(self, x)
-        if name is None:
-            return (own_forward(self, own) or own)(self, x, *args, **kwargs)
-        y = self.base_layer(x)
-        low = self.lora_A[name](x)
-        b = self.lora_B[name]
-        if not _may_add(y, low, b.weight):
-            return (y + b(low) * self.scaling[name]).to(y.dtype)
-        return _added(y, low, b.weight, self.scaling[name])
-
-    return forward
+def _compute(module: Any, match: LowRankMatch, x: Any, *args: Any, **kwargs: Any) -> Any:
+    name = None if args or kwargs else _adapter(module, x)
+    if name is None:
+        return NotImplemented
+    y = module.base_layer(x)
+    low = module.lora_A[name](x)
+    b = module.lora_B[name]
+    if not _may_add(y, low, b.weight):
+        return (y + b(low) * module.scaling[name]).to(y.dtype)
+    return _added(y, low, b.weight, module.scaling[name])
 
 
 def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
@@ -149,7 +142,7 @@ LOW_RANK = Kind(
     name="LoRA",
     is_candidate=_is_candidate,
     match=_match,
-    make_forward=_make_forward,
+    compute=_compute,
     absent="no layer of PEFT has lora_A, lora_B and a base layer",
     is_expected=lambda model: any(map(has_lora, model.modules())),
 )

@@ -19,18 +19,7 @@ from liger_dist.model.stand_ins import swapped
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
-from .swap import (
-    Forward,
-    Kind,
-    LeftAloneError,
-    has_settings,
-    is_local,
-    match_of,
-    own_forward,
-    probing,
-    runs_own_code,
-    settings_of,
-)
+from .swap import Kind, LeftAloneError, agrees, has_settings, is_local, probing, runs_own_code, settings_of
 
 TOLERANCE = 1e-5
 WIDTH = 32
@@ -218,14 +207,13 @@ class _Probe:
         return None
 
     def agrees_backward(self, options: NormOptions) -> bool:
-        upstream = torch.linspace(-1, 1, self.x.numel()).reshape(self.x.shape)
-        gradients: list[tuple[Tensor, ...]] = []
-        for run in (self.own, lambda x, values: self.ours(x, values, options)):
+        def run(is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
             leaves = [tensor.clone().requires_grad_() for tensor in (self.x, *self.values.values())]
-            with torch.enable_grad():
-                result = run(leaves[0], dict(zip(self.values, leaves[1:], strict=True)))
-            gradients.append(torch.autograd.grad(result, leaves, upstream))
-        return all(_agree(ours, own) for own, ours in zip(*gradients, strict=True))
+            values = dict(zip(self.values, leaves[1:], strict=True))
+            output = self.own(leaves[0], values) if is_original else self.ours(leaves[0], values, options)
+            return [output], leaves
+
+        return agrees(run, tolerance=TOLERANCE)
 
     def rounding(self, options: NormOptions) -> NormOptions | None:
         """The same options with the module's rounding, from bf16 rows and parameters of two dtypes."""
@@ -256,34 +244,22 @@ def _agree(ours: Tensor, own: Tensor) -> bool:
     return bool((ours - own).norm() <= TOLERANCE * own.norm()) and torch.allclose(ours, own, rtol=1e-4, atol=1e-5)
 
 
-def _make_forward(own: Forward) -> Forward:
-    def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        match: NormMatch | None = match_of(self)
-        parameters = None if match is None or args or kwargs else _parameters(self, match, own, hidden_states)
-        if match is None or parameters is None:
-            return (own_forward(self, own) or own)(self, hidden_states, *args, **kwargs)
-        weight, bias = parameters
-        return norm(hidden_states, weight, bias, options=match.options, backend=match.backend)
-
-    return forward
-
-
-def _parameters(module: nn.Module, match: NormMatch, own: Forward, hidden_states: Any) -> tuple[Any, Any] | None:
-    """Weight and bias for the kernel; None where the module's own code has to run."""
-    if runs_own_code(hidden_states, under_autocast=match.under_autocast) or own_forward(module, own) is not None:
-        return None
+def _compute(module: nn.Module, match: NormMatch, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or runs_own_code(hidden_states, under_autocast=match.under_autocast):
+        return NotImplemented
     found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}
     width = hidden_states.shape[-1]
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
     if not fits or not has_settings(module, match.settings):
-        return None
-    return found.get("weight"), found.get("bias")
+        return NotImplemented
+    weight, bias = found.get("weight"), found.get("bias")
+    return norm(hidden_states, weight, bias, options=match.options, backend=match.backend)
 
 
 NORM = Kind(
     name="norm",
     is_candidate=_is_candidate,
     match=_match,
-    make_forward=_make_forward,
+    compute=_compute,
     absent="no module without submodules has 'norm' in the name of its class, and a weight and a bias at most",
 )

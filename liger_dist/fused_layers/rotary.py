@@ -27,7 +27,7 @@ from liger_dist.model.class_swap import below_wrappers
 from liger_dist.model.decorators import redecorated
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
-from .swap import Forward, Kind, LeftAloneError, is_local, match_of, own_forward, runs_own_code
+from .swap import Kind, LeftAloneError, agrees, is_local, runs_own_code
 
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
@@ -284,14 +284,8 @@ def _match(module: nn.Module, backend: Backend) -> RotaryMatch:
     return RotaryMatch(below_wrappers(type(module)).forward, backend)
 
 
-def _make_forward(own: Forward) -> Forward:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        match: RotaryMatch | None = match_of(self)
-        if match is None or torch.compiler.is_compiling() or own_forward(self, own) is not None:
-            return (own_forward(self, own) or own)(self, *args, **kwargs)
-        return match(self, *args, **kwargs)
-
-    return forward
+def _compute(module: nn.Module, match: RotaryMatch, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if torch.compiler.is_compiling() else match(module, *args, **kwargs)
 
 
 @lru_cache(maxsize=64)
@@ -362,42 +356,37 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
         given |= {"cos": cos, "sin": sin}
     if "unsqueeze_dim" in parameters:
         given["unsqueeze_dim"] = convention.heads_dim
-    results: list[tuple[Tensor, ...]] = []
-    for own in (True, False):
+
+    def run(is_original: bool) -> tuple[list[Any], list[Tensor]] | None:
         leaves = [
             torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
             for seed in range(len(convention.tensors))
         ]
         named = dict(zip(convention.tensors, leaves, strict=True)) | given
-        with torch.enable_grad():
-            if own:
-                try:
-                    outputs = function(**named)
-                except Exception:
-                    # Whatever the model's function raises on these shapes: it has another convention. An attention
-                    # without any keeps its own forward, with that reason in explain.
-                    return False
-            else:
-                arguments = _arguments(named, convention)
-                if arguments is None:
-                    return False
-                tensors, cos, sin, num_rotated = arguments
-                outputs = rotary(
-                    tensors, cos, sin, num_rotated=num_rotated, layout=convention.layout, backend="reference"
-                )
+        if is_original:
+            try:
+                outputs = function(**named)
+            except Exception:
+                # Whatever the model's function raises on these shapes: it has another convention. An attention without
+                # any keeps its own forward, with that reason in explain.
+                return None
+        else:
+            arguments = _arguments(named, convention)
+            if arguments is None:
+                return None
+            tensors, cos, sin, num_rotated = arguments
+            outputs = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=convention.layout, backend="reference")
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        if len(outputs) != len(leaves) or any(output.shape != torch.Size(shape) for output in outputs):
-            return False
-        upstream = [torch.linspace(-1, 1, output.numel()).reshape(shape) for output in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, upstream)
-        results.append((*(output.detach() for output in outputs), *gradients))
-    return all(bool((a - b).norm() <= TOLERANCE * a.norm()) for a, b in zip(*results, strict=True))
+        is_same = len(outputs) == len(leaves) and all(output.shape == torch.Size(shape) for output in outputs)
+        return (outputs, leaves) if is_same else None
+
+    return agrees(run, tolerance=TOLERANCE)
 
 
 ROTARY = Kind(
     name="rotary embedding",
     is_candidate=_is_candidate,
     match=_match,
-    make_forward=_make_forward,
+    compute=_compute,
     absent="no forward calls a function of its file that has 'rotary' or 'rope' in its name",
 )

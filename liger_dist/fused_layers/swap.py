@@ -7,7 +7,7 @@ falls back to the module's own wherever the module is not what it was when it wa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,8 +52,9 @@ class Kind:
     match: Callable[[nn.Module, Backend], Any]
     """Probes the candidate's own forward and returns the options of its kernel, whose ``str`` is shown by ``explain``.
     Raises :class:`LeftAloneError` if the module computes something else."""
-    make_forward: Callable[[Forward], Forward]
-    """The swapped forward, from the forward of the module's own class; it reads :func:`match_of` the module."""
+    compute: Callable[..., Any]
+    """Computes the layer from the module, its match and the arguments of its forward; ``NotImplemented`` where the
+    module's own forward has to run."""
     absent: str
     """what ``explain`` shows where no module of a model is a candidate, as a clause"""
     is_expected: Callable[[nn.Module], bool] = lambda model: True
@@ -152,11 +153,35 @@ def match_of(module: nn.Module) -> Any:
     return vars(module).get(_MATCH)
 
 
-def own_forward(module: nn.Module, probed: Forward) -> Forward | None:
-    """The forward that the module's class has now, if it is another one than was probed."""
-    base = getattr(type(module), "_liger_dist_base", None)
-    current = None if base is None else base.forward
-    return current if current is not probed else None
+def original_forward(module: nn.Module) -> Forward:
+    """The forward of the module's class before the swap."""
+    cls: Any = type(module)
+    forward: Forward = cls._liger_dist_base.forward
+    return forward
+
+
+def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None], *, tolerance: float) -> bool:
+    """True if a module's own code and the kernel that is to replace it have the same outputs and gradients.
+
+    Args:
+        run: returns outputs and the leaves that they were computed from, for True by the module's own code, for False
+            by the kernel; None if the code computes something else.
+        tolerance: relative L2 error of each output and gradient.
+    """
+    results: list[list[Any]] = []
+    for is_original in (True, False):
+        with torch.enable_grad():
+            found = run(is_original)
+        if found is None or not all(isinstance(output, Tensor) for output in found[0]):
+            return False
+        outputs, leaves = found
+        upstream = [torch.linspace(-1, 1, output.numel()).reshape(output.shape) for output in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        results.append([*(output.detach() for output in outputs), *gradients])
+    return len(results[0]) == len(results[1]) and all(
+        a is not None and b is not None and a.shape == b.shape and bool((b - a).norm() <= tolerance * a.norm())
+        for a, b in zip(*results, strict=True)
+    )
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
@@ -236,9 +261,18 @@ def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
 
 
 def _class_for(kind: Kind, base: Any) -> Any:
-    forward = base.forward
-    members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_own": forward}
-    return subclass_of(base, Swapped, {**members, "forward": kind.make_forward(forward)})
+    probed = base.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        match, current = match_of(self), base.forward
+        # Other code may have exchanged the class's forward, or hold this one after the module was restored.
+        result = (
+            NotImplemented if match is None or current is not probed else kind.compute(self, match, *args, **kwargs)
+        )
+        return current(self, *args, **kwargs) if result is NotImplemented else result
+
+    members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_probed": probed}
+    return subclass_of(base, Swapped, {**members, "forward": forward})
 
 
 def _blank(kind: Kind, base: Any) -> nn.Module:
