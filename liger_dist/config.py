@@ -38,7 +38,7 @@ class WrapConfig:
     once."""
     varlen_attention: bool = True
     """Select ``attn_implementation="liger_dist"`` where the model's own is "sdpa" or "eager" and causal: packed, padded
-    and windowed sequences are computed without a dense mask. See docs/attention.md."""
+    and windowed sequences are computed without a dense mask. See docs/packing.md."""
     backend: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None
@@ -51,8 +51,8 @@ class WrapConfig:
     to fp32 before the products, as an lm_head in fp32 does (TRL's ``cast_lm_head_to_fp32``); slower, and with an fp32
     copy of the weight. None for the dtype of the operands."""
     max_valid_tokens: int | None = None
-    """Number of tokens that the loss computes inside a CUDA graph, where the host cannot count those with a label; more
-    of them end the program by an assertion on the device. None for all. Elsewhere they are counted."""
+    """Number of tokens that the loss computes inside a CUDA graph, where the host cannot count those with a label; a
+    device-side assertion fails if more labels are valid. None for all. Elsewhere they are counted."""
     token_mean: TokenMean = "local"
     """Divisor of a mean loss without ``num_items_in_batch``: "local" for the tokens of this rank (as the model does),
     "global" for those of all data-parallel ranks, so that the averaged gradient is that of one mean over all tokens.
@@ -64,6 +64,8 @@ class WrapConfig:
     ``outputs=`` of a call comes first."""
 
     def __post_init__(self) -> None:
+        for name in ("fused_loss", "layer_kernels", "varlen_attention"):
+            check_choice(name, getattr(self, name), (True, False))
         check_choice("backend", self.backend, BACKENDS)
         check_choice("token_mean", self.token_mean, get_args(TokenMean))
         check_choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)

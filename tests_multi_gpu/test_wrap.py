@@ -312,11 +312,11 @@ def test_unwrap_and_explain_refuse_a_model_that_is_not_wrapped() -> None:
 def test_explain_is_a_table() -> None:
     text = str(liger_dist.explain(liger_dist.wrap(make_model("gemma2"), "none")))
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines())
-    assert lines["engine"] == "plain"
+    assert lines["storage"] == "every rank has the full weight"
     assert lines["weight_shape"] == "(101, 16)"
     assert lines["adapter"] == "replicated"
     assert "softcap 30.0" in lines["loss"]
-    assert lines["not fsdp2-gathered"] == "every rank has the full weight"
+    assert "refused" not in lines
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
     for messages in workers_2.run(refusals_of_two):
         assert "gradients would not be averaged" in messages["none"]
         assert "no sharding adapter can compute the loss" in messages["columns"]
-        assert "tensor-parallel: the weight is placed S(1)" in messages["columns"]
+        assert "the weight is placed S(1)" in messages["columns"]
         assert "replicated: the weight is a DTensor that no framework unshards" in messages["columns"]
         assert "see different tokens" in messages["different tokens"]
         assert "strategy='ddp'" in messages["global mean"]

@@ -37,9 +37,8 @@ class DeepSpeedEngine:
 
         settings = deepspeed_settings(config, dims)
         refuse_without_launcher(dims)
-        section = read_section(settings)
         decayed = decayed_parameters(model, config)
-        wrapped = build(config, dims, model, None if section is None else section.wrap_config())
+        wrapped = build(config, dims, model, read_section(settings))
         # DeepSpeed puts its own around it, which reads the learning rate from this one.
         self.optimizer = make_optimizer(wrapped, config, decayed)
         self.model, *_ = deepspeed.initialize(model=wrapped, optimizer=self.optimizer, config=settings)

@@ -11,7 +11,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.wrap import is_wrapped, wrap
 
 from .axolotl_distillation import distil, objections
-from .deepspeed_section import Section
+from .deepspeed_section import as_config
 from .trainer import fuse
 
 OTHER_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
@@ -29,7 +29,7 @@ PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 class LigerDistArgs(BaseModel):
     """The section of Axolotl's configuration, with the keys of a DeepSpeed JSON's."""
 
-    liger_dist: Section | None = None
+    liger_dist: dict[str, Any] | None = None
 
 
 class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
@@ -50,27 +50,23 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Of the policy and of the reference: TRL's trainers shard references as soon as they get them."""
-        section = _section(cfg)
-        if section.enabled and cfg.rl:
-            wrap(model, config=section.wrap_config())
+        config = as_config(dict(cfg.liger_dist or {}))
+        if config is not None and cfg.rl:
+            wrap(model, config=config)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        section = _section(cfg)
-        if not section.enabled:
+        config = as_config(dict(cfg.liger_dist or {}))
+        if config is None:
             return
         if not cfg.rl:
-            fuse(trainer, section.wrap_config())
+            fuse(trainer, config)
             if cfg.kd_trainer:
                 distil(trainer)
             return
         # KTO has loaded its reference itself.
         reference = getattr(trainer, "ref_model", None)
         if reference is not None and not is_wrapped(reference):
-            wrap(reference, config=section.wrap_config())
-
-
-def _section(cfg: Any) -> Section:
-    return Section.model_validate(dict(cfg.liger_dist or {}))
+            wrap(reference, config=config)
 
 
 def _objections(cfg: dict[str, Any]) -> list[str]:

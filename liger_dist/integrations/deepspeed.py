@@ -22,10 +22,11 @@ import hjson
 from deepspeed.pipe import PipelineModule
 from torch.optim import Optimizer
 
+from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.wrap import unwrap, wrap
 
-from .deepspeed_section import NAME, Section, read_section
+from .deepspeed_section import NAME, read_section
 
 _own: Callable[..., tuple[Any, ...]] = deepspeed.initialize
 
@@ -42,16 +43,16 @@ def initialize(
             not; the model is as it was then.
     """
     given = inspect.signature(_own).bind(*args, **kwargs).arguments
-    section = section_of(given)
+    wanted = config_of(given)
     model = given.get("model")
-    if section is None or model is None:
+    if wanted is None or model is None:
         return _own(*args, **kwargs)
     if isinstance(model, PipelineModule):
         raise LigerDistError(
             f"the model is a PipelineModule, whose last stage computes the loss itself; leave {NAME} out of the "
             "DeepSpeed configuration, or train without pipeline parallelism."
         )
-    wrap(model, "deepspeed", config=section.wrap_config())
+    wrap(model, "deepspeed", config=wanted)
     try:
         return _own(*args, **kwargs)
     except BaseException:
@@ -59,8 +60,8 @@ def initialize(
         raise
 
 
-def section_of(given: dict[str, Any]) -> Section | None:
-    """The section of what ``deepspeed.initialize`` was given."""
+def config_of(given: dict[str, Any]) -> WrapConfig | None:
+    """Reads the section of what ``deepspeed.initialize`` was given."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(config, str):
         # A path, or the JSON itself in base64, as the launchers hand it on; DeepSpeed says what is wrong with others.

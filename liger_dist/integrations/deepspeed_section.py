@@ -3,87 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from liger_dist.config import WrapConfig
+from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.call import check_outputs
+from liger_dist.losses.spec import as_output_names
 
 NAME = "liger_dist"
-Output = Literal[
-    "token_accuracy", "is_top1", "entropy", "sum_sq_prob", "log_prob", "mean_logit", "log_sum_exp", "z_loss", "logits"
-]
+KEYS = ("enabled", *(field.name for field in fields(WrapConfig) if field.name != "token_mean"))
+"""of the section: the fields of :class:`WrapConfig` that DeepSpeed's engine does not compute itself"""
 
 
-class Section(BaseModel):
-    """Every key, its type and its default. Precision, sharding, offload and activation checkpointing are in DeepSpeed's
-    own sections."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    enabled: bool = Field(True, description="false leaves everything as it was")
-    fused_loss: bool = Field(True, description="compute the loss inside lm_head")
-    layer_kernels: bool = Field(True, description="compute norms, gated MLPs and rotary embeddings by kernels")
-    mlp_tile_tokens: int | None = Field(None, gt=0, description="tokens that a gated MLP computes at a time; null: all")
-    varlen_attention: bool = Field(True, description="packed, padded and windowed attention without a dense mask")
-    backend: Literal["auto", "triton", "reference"] = Field(
-        "auto", description="triton, reference (plain torch), or auto: Triton on GPUs, the reference elsewhere"
-    )
-    memory_budget: int | None = Field(
-        None, gt=0, description="bytes of the buffer for a chunk of logits; null: 1 GiB, frozen 256 MiB"
-    )
-    logits_dtype: Literal["float32", "fp32_operands"] | None = Field(
-        None,
-        description="float32: fp32 logits of 16-bit operands; fp32_operands: those too; null: the operands' own",
-    )
-    max_valid_tokens: int | None = Field(
-        None, gt=0, description="inside a CUDA graph: tokens with a label that the loss computes; null: all"
-    )
-    outputs: list[Output] = Field(
-        [], description="what a call with labels returns beside its loss: token_accuracy, is_top1, entropy, "
-        "sum_sq_prob, log_prob, mean_logit, log_sum_exp, z_loss, or logits alone"
-    )  # fmt: skip
-
-    def wrap_config(self) -> WrapConfig:
-        options = self.model_dump(exclude={"enabled"})
-        logits_dtype = torch.float32 if self.logits_dtype == "float32" else self.logits_dtype
-        return WrapConfig(**options | {"outputs": tuple(self.outputs), "logits_dtype": logits_dtype})
-
-
-def read_section(config: Mapping[str, Any]) -> Section | None:
-    """The section of a DeepSpeed configuration; None when it has none or is not enabled.
+def read_section(config: Mapping[str, Any]) -> WrapConfig | None:
+    """Reads the section of a DeepSpeed configuration; None when it has none or is not enabled.
 
     Raises:
-        LigerDistError: unknown keys, wrong types, or parts of DeepSpeed that compute the loss themselves. The message
-            has the path in the JSON, what stands there and what was expected.
+        LigerDistError: unknown keys, values out of their range, or parts of DeepSpeed that compute the loss themselves.
+            The message has the path in the JSON, what stands there and what was expected.
     """
     if NAME not in config:
         return None
-    try:
-        section = Section.model_validate(config[NAME])
-    except ValidationError as error:
-        raise LigerDistError("; ".join(_sentence(fault) for fault in error.errors())) from None
-    if not section.enabled:
-        return None
-    for path, value in _conflicts(config):
+    options = as_config(config[NAME])
+    for path, value in () if options is None else _conflicts(config):
         raise LigerDistError(
             f"{path} is {value!r} in the DeepSpeed configuration, which computes the loss or lm_head "
             f"itself; leave it out, or set {NAME}.enabled to false."
         )
-    return section
+    return options
 
 
-def _sentence(fault: Any) -> str:
-    path = ".".join(map(str, (NAME, *fault["loc"])))
-    if fault["type"] == "extra_forbidden":
-        return f"{path} is no key of the DeepSpeed configuration; expected one of {', '.join(Section.model_fields)}."
-    return f"{path} is {fault['input']!r} in the DeepSpeed configuration; {_lowered(fault['msg'])}."
+def as_config(section: Any) -> WrapConfig | None:
+    """Converts a section, whose keys are :data:`KEYS` ("float32" for ``torch.float32``); None if it is not enabled.
 
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    Raises:
+        LigerDistError: unknown keys, or values out of their range.
+    """
+    if not isinstance(section, Mapping):
+        raise LigerDistError(f"{NAME} is {section!r}; expected an object with keys among {', '.join(KEYS)}.")
+    unknown = [key for key in section if key not in KEYS]
+    if unknown:
+        raise LigerDistError(f"{NAME}.{unknown[0]} is no key of the section; expected one of {', '.join(KEYS)}.")
+    options = dict(section)
+    if options.get("logits_dtype") == "float32":
+        options["logits_dtype"] = torch.float32
+    try:
+        enabled = options.pop("enabled", True)
+        check_choice("enabled", enabled, (True, False))
+        options["outputs"] = as_output_names(options.get("outputs", ()))
+        check_outputs(options["outputs"])
+        return WrapConfig(**options) if enabled else None
+    except LigerDistError as error:
+        raise LigerDistError(f"{NAME}.{error}") from error
 
 
 def _conflicts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:

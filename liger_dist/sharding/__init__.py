@@ -47,7 +47,8 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     names = ", ".join(map(repr, STRATEGIES))
     if not isinstance(strategy, str):
         if not isinstance(strategy, Strategy) or isinstance(strategy, type):
-            missing = [name for name in ("check", "check_model", "name", "shard") if not hasattr(strategy, name)]
+            members = (*Strategy.__annotations__, "check", "check_model", "shard")
+            missing = [name for name in members if not hasattr(strategy, name)]
             raise LigerDistError(
                 f"strategy is {strategy!r}; expected one of {names}, or an object such as liger_dist.FSDP2(...)"
                 + (f" that has {', '.join(missing)}." if missing else ", not a class.")
