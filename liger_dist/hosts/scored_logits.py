@@ -1,4 +1,4 @@
-"""Logits of which only what a trainer reads was computed: per-token numbers such as the next token's log-probability.
+"""Stands in for logits: answers ``gather`` and ``logsumexp`` from precomputed per-token values.
 
 The trainers of :data:`.trainer_frames.READERS` call a model without labels and compute log-probabilities of the input
 ids from the logits. A wrapped model computes those in its lm_head, and returns an object that answers their reads.
@@ -32,13 +32,7 @@ _GRADIENT = (
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _CLASS_0 = 0
 """the class that trainers name where they mask the result"""
-LOGITS, DOUBLED, LOG_PROBS, PROBABILITIES, ENTROPY_TERMS = (
-    "logits",
-    "2 * logits",
-    "log-probabilities",
-    "probabilities",
-    "probabilities * log-probabilities",
-)
+LOGITS, LOG_PROBS = "logits", "log-probabilities"
 _OF_COPIES = ("__copy__", "__deepcopy__", "__setstate__")
 SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
 """outputs of a wrapped model that every object has; of ``log_prob_at`` class 0 alone"""
@@ -204,11 +198,6 @@ class ScoredLogits:
         """0-d."""
         return self._output("mean_logit").nansum() * self._vocab_size
 
-    def argmax(self, dim: int) -> Tensor:
-        """The likeliest class, -1 where it is not the next token, ``[...]``."""
-        self._over_classes(dim)
-        return torch.where(self._output("is_top1", LOGITS, LOG_PROBS).bool(), self._ids, -1)
-
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> ScoredLogits:
         self._over_classes(dim)
         found = self._becomes(LOG_PROBS, LOGITS, LOG_PROBS)
@@ -217,28 +206,7 @@ class ScoredLogits:
     def logsumexp(self, dim: int) -> Tensor:
         """``[...]``"""
         self._over_classes(dim)
-        log_sum_exp = self._output("log_sum_exp", LOGITS, DOUBLED)
-        if self._kind == LOGITS:
-            return log_sum_exp
-        return self._output("sum_sq_prob", DOUBLED).log() + 2 * log_sum_exp
-
-    def exp(self) -> ScoredLogits:
-        return self._becomes(PROBABILITIES, LOG_PROBS)
-
-    def __mul__(self, other: Any) -> ScoredLogits:
-        if isinstance(other, ScoredLogits):
-            other._becomes(LOG_PROBS, LOG_PROBS)
-            return self._becomes(ENTROPY_TERMS, PROBABILITIES)
-        if not isinstance(other, int | float) or other != 2:
-            raise LogitsNotComputedError(f"{other} * {self._kind} were read: {NOT_COMPUTED}")
-        return self._becomes(DOUBLED)
-
-    __rmul__ = __mul__
-
-    def sum(self, dim: int) -> Tensor:
-        """``[...]``"""
-        self._over_classes(dim)
-        return -self._output("entropy", ENTROPY_TERMS)
+        return self._output("log_sum_exp")
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         """``[..., 1]``: logits or log-probabilities of the next tokens, or of class 0, which ``index`` ``[..., 1]`` has
@@ -288,8 +256,8 @@ class ScoredLogits:
 
 
 _OPERATORS = """
-    add sub matmul truediv floordiv mod divmod pow lshift rshift and xor or
-    radd rsub rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
+    add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or
+    radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
     iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior
     lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil
     contains setitem delitem array
@@ -312,7 +280,6 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.gather: ScoredLogits.gather,
     torch.take_along_dim: ScoredLogits.gather,
     torch.logsumexp: ScoredLogits.logsumexp,
-    torch.exp: ScoredLogits.exp,
     torch.log_softmax: ScoredLogits.log_softmax,
     F.log_softmax: ScoredLogits.log_softmax,
 }

@@ -1,4 +1,4 @@
-"""What a host is about to do with a call, from its running functions."""
+"""Detects by stack inspection what a trainer will read from logits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,10 @@ def returns_logits() -> bool:
 
 
 _SUMS = ("log_prob", "mean_logit")
-_METRICS = (*_SUMS, "entropy", "is_top1", "sum_sq_prob")
 READERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("trl.experimental.cpo.cpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.orpo.orpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.online_dpo.online_dpo_trainer", "_forward"): _SUMS,
-    # TRL before add_fused_lm_head.
-    ("trl.trainer.dpo_trainer", "_compute_loss"): _METRICS,
-    ("trl.trainer.dpo_trainer", "compute_ref_log_probs"): _SUMS,
-    ("trl.trainer.kto_trainer", "_compute_loss"): _METRICS,
-    ("trl.trainer.kto_trainer", "_compute_kl_logps"): _SUMS,
-    ("trl.trainer.kto_trainer", "compute_ref_log_probs"): _SUMS,
     ("llamafactory.train.dpo.trainer", "concatenated_forward"): _SUMS,
     ("llamafactory.train.kto.trainer", "forward"): _SUMS,
 }
