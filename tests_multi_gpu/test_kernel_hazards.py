@@ -20,7 +20,8 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import RotaryLayout, label_facts, rotate, scaled, sum_of_same_ids
-from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd, divergence_terms
+from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd
+from liger_dist_kernels.divergence_terms import divergence_terms
 from liger_dist_kernels.products import logits_buffer
 
 T, D, V = 7, 8, 83

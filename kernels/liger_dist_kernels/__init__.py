@@ -9,8 +9,6 @@ from .chosen_logits import choose_logits as choose_logits
 from .chosen_logits import chosen_log_probs as chosen_log_probs
 from .chosen_logits import merge_chosen as merge_chosen
 from .chosen_logits import sum_of_same_ids as sum_of_same_ids
-from .cross_entropy import GradientCoefficients as GradientCoefficients
-from .cross_entropy import SoftmaxStatistics as SoftmaxStatistics
 from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from .divergence import Divergence as Divergence
@@ -45,6 +43,8 @@ from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout
 from .rotary import rotate as rotate
 from .scale import scaled as scaled
+from .softmax_statistics import GradientCoefficients as GradientCoefficients
+from .softmax_statistics import SoftmaxStatistics as SoftmaxStatistics
 from .token_chunks import DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET
 from .token_chunks import SMALLEST_TILE as SMALLEST_TILE
 from .token_chunks import LocalTokens as LocalTokens

@@ -116,7 +116,7 @@ def merged_pair(student_max, student_sum, teacher_max, teacher_sum, dot, mean, F
 
 @triton.jit
 def pair_statistics_of_piece(pair, first, last, PIECE: tl.constexpr, FLAGS: tl.constexpr):
-    """The fields of :func:`.divergence.divergence_statistics` of the columns ``[first, last)``, at most PIECE of
+    """The fields of :func:`.divergence_terms.divergence_statistics` of the columns ``[first, last)``, at most PIECE of
     them."""
     LANES: tl.constexpr = FLAGS.STUDENT.LANES
     columns: tl.constexpr = LANES * FLAGS.STUDENT.VECTOR

@@ -26,13 +26,7 @@ from torch import Tensor
 
 from ._triton_utils import Backend, statistics_dtype
 from .chosen_logits import ChosenLogits, ChosenLogProbs, choose_logits, chosen_log_probs, merge_chosen
-from .cross_entropy import (
-    Anchors,
-    GradientCoefficients,
-    SoftmaxStatistics,
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-)
+from .cross_entropy import Anchors, cross_entropy_bwd, cross_entropy_fwd
 from .merge import merge_statistics
 from .one_launch import cross_entropy_fwd_bwd
 from .options import LossOptions, RowOptions, TokenOutputs
@@ -45,6 +39,7 @@ from .products import (
     write_hidden_gradient,
     write_logits,
 )
+from .softmax_statistics import GradientCoefficients, SoftmaxStatistics
 from .token_chunks import (
     DEFAULT_MEMORY_BUDGET,
     TILE_ROWS,

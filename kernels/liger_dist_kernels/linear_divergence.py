@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import SoftmaxStatistics, cross_entropy_fwd
-from .divergence import DivergenceOptions, HardTerms, divergence_bwd, divergence_terms
+from .cross_entropy import cross_entropy_fwd
+from .divergence import DivergenceOptions, HardTerms, divergence_bwd
+from .divergence_terms import divergence_terms
 from .linear_cross_entropy import GradientNeeds, GradientSums, HeadSlice, Scoring
 from .options import RowOptions
 from .products import logits_buffer, write_hidden_gradient, write_logits
+from .softmax_statistics import SoftmaxStatistics
 from .token_chunks import DEFAULT_MEMORY_BUDGET, ChunkPlan, TokenChunks, TokenTargets, plan_chunks
 from .token_loss import TokenTerms, token_terms
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, Backend, anchor_of, on_its_device, runs_triton, shrunk
-from .cross_entropy import SoftmaxStatistics
+from .softmax_statistics import SoftmaxStatistics
 
 
 @triton.jit(**ANY_LENGTH)

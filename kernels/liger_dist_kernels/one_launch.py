@@ -37,14 +37,7 @@ from ._triton_utils import (
     statistics_dtype,
 )
 from .chosen_logits import choose_logits
-from .cross_entropy import (
-    SoftmaxStatistics,
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    entries_of_classes,
-    put_entries,
-    statistics_of_fields,
-)
+from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, entries_of_classes, put_entries, statistics_of_fields
 from .launches import PIECE_BYTES
 from .logit_rows import (
     Coefficients,
@@ -67,6 +60,7 @@ from .logit_rows import (
     write_zeros_of_piece,
 )
 from .options import RowOptions
+from .softmax_statistics import SoftmaxStatistics
 from .token_chunks import TokenTargets
 from .token_loss import TokenGradients, coefficients_of_loss, gradient_coefficients, token_terms
 

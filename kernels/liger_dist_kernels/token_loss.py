@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, dense, host_number, number, on_its_device, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
-from .cross_entropy import GradientCoefficients, SoftmaxStatistics
 from .options import RowOptions
+from .softmax_statistics import GradientCoefficients, SoftmaxStatistics
 from .token_chunks import TokenTargets
 
 

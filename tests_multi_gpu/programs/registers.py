@@ -215,7 +215,8 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def divergences() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd, divergence_terms
+    from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd
+    from liger_dist_kernels.divergence_terms import divergence_terms
 
     labels = vector(torch.int64)
     for dtype, V, kind, tau in itertools.product(DTYPES, VOCABULARIES, ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)):

@@ -21,7 +21,8 @@ from liger_dist.fused_layers.gated_mlp import gated_activation
 from liger_dist.fused_layers.norm import norm
 from liger_dist.fused_layers.rotary import rotary
 from liger_dist_kernels import NormOptions, RotaryLayout
-from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd, divergence_terms
+from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd
+from liger_dist_kernels.divergence_terms import divergence_terms
 from liger_dist_kernels.products import logits_buffer
 
 LENGTHS = (1025, 8192, 131072, 1024, 1536, 2047, 3000, 4096, 5555, 9001, 12345, 16384, 33333, 65536, 77777, 100003)
