@@ -20,6 +20,7 @@ from .fused_head.call import IGNORE_INDEX
 from .fused_head.distilled import intercepted
 from .fused_head.lm_head import FusedLMHead
 from .fused_head.model_loss import FusedLoss
+from .fused_head.outside_calls import aligned_labels, check_distilled, shared_mean
 from .fused_head.recipe import LogitTransform
 from .losses.distillation import Distillation, Teacher
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
@@ -110,7 +111,7 @@ def distillation_loss(
         _check_transform(transform, teacher_hidden, teacher_inputs)
         _check_teacher(student, teacher, labels, teacher_hidden)
 
-    loss.check_distilled(inner_model(student), call, check_teacher)
+    check_distilled(loss, inner_model(student), call, check_teacher)
     running = _StudentCall(student, call, loss, options)
     given = dict(inputs if teacher_inputs is None else teacher_inputs)
     given = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
@@ -312,8 +313,8 @@ def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str,
     loss, model = _loss_of(student, "student"), inner_model(student)
     items = given.get("num_items_in_batch")
     if items is None:
-        items = loss.shared_mean(model, given).get("num_items_in_batch")
-    aligned = loss.aligned_labels(model, given)
+        items = shared_mean(loss, model, given).get("num_items_in_batch")
+    aligned = aligned_labels(loss, model, given)
     labels = aligned.labels
     inputs = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
     of_teacher = inputs if options.get("teacher_inputs") is None else dict(options["teacher_inputs"])

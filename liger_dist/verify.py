@@ -18,6 +18,7 @@ from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import explain
 from .fused_head.model_loss import FusedLoss
+from .fused_head.outside_calls import checked_call, shared_mean
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
@@ -227,7 +228,7 @@ def _run_unfused(
 def _with_shared_mean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     inner = inner_model(model)
     record = record_of(inner)
-    return batch if record.recipe is None else batch | record.loss.shared_mean(inner, batch)
+    return batch if record.recipe is None else batch | shared_mean(record.loss, inner, batch)
 
 
 def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
@@ -372,7 +373,7 @@ def _objection_to_call(
     """Why the fused loss refuses the batch."""
     batch = {name: value for name, value in batch.items() if not (with_teacher and name in OPTIONS)}
     try:
-        call, aligned = loss.checked_call(inner_model(model), batch | {"labels": labels.cpu()})
+        call, aligned = checked_call(loss, inner_model(model), batch | {"labels": labels.cpu()})
         if with_teacher:
             call.check_distilled()
         elif call.keywords:

@@ -15,9 +15,9 @@ from truth import DIFFERENTIABLE, cross_entropy_truth, relative_error, weighted_
 
 import liger_dist
 from liger_dist.losses.cross_entropy import fused_cross_entropy
-from liger_dist.losses.execution import Execution, PendingGradients
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import LossSpec
+from liger_dist.losses.spec import LossSpec, PendingGradients
 
 T, D, V, K = 19, 10, 331, 5
 NAMES = ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.collectives import device_assert
+from liger_dist.losses.collectives import require
 from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.outputs import LossOutput
@@ -88,8 +88,9 @@ class LossCall:
     spec: LossSpec
     outputs: tuple[str, ...]
     """names that were asked for beside the loss"""
-    given: tuple[GivenLabels, ...]
-    """the labels that the model was called with, which its forward must not change"""
+    given: tuple[tuple[Tensor, int | Tensor], ...]
+    """the labels that the model was called with, which its forward must not change, each with torch's count of in-place
+    changes, or with a copy if it is an inference tensor, which has no such count"""
     compute_loss: Compute
     """of the sharding adapter for this lm_head"""
     execution: Execution
@@ -186,8 +187,11 @@ class LossCall:
         """Raises:
         LigerDistError: the forward has changed the labels in place.
         """
-        for labels in self.given:
-            labels.check_unchanged(self.model_name)
+        for labels, before in self.given:
+            if isinstance(before, Tensor):
+                require((labels == before).all(), _CHANGED_LABELS.format(self.model_name))
+            elif labels._version != before:
+                raise LigerDistError(_CHANGED_LABELS.format(self.model_name))
 
     def check_arguments(self, given: dict[str, Any]) -> None:
         """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
@@ -335,7 +339,7 @@ class PendingLoss:
         if isinstance(targets, Tensor):
             counted = (self.call.labels != ignored).sum()
             same = (targets != ignored).sum() == counted.to(targets.device)
-            _refuse_unless(same, self.call.model_name, _OTHER_TOKENS)
+            require(same, _OTHER_TOKENS.format(self.call.model_name))
 
     def _check_targets(self, targets: Any, *, is_aligned: bool) -> None:
         """Checks that the loss function got the labels that the loss was computed with: the same memory, or equal
@@ -354,54 +358,24 @@ class PendingLoss:
         if not same:
             raise LigerDistError(_CHANGED_LABELS.format(call.model_name))
         given = targets.reshape(-1)
-        _refuse_unless((same[0].reshape(-1).to(given.device) == given).all(), call.model_name)
-
-
-@dataclass(frozen=True)
-class GivenLabels:
-    """Labels as they were at the model's entry."""
-
-    labels: Tensor
-    version: int | None
-    """torch's count of in-place changes; None for inference tensors, which have none"""
-    copy: Tensor | None
-
-    @staticmethod
-    def of(labels: Tensor) -> GivenLabels:
-        """Takes note of ``labels``; copies inference tensors."""
-        if labels.is_inference():
-            return GivenLabels(labels, None, labels.clone())
-        return GivenLabels(labels, labels._version, None)
-
-    def check_unchanged(self, name: str) -> None:
-        """Raises:
-        LigerDistError: the forward of the model ``name`` has changed them; for inference tensors on a GPU an assertion
-            on the device fails.
-        """
-        if self.copy is not None:
-            _refuse_unless((self.labels == self.copy).all(), name)
-        elif self.labels._version != self.version:
-            raise LigerDistError(_CHANGED_LABELS.format(name))
+        require((same[0].reshape(-1).to(given.device) == given).all(), _CHANGED_LABELS.format(call.model_name))
 
 
 _CHANGED_LABELS = (
     "{} changed its labels before its loss, which it did not do when it was wrapped; the loss was computed with those "
     "of the call. Change them before the call, or use WrapConfig(fused_loss=False)."
 )
-
-
 _OTHER_TOKENS = (
     "{} leaves labels out of its loss by a mask or by indices; the loss was computed with all labels of the call. Give "
     "the tokens that shall not count the ignored label before the call, or use WrapConfig(fused_loss=False)."
 )
 
 
-def _refuse_unless(same: Tensor, name: str, sentence: str = _CHANGED_LABELS) -> None:
-    sentence = sentence.format(name)
-    if same.is_cuda:
-        device_assert(same, sentence)
-    elif not bool(same):
-        raise LigerDistError(sentence)
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    """True if both are the same elements in the same order, for certain."""
+    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
+        return False
+    return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
 
 
 def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:
@@ -411,13 +385,6 @@ def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:
 def _detached(output: LossOutput) -> LossOutput:
     values: dict[str, Any] = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
     return replace(output, **{name: value.detach() for name, value in values.items()})
-
-
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    """True if both are the same elements in the same order, for certain."""
-    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
-        return False
-    return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
 
 
 def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,9 @@ from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.recurrent import PackedDocuments
 from liger_dist.losses.distillation import Distillation
-from liger_dist.losses.execution import Execution, PendingGradients
+from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
-from liger_dist.losses.normalization import denominator
-from liger_dist.losses.spec import LossSpec
+from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import is_transformed, untraced
@@ -33,11 +32,11 @@ from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
 
 from .around import Around
-from .call import IGNORE_INDEX, Call, HostCall, Hosts, Signature, options_for
+from .call import Call, HostCall, Hosts, Signature, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
 from .logits import FusedLogits
-from .loss_call import NO_HEAD, GivenLabels, LossCall, PendingLoss, current_call, is_running
+from .loss_call import NO_HEAD, LossCall, PendingLoss, current_call, is_running
 from .output import fused_output
 from .recipe import LossRecipe
 
@@ -79,7 +78,7 @@ class FusedLoss:
         owner_module = self._owner_module(model)
         self.own_loss_function: Callable[..., Tensor] | None = getattr(owner_module, "loss_function", None)
         self._had_own_loss_function = owner_module is not None and "_loss_function" in vars(owner_module)
-        self._is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.warnings = CallWarnings(others_wrap=strategy == "auto")
         self._has_scored = False
         self._pending = PendingGradients()
@@ -146,7 +145,7 @@ class FusedLoss:
         Raises:
             LigerDistError: on every rank of a vocab-parallel lm_head, where one refuses; otherwise on this one.
         """
-        shards = self._row_shards()
+        shards = self.row_shards()
         try:
             call = self.signature.read(model, args, kwargs)
             loss_call = self._loss_of(model, call)
@@ -159,7 +158,7 @@ class FusedLoss:
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
         return call, loss_call
 
-    def _row_shards(self) -> RowShards | None:
+    def row_shards(self) -> RowShards | None:
         return vars(self.structure.head).get(ROW_SHARDS)
 
     def _loss_of(self, model: nn.Module, call: Call) -> LossCall | None:
@@ -189,7 +188,7 @@ class FusedLoss:
         in_use = self.head.in_use(model)
         reason = self._reason_to_leave(model, in_use)
         if reason is not None and call.distillation is not None:
-            self._refuse_distillation(reason)
+            self.refuse_distillation(reason)
         if reason is not None and not wants_logits:
             what = "" if in_use.unfusable is not None else " The loss is the model's own."
             self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {reason}.{what}")
@@ -271,7 +270,7 @@ class FusedLoss:
         """The loss of a call, after what is wrong with its arguments has been refused."""
         assert self.recipe is not None
         assert in_use.adapter is not None
-        aligned, spec = self._checked(model, call, in_use)
+        aligned, spec = self.checked(model, call, in_use)
         if call.named.get("num_items_in_batch") is not None and call.distillation is None:
             self.warnings.of_ignored_items(call, self.recipe)
         if self.recipe.transform.bias is not None:
@@ -291,7 +290,7 @@ class FusedLoss:
             vocab_size=in_use.vocab_size,
             spec=spec,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
-            given=tuple(GivenLabels.of(tensor) for tensor in given),
+            given=tuple((labels, labels.clone() if labels.is_inference() else labels._version) for labels in given),
             compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
             execution=execution,
             mean_is_global=self._mean_is_global(in_use),
@@ -300,13 +299,14 @@ class FusedLoss:
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
         )
 
-    def _checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
+    def checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
         """Refuses what is wrong with the arguments, before the model's forward begins."""
         assert self.recipe is not None
         aligned = call.aligned_labels(
-            self.recipe, is_encoder_decoder=self._is_encoder_decoder, vocab_size=in_use.vocab_size
+            self.recipe, is_encoder_decoder=self.is_encoder_decoder, vocab_size=in_use.vocab_size
         )
-        self.warnings.of_scored_padding(call, aligned)
+        if self.warnings.replaced_attention is not None and call.named.get("attention_mask") is not None:
+            self.warnings.of_scored_padding(call, aligned)
         if dist.is_initialized():
             # Never by the attribute, which a parametrization computes: weights may be sharded here.
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
@@ -317,7 +317,7 @@ class FusedLoss:
     def _execution(
         self, model: nn.Module, call: Call, aligned: AlignedLabels, in_use: HeadInUse, *, with_summary: bool
     ) -> Execution:
-        mean_over = self._mean_over(model, in_use)
+        mean_over = self.mean_over(model, in_use)
         summary = None
         if with_summary and aligned.labels.is_cuda:
             summary = LabelSummary.start(aligned.labels, call.ignore_index, self.config.backend)
@@ -341,7 +341,7 @@ class FusedLoss:
             return False
         return torch.is_grad_enabled() or in_use.adapter.name != "replicated"
 
-    def _mean_over(self, model: nn.Module, in_use: HeadInUse) -> DataParallel:
+    def mean_over(self, model: nn.Module, in_use: HeadInUse) -> DataParallel:
         if not self._mean_is_global(in_use) or in_use.adapter is None:
             return DataParallel(groups=(), divide_factor=1.0)
         return in_use.adapter.data_parallel(in_use.base, model)
@@ -393,77 +393,10 @@ class FusedLoss:
             return output
         return fused_output(output, call.reports(), model_name=call.model_name, without_logits=not call.on_logits)
 
-    def check_distilled(self, model: nn.Module, kwargs: dict[str, Any], check_teacher: Callable[[], None]) -> None:
-        """Refuses what is wrong with a student's call, or with its teacher, before the teacher runs. The ranks of a
-        vocab-parallel lm_head agree whether one refuses it.
-
-        Raises:
-            LigerDistError: as :meth:`begin`.
-        """
-        shards = self._row_shards()
-        try:
-            unknown = self.signature.unknown(kwargs)
-            if unknown:
-                raise LigerDistError(
-                    f"distillation_loss was called with {unknown[0]!r}, which {type(model).__name__} does not "
-                    "take; expected arguments of the student's forward."
-                )
-            call = self.signature.read(model, (), kwargs)
-            if self.packed is not None:
-                self.packed.check(call.named)
-            call.check_distilled()
-            reason = self.reason_to_leave(model)
-            if reason is not None:
-                self._refuse_distillation(reason)
-            self._checked(model, call, self.head.in_use(model))
-            check_teacher()
-        except Exception as error:
-            if shards is not None:
-                shards.agree_on_call(f"nothing, and refuse it: {error}")
-            raise
-        if shards is not None:
-            shards.agree_on_call("a distillation loss")
-
-    def _refuse_distillation(self, reason: str) -> None:
+    def refuse_distillation(self, reason: str) -> None:
         raise LigerDistError(
             f"a distillation loss was asked of {self.signature.model_name}, whose loss is not fused here: {reason}."
         )
-
-    def checked_call(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Call, AlignedLabels]:
-        """Reads ``batch`` as the arguments of a call with labels, and checks them as a call does.
-
-        Raises:
-            LigerDistError: as :meth:`begin`.
-        """
-        call = self.signature.read(model, (), batch)
-        return call, self._checked(model, call, self.head.in_use(model))[0]
-
-    def aligned_labels(self, model: nn.Module, batch: dict[str, Any]) -> AlignedLabels:
-        """The labels of ``batch``, aligned to the logits."""
-        assert self.recipe is not None
-        call = self.signature.read(model, (), batch)
-        return call.aligned_labels(self.recipe, is_encoder_decoder=self._is_encoder_decoder)
-
-    def shared_mean(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-        """The ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty for a
-        local mean. One all-reduce per group of the mean."""
-        if self.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
-            return {}
-        in_use = self.head.in_use(model)
-        mean_over = self._mean_over(model, in_use)
-        labels = self.aligned_labels(model, batch).labels
-        items = denominator(
-            None,
-            torch.where(labels == batch.get("ignore_index", IGNORE_INDEX), -1, labels).to(
-                cast(nn.Linear, in_use.base).weight.device
-            ),
-            reduction="mean",
-            num_items_in_batch=None,
-            dtype=torch.float32,
-            groups=mean_over.groups,
-            divide_factor=mean_over.divide_factor,
-        )
-        return {"num_items_in_batch": items}
 
     def redirected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wrapper | None:
         """The wrapper that a call has to go through; None if it goes to the model itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,22 @@ def device_assert(condition: Tensor, sentence: str) -> None:
     The sentence has at most 254 characters.
     """
     torch._assert_async(condition, sentence)
+
+
+def require(condition: Tensor, sentence: str, detail: Callable[[], str] = str) -> None:
+    """Refuses what ``condition`` (0-d bool) is False for: on a GPU by an assertion on the device.
+
+    Args:
+        sentence: at most 254 characters.
+        detail: a further sentence, for the CPU alone.
+
+    Raises:
+        LigerDistError: on the CPU.
+    """
+    if condition.is_cuda:
+        device_assert(condition, sentence)
+    elif not bool(condition):
+        raise LigerDistError(f"{sentence.rstrip('.')}. {detail()}".rstrip())
 
 
 def agree(group: dist.ProcessGroup, count: int, asked: str) -> list[int]:

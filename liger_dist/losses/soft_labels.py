@@ -15,7 +15,7 @@ from liger_dist.config import check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist_kernels import sum_of_same_ids
 
-from .collectives import device_assert
+from .collectives import require
 
 Remainder = Literal["drop", "renormalize", "spread"]
 MOST_PROBABILITY = 1.001
@@ -33,8 +33,7 @@ class SoftLabels:
     weight: float = 1.0
     """of this cross entropy; that of the labels has ``1 - weight``"""
     remainder: Remainder = "drop"
-    """what becomes of 1 minus the sum of a token's probabilities: nothing, a factor of the others, or equal
-    probabilities of all classes that are not named"""
+    """how the missing probability mass is treated: dropped, renormalised, or spread evenly over the other classes"""
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
         """Refuses ids and probabilities that are not K of each label; on a GPU their values are guarded by assertions
@@ -76,10 +75,7 @@ class SoftLabels:
             ),
         }
         for what, valid in in_range.items():
-            if valid.is_cuda:
-                device_assert(valid.all(), f"soft_labels have {what}")
-            elif not bool(valid.all()):
-                raise LigerDistError(f"soft_labels have {what}.")
+            require(valid.all(), f"soft_labels have {what}")
 
     def factors(
         self, ids_TK: Tensor, probs_TK: Tensor, *, vocab_size: int, dtype: torch.dtype

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_dist.errors import LigerDistError
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenGradients, TokenTargets, bytes_of_class
 
-from .collectives import agree, all_gather_single, device_assert, gather
+from .collectives import agree, all_gather_single, gather, require
 from .rows import Gradients, Problem
 from .tensor_parallel import VocabularyShard
 
@@ -288,10 +287,7 @@ class ExchangingShard(VocabularyShard):
         gathered_G = gather(number.reshape(1), self.group)
         same = ((gathered_G == gathered_G[0]) | (gathered_G.isnan() & gathered_G[0].isnan())).all()
         sentence = f"ranks of the vocab-parallel lm_head {difference}, or use FSDP2(lm_head='gather')"
-        if number.is_cuda:
-            device_assert(same, sentence)
-        elif not bool(same):
-            raise LigerDistError(f"{sentence}. The numbers: {gathered_G[:, 0].tolist()}.")
+        require(same, sentence, lambda: f"The numbers: {gathered_G[:, 0].tolist()}.")
 
 
 def _described(problem: Problem, gradients: Gradients | None, dtype: torch.dtype, memory_budget: int) -> str:
