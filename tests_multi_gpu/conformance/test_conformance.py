@@ -29,7 +29,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-MATRIX_FILE = Path(__file__).parent.parent / "docs" / "support_matrix.md"
+MATRIX_FILE = Path(__file__).parents[2] / "docs" / "support_matrix.md"
 
 OUTCOMES = Outcomes()
 

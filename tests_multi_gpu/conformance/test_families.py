@@ -23,7 +23,7 @@ from liger_dist.sharding.process_groups import compute_device
 from liger_dist.versions import numbers
 from liger_dist.wrap import record_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = """# Families of models
 
 Written by `make families`: every entry of transformers' causal-LM, image-text-to-text and seq2seq mappings

@@ -12,7 +12,7 @@ from peft_methods import LEFT_OUT, METHODS, STRATEGIES, outcomes
 
 peft = pytest.importorskip("peft")
 
-PAGE = Path(__file__).parent.parent / "docs" / "hosts" / "peft.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "peft.md"
 BEGIN, END = "<!-- methods: written by make peft -->\n", "<!-- end of methods -->\n"
 CELLS = {
     "exact": "✓",

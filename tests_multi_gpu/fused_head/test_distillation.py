@@ -95,7 +95,7 @@ def test_four_ranks(student: str, teacher: str, workers_4: Workers) -> None:
 
 def test_the_page_has_every_pair() -> None:
     """The page's table has the pairs of the test above and no others."""
-    page = (Path(__file__).parent.parent / "docs" / "distillation.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in page.split("| student")[1].splitlines()]
     lines = lines[: next(at for at, line in enumerate(lines) if line == [""])]
     assert lines[0][1:] == list(LAYOUTS)

@@ -17,7 +17,7 @@ import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 
 VOCAB_SIZE = 128_256
-PROGRAM = Path(__file__).parent / "programs" / "attributes.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "attributes.py"
 
 
 def test_no_attribute_of_torch_or_transformers_changes() -> None:

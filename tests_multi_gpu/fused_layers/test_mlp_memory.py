@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import BATCH_SIZE, SEQUENCE_LENGTH, gradient_errors, make_batch, make_model
-from test_isolation import LargestTensor
+from test_globals_and_memory import LargestTensor
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel

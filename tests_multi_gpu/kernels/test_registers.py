@@ -19,7 +19,7 @@ import pytest
 import liger_dist_kernels
 from liger_dist_kernels._triton_utils import ANY_LENGTH
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 SOME = (
     r"one launch, bfloat16, (128256|128257|128264), (plain|soft-cap|smoothing),.* padded",
     r"tile, float32, (128256|128257), (plain|smoothing, soft-cap),.* padded",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
-from test_vocab_parallel import CASES, PLAIN, D, output_error, tensors_of_tokens
+from test_vocab_parallel_loss import CASES, PLAIN, D, output_error, tensors_of_tokens
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 

@@ -22,9 +22,9 @@ from training_runs import as_options, config_for, ends_within, metrics_of, publi
 from liger_dist.integrations.deepspeed_section import read_section
 from liger_dist_train.config import parse
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-PROGRAM = Path(__file__).parent / "programs" / "deepspeed_training.py"
+PROGRAM = ROOT / "tests_multi_gpu" / "programs" / "deepspeed_training.py"
 BIN = Path(sys.executable).parent
 LAUNCH = ROOT / "launch"
 SETTINGS = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))

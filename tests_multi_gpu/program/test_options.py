@@ -102,7 +102,7 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
         "from liger_dist_train import config, distributed; torch.set_num_threads(3); distributed.start(); "
         "print(config.TrainConfig().num_proc, torch.get_num_threads())"
     )
-    launch = Path(__file__).parents[1] / "launch"
+    launch = Path(__file__).parents[2] / "launch"
     for threads, expected in ((None, "1 1"), ("2", "1 3")):
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment |= {"PYTHONPATH": str(launch)} | ({} if threads is None else {"OMP_NUM_THREADS": threads})

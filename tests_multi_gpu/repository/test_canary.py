@@ -23,7 +23,7 @@ from liger_dist.fused_layers.token_dependency import _HOOKS, IMPLEMENTATIONS
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist.versions import CHECKED, newest_checked, numbers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "liger_dist"
 
 NAMES: dict[tuple[str, str], str] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hosts import printed_by
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "trainer.py": (),
