@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from forked_programs import run_command
 from harness import Workers
 from models import make_batch, make_model
 from training_runs import ROOT
@@ -211,14 +212,9 @@ def as_run(words: list[str]) -> list[str]:
         return []
     if program == "torchrun":
         rest[rest.index("--nproc-per-node") + 1] = "2"
-    known = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-        "liger-dist": [str(Path(sys.executable).with_name("liger-dist"))],
-    }
     is_training = "liger_dist_train" in words or words[:2] == ["liger-dist", "train"]
     trains = (is_training and "score" not in words) or "launch/torchrun_single_node.sh" in words
-    return [*known.get(program, [program]), *rest, *(SHORT if trains else [])]
+    return [program, *rest, *(SHORT if trains else [])]
 
 
 RUN_AS_A_WHOLE = ("docs/own_chats.md", "docs/evaluation.md")
@@ -251,6 +247,9 @@ def test_commands_run(page: str, text: str, trained: Path, tmp_path: Path) -> No
     )
     variables = {"NPROC_PER_NODE": "2", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for words in filter(None, map(as_run, commands(text))):
+        if words[0] in ("python", "liger-dist", "torchrun"):
+            run_command(words, tmp_path, **variables)
+            continue
         finished = subprocess.run(
             words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=200, check=False
         )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from hosts import printed_by
+from forked_programs import run_command
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ALONE, TORCHRUN = ("python",), ("torchrun", "--standalone", "--nproc-per-node", "2")
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "trainer.py": (),
-    "accelerate_loop.py": (),
+    "trainer.py": ALONE,
+    "accelerate_loop.py": ALONE,
     "deepspeed_loop.py": TORCHRUN,
-    "liger_names.py": (),
-    "lightning_module.py": (),
+    "liger_names.py": ALONE,
+    "lightning_module.py": ALONE,
     "peft_lora.py": TORCHRUN,
-    "trl_sft.py": (),
+    "trl_sft.py": ALONE,
 }
 OTHERS = ("tiny.py", "write_chats.py", "write_tasks.py")
 """imported, or run by test_own_chats.py and test_evaluation.py"""
@@ -29,5 +28,5 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, *EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]
-    assert 5 < float(printed_by(command, tmp_path).split()[-1]) < 8
+    command = [*EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]
+    assert 5 < float(run_command(command, tmp_path).split()[-1]) < 8

@@ -4,15 +4,13 @@ answers with."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import run_command
 from training_runs import ROOT
 
 PAGE = ROOT / "docs" / "own_chats.md"
@@ -23,20 +21,12 @@ def test_from_chats_to_answers(tmp_path: Path) -> None:
     for name in ("docs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     text = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    programs["liger-dist"] = [str(Path(sys.executable).with_name("liger-dist"))]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     said = ""
     for line in text.replace("\\\n", " ").splitlines():
-        program, *rest = shlex.split(line)
-        done = subprocess.run(
-            [*programs[program], *rest], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, (line, done.stderr[-3000:])
-        said = done.stdout
+        said = run_command(shlex.split(line), tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     promised = re.search(r"It answers as in its chats: \*(.*)\*", PAGE.read_text())
     assert promised is not None
-    assert said.strip() == promised[1]
+    assert said.splitlines()[-1].strip() == promised[1]
     chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
     (source,) = json.loads((tmp_path / "runs" / "chats" / "data.json").read_text())["sources"]
     assert source["documents_read"] == source["documents"] == len(chats) == 200
