@@ -69,11 +69,17 @@ def assert_exact(pair: Pair, results: list[dict[str, float]]) -> None:
 
 
 REPEATS = ("FSDP1, flat parameters", "FSDP2, head alone", "ZeRO-1")
-"""teachers that are stored as another one, as seen from lm_head"""
+"""models that are stored as another one, as seen from lm_head"""
 
 
-@pytest.mark.parametrize("teacher", [pytest.param(t, marks=[pytest.mark.slow] * (t in REPEATS)) for t in LAYOUTS])
-@pytest.mark.parametrize("student", STUDENTS)
+def slow_where(is_slow: bool, *values: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [slow_where(t in REPEATS or (s in REPEATS and t != "FSDP2"), s, t) for s in STUDENTS for t in LAYOUTS],
+)
 def test_every_pair_of_layouts(student: str, teacher: str, workers_2: Workers) -> None:
     pair = Pair(
         student=LAYOUTS[student],
@@ -86,7 +92,10 @@ def test_every_pair_of_layouts(student: str, teacher: str, workers_2: Workers) -
     assert_exact(pair, workers_2.run(errors_of, pair))
 
 
-@pytest.mark.parametrize(("student", "teacher"), [(s, t) for s in LAYOUTS_4 for t in ("FSDP2", "ZeRO-3")])
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [slow_where("HSDP" in s and t == "ZeRO-3", s, t) for s in LAYOUTS_4 for t in ("FSDP2", "ZeRO-3")],
+)
 def test_four_ranks(student: str, teacher: str, workers_4: Workers) -> None:
     pair = Pair(student=LAYOUTS_4[student], teacher=LAYOUTS_4[teacher], options={"divergence": "reverse_kl"})
     skip_without(pair)
@@ -110,8 +119,14 @@ def skip_without(pair: Pair) -> None:
             pytest.skip(str(cell.obstacle()))
 
 
-@pytest.mark.parametrize("layout", ["FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        slow_where(layout in ("TP", "ZeRO-3") and options not in ("forward", "jsd, hard, temperature"), layout, options)
+        for layout in ("FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3")
+        for options in OPTIONS
+    ],
+)
 def test_every_divergence(options: str, layout: str, workers_2: Workers) -> None:
     pair = Pair(student=replace(LAYOUTS[layout], use="many chunks"), teacher=LAYOUTS["FSDP2"], options=OPTIONS[options])
     skip_without(pair)
@@ -193,8 +208,14 @@ def session_rank(cell: Cell) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("teacher_vocab", [37, 30, 41])
+@pytest.mark.parametrize(
+    ("teacher_vocab", "name"),
+    [
+        slow_where(vocab != 37 and name not in ("reverse", "jsd, hard, temperature"), vocab, name)
+        for vocab in (37, 30, 41)
+        for name in OPTIONS
+    ],
+)
 def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
     """Several chunks; vocabularies of which one is longer; soft-caps and scales of both; ignored tokens."""
     hidden, weight, bias, labels = make_inputs()
@@ -229,8 +250,15 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("logits_dtype", [None, torch.float32, "fp32_operands"], ids=str)
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    ("divergence", "logits_dtype"),
+    [
+        slow_where(logits_dtype is not None and divergence != "jsd", divergence, logits_dtype)
+        for divergence in ("forward_kl", "reverse_kl", "jsd")
+        for logits_dtype in (None, torch.float32, "fp32_operands")
+    ],
+    ids=str,
+)
 def test_16_bits(divergence: Any, logits_dtype: Any, backend: str) -> None:
     """No worse than products of torch in bf16 and a softmax in fp32; fp32 logits are closer."""
     hidden, weight, _, labels = make_inputs(64, 32, 331, bias=False, dtype=torch.bfloat16)

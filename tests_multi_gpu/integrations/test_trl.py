@@ -105,7 +105,9 @@ def test_distillation(kind: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-@pytest.mark.parametrize("kind", DISTILLERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "Distillation by JSD")) for kind in DISTILLERS]
+)
 def test_distillation_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
     """With a sharded teacher; TRL's own run is replicated, where the teacher is full."""
     results = workers_2.run(trained_twice, kind, engine, "ddp")
@@ -295,7 +297,13 @@ def trained_twice(
     how: How = "fused_heads",
 ) -> list[dict[str, Any]]:
     fused = trained(kind, engine, how=how, adapted=adapted, lm_head=lm_head)
-    return [fused, trained(kind, engine_of_truth or engine, how="TRL's own", adapted=adapted)]
+    return [fused, trained_by_trl(kind, engine_of_truth or engine, adapted)]
+
+
+@functools.cache
+def trained_by_trl(kind: str, engine: str | None, adapted: bool) -> dict[str, Any]:
+    """The run that several tests compare with, once for a process."""
+    return trained(kind, engine, how="TRL's own", adapted=adapted)
 
 
 def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: LMHead = "gather") -> dict[str, Any]:

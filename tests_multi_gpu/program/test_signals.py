@@ -46,7 +46,7 @@ def is_computing(process: subprocess.Popen[str], folder: Path) -> bool:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1],
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1))],
     ids=lambda number: number.name,
 )
 def test_a_signal_inside_a_long_step_saves_and_ends(
@@ -63,7 +63,7 @@ def test_a_signal_inside_a_long_step_saves_and_ends(
     with ends_within(120, tmp_path):
         program = torchrun(*options, env=CPU)
         wait_for(lambda: marker.stat().st_mtime_ns != was, 60, program)
-        time.sleep(4)
+        time.sleep(1)
         since = time.monotonic()
         for pid in workers_of(program.pid):
             os.kill(pid, number)
@@ -91,7 +91,7 @@ def test_the_last_checkpoint_has_the_time_that_torchrun_gives(monkeypatch: pytes
     assert float(given) + 60 <= float(signal_at), "Slurm's signal comes early enough to requeue the job afterwards"
 
 
-@pytest.mark.parametrize("newest", ["none", "that of step 6"])
+@pytest.mark.parametrize("newest", [pytest.param("none", marks=pytest.mark.slow), "that of step 6"])
 def test_a_micro_batch_that_takes_longer_than_the_grace(
     newest: str, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_micro_batch_that_takes_longer_than_the_grace(
     with ends_within(120, tmp_path):
         program = torchrun(*as_options(config), env=CPU)
         wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
-        time.sleep(3)
+        time.sleep(1)
         since = time.monotonic()
         for pid in workers_of(program.pid):
             os.kill(pid, signal.SIGTERM)
@@ -128,7 +128,7 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
     with ends_within(120, tmp_path):
         program = torchrun(*as_options(config), env=CPU)
         wait_for(lambda: is_computing(program, tmp_path / "run"), 60, program)
-        time.sleep(3)
+        time.sleep(1)
         os.kill(workers_of(program.pid)[dead], signal.SIGKILL)
         output = "".join(program.communicate())
     assert program.returncode != 0
@@ -138,11 +138,22 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tp": 3, "strategy": "tp"}, "--tp 3 needs 3 processes but 2 are running"),
-        ({"lr_scheduler_kwargs": '{"slope": 1}'}, "does not take slope of --lr_scheduler_kwargs"),
-        ({"data": ["nowhere.jsonl"]}, "the data file nowhere.jsonl does not exist"),
+        pytest.param(
+            {"tp": 3, "strategy": "tp"},
+            "--tp 3 needs 3 processes but 2 are running",
+            id="layout",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"lr_scheduler_kwargs": '{"slope": 1}'}, "does not take slope of --lr_scheduler_kwargs", id="schedule"
+        ),
+        pytest.param(
+            {"data": ["nowhere.jsonl"]},
+            "the data file nowhere.jsonl does not exist",
+            id="data",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["layout", "schedule", "data"],
 )
 def test_what_cannot_work_is_not_tried_again(
     changes: dict[str, Any], words: str, data: Path, cache: Path, tmp_path: Path

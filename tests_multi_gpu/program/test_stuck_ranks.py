@@ -47,17 +47,17 @@ from liger_dist_train.trainer import Trainer
 ZERO_2 = {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero2.json")}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="four processes that meet on CPUs")
-def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_4: Workers) -> None:
-    """Two agents of two processes meet by c10d's rendezvous and train as one job of four. One worker is killed; the
-    agents start all of them again from the newest checkpoint. The curve is that of a run nobody disturbed."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="processes that meet on CPUs")
+def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_2: Workers) -> None:
+    """Two agents of one process meet by c10d's rendezvous and train as one job of two. One worker is killed; the
+    agents start both again from the newest checkpoint. The curve is that of a run nobody disturbed."""
     changes: dict[str, Any] = {"strategy": "fsdp2", "steps": 12, "checkpoint_every": 3}
     changes |= {"eval_every": 12, "keep_checkpoints": 2}
-    workers_4.run(train, config_for(data, cache, tmp_path / "calm", **changes))
+    workers_2.run(train, config_for(data, cache, tmp_path / "calm", **changes))
     # Not one that the system gives to others.
     endpoint = f"127.0.0.1:{20_000 + os.getpid() % 10_000}"
     disturbed = config_for(data, cache, tmp_path / "disturbed", resume=True, **changes)
-    variables = {"NNODES": "2", "NPROC_PER_NODE": "2", "RDZV_ENDPOINT": endpoint, "MAX_RESTARTS": "2"}
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_ENDPOINT": endpoint, "MAX_RESTARTS": "2"}
     variables |= {"LOG_DIR": str(tmp_path / "logs"), "PYTHON": sys.executable}
     agents = [
         subprocess.Popen(
@@ -81,7 +81,7 @@ def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Pa
         assert [agent.returncode for agent in agents] == [0, 0], said
     finally:
         abort_all(tmp_path)
-    assert "2 nodes of 2 processes" in said[0]
+    assert "2 nodes of 1 process" in said[0]
     assert any("continues after step" in text for text in said)
     assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "calm")
     assert len(published(tmp_path / "disturbed")) == 2
@@ -350,7 +350,7 @@ def test_accumulation_holds_sharded_gradients_alone(
     strategy: Any, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     """Without --accumulate_unsharded: the losses are the same, and a rank holds its shard of the gradients."""
-    settings: dict[str, Any] = {"strategy": strategy, "steps": 2, "batch_size": 1, "global_batch_size": 12}
+    settings: dict[str, Any] = {"strategy": strategy, "steps": 1, "batch_size": 1, "global_batch_size": 12}
     settings |= {"checkpoint_every": 0, "eval_fraction": 0.0}
     held, losses = {}, {}
     for unsharded in (False, True):
@@ -359,10 +359,10 @@ def test_accumulation_holds_sharded_gradients_alone(
         losses[unsharded] = losses_of(tmp_path / str(unsharded))
     assert losses[False] == pytest.approx(losses[True], rel=1e-5)
     for (own, parameters), (others, _) in zip(held[False], held[True], strict=True):
-        # Of the first step, in whose first micro-batch there is no gradient.
-        first, *rest = own[:6]
+        # In the first micro-batch there is no gradient.
+        first, *rest = own
         assert max(rest) - first < 1.1 * parameters / 2
-        first, *rest = others[:6]
+        first, *rest = others
         assert max(rest) - first > 0.9 * parameters
 
 
