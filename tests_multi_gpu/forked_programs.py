@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,40 @@ from harness import WHERE, forkserver
 TIME_LIMIT = 200.0
 """seconds for one command"""
 TORCHRUN = "torchrun"
+TWO_RANKS = [TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Ranks of a program that has ended."""
+
+    codes: list[int]
+    """exit status of each rank, negative for a signal"""
+    said: list[str]
+    """stdout and stderr of each rank"""
+
+    @property
+    def failed(self) -> bool:
+        return any(self.codes)
+
+    @property
+    def all_said(self) -> str:
+        return "\n".join(self.said)
 
 
 def run_command(words: list[str], folder: Path, **variables: str) -> str:
-    """Runs ``python``, ``liger-dist`` or ``torchrun --nproc-per-node N`` in ``folder``; returns what rank 0 prints.
+    """Runs a command as :func:`run_program` does and returns what rank 0 says; every rank has to end with status 0."""
+    ended = run_program(words, folder, **variables)
+    everything = "\n".join(f"[rank {rank}] {text[-3000:]}" for rank, text in enumerate(ended.said))
+    assert not ended.failed, f"{words} ended with {ended.codes}:\n{everything}"
+    return ended.said[0]
 
-    Raises AssertionError with the output of all ranks where one does not end with status 0.
+
+def run_program(words: list[str], folder: Path, **variables: str) -> Ended:
+    """Runs ``python``, ``liger-dist`` or ``torchrun --nproc-per-node N`` in ``folder`` until every rank has ended.
+
+    A rank that fails ends the others, as torchrun does; a program that takes longer than :data:`TIME_LIMIT` fails with
+    the Python frames of its ranks.
     """
     program, *rest = words
     ranks = 0
@@ -51,14 +80,12 @@ def run_command(words: list[str], folder: Path, **variables: str) -> str:
     said = [output.read_text() for output in outputs]
     for output in outputs:
         output.unlink()
-    codes = [process.exitcode for process in processes]
-    everything = "\n".join(f"[rank {rank}] {text[-3000:]}" for rank, text in enumerate(said))
-    assert ended, f"{words} gave no result within {TIME_LIMIT:.0f} s:\n{everything}"
-    assert codes == [0] * len(codes), f"{words} ended with {codes}:\n{everything}"
-    return said[0]
+    assert ended, f"{words} gave no result within {TIME_LIMIT:.0f} s:\n" + "\n".join(said)
+    return Ended([process.exitcode for process in processes], said)
 
 
 def _as_torchrun_sets(rank: int, ranks: int, port: int) -> dict[str, str]:
+    # Without TORCHELASTIC_RUN_ID, by which a program knows that its parent is torchrun.
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

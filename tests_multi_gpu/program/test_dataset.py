@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 import torch
 from demo.make_tokenizer import train_tokenizer
+from forked_programs import TORCHRUN, run_program
 from models import make_model
-from training_runs import CPU, as_options, config_for, ends_within, torchrun
+from training_runs import CPU, as_options, config_for, ends_within
 
 import liger_dist
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.data_loader import CachedData, Order, collate, find_tokenization, load_data
-from liger_dist_train.dataset import Piece
+from liger_dist_train.dataset import SMALL, Piece
 from liger_dist_train.packing import Integers, best_fit, pack
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
@@ -108,10 +109,10 @@ def test_counts_agree_with_an_independent_count(
     processes: int, many: Path, documents: list[list[int]], tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     config = short(many, tokenizer_folder, tmp_path)
-    with ends_within(120, tmp_path):
-        program = torchrun(*as_options(config), processes=processes, env=CPU)
-        output = "".join(program.communicate())
-    assert program.returncode == 0, output
+    ranks = [TORCHRUN, "--nproc-per-node", str(processes)]
+    ended = run_program([*ranks, "-m", "liger_dist_train", *as_options(config)], tmp_path)
+    output = ended.all_said
+    assert not ended.failed, output
     held_out = documents[19::20]
     (source,) = counts_in(tmp_path / "run")["sources"]
     assert (source["documents_read"], source["documents"], source["skipped"]) == (2043, 2043, 0)
@@ -145,8 +146,9 @@ def test_sequences_hold_every_token_once(
 def test_a_killed_run_keeps_its_finished_shards(tokenizer_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     with data.open("w") as file:
-        for copy in range(40):
-            file.writelines(json.dumps({"text": f"{copy} {text}"}) + "\n" for text in TEXTS)
+        for copy in range(4):
+            file.writelines(json.dumps({"text": f"{copy} {10 * text}"}) + "\n" for text in TEXTS)
+    assert data.stat().st_size > SMALL, "a single process would tokenise it"
     config = short(data, tokenizer_folder, tmp_path, num_proc=2)
     command = [sys.executable, "-m", "liger_dist_train", *as_options(config)]
     with ends_within(200, tmp_path):
@@ -162,12 +164,12 @@ def test_a_killed_run_keeps_its_finished_shards(tokenizer_folder: Path, tmp_path
     assert len(before) < len(after)
     assert {path: after[path] for path in before} == before, "a finished shard was written again"
     assert not list((tmp_path / "cache").glob("tokens-*/*.partial")) or len(before) < len(after)
-    assert counts_in(tmp_path / "run")["sources"][0]["documents_read"] == 40 * len(TEXTS)
+    assert counts_in(tmp_path / "run")["sources"][0]["documents_read"] == 4 * len(TEXTS)
 
 
 def test_processes_that_tokenise_end_with_their_parent(tokenizer_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{c} {text}"}) + "\n" for c in range(80) for text in TEXTS))
+    data.write_text("".join(json.dumps({"text": f"{c} {10 * text}"}) + "\n" for c in range(8) for text in TEXTS))
     command = [
         sys.executable,
         *("-m", "liger_dist_train"),

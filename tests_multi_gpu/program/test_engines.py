@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_programs import run_command, run_program
 from harness import Workers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -162,10 +163,8 @@ def test_an_export_is_the_model(on_four: Path, workers_2: Workers, data: Path, c
 def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_path: Path, trained: Path) -> None:
     config = config_for(data, cache, tmp_path / "run", steps=12, stop_at_step=6, **WAYS["zero3"])
     workers_2.run(train, config)
-    command = [sys.executable, "-m", "liger_dist_train", "export", str(tmp_path / "run")]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert "step 6 of" in finished.stdout
+    command = ["liger-dist", "export", str(tmp_path / "run")]
+    assert "step 6 of" in run_command(command, tmp_path)
     export(trained, tmp_path / "fsdp2", step=6, dtype="float32")
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -173,9 +172,9 @@ def test_an_export_of_zero_3(workers_2: Workers, data: Path, cache: Path, tmp_pa
     )
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, atol=1e-4), name
-    again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert again.returncode == 1
-    assert "exported exists; give another folder" in again.stderr
+    again = run_program(command, tmp_path)
+    assert again.codes == [1]
+    assert "exported exists; give another folder" in again.all_said
     resumed = config_for(data, cache, tmp_path / "run", resume=True, strategy="none")
     with pytest.raises(
         liger_dist.LigerDistError, match="ZeRO stage 3, 2 ranks, float32, and this run reads safetensors"

@@ -10,8 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,8 +19,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forked_programs import run_program
 from harness import Workers
-from training_runs import CPU, LAUNCH, config_for, losses_of, metrics_of, published, write_tokenizer
+from training_runs import LAUNCH, config_for, losses_of, metrics_of, published, write_limited_program, write_tokenizer
 
 import liger_dist
 from liger_dist_train import distributed, output_folder
@@ -191,12 +190,11 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
 
 
 def test_an_export_to_a_full_disk_is_one_sentence(trained: Path, tmp_path: Path) -> None:
-    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    limit += "runpy.run_module('liger_dist_train', run_name='__main__')"
-    program = [sys.executable, "-c", limit, "export", str(trained), "--to", str(tmp_path / "to")]
-    finished = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False, env=CPU)
-    assert finished.returncode == 1
-    (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
+    program = write_limited_program(tmp_path)
+    ended = run_program(["python", str(program), "export", str(trained), "--to", str(tmp_path / "to")], tmp_path)
+    assert ended.codes == [1], ended.all_said
+    program.unlink()
+    (said,) = [line for line in ended.all_said.splitlines() if "error:" in line]
     assert f"{tmp_path}/to cannot be written" in said
     assert "File too large" in said
     assert list(tmp_path.iterdir()) == []

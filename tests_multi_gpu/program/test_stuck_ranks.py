@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forked_programs import TWO_RANKS, run_program
 from harness import Workers
 from torch.distributed.tensor import DTensor
 from training_runs import (
@@ -33,6 +34,7 @@ from training_runs import (
     torchrun,
     wait_for,
     workers_of,
+    write_limited_program,
 )
 
 import liger_dist
@@ -95,14 +97,10 @@ def test_a_full_disk_is_one_sentence(
     config = config_for(
         data, cache, tmp_path / "run", checkpoint_every=2, async_checkpoints=in_background, stop_at_step=4
     )
-    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    limit += "runpy.run_module('liger_dist_train', run_name='__main__')"
-    program = [sys.executable, "-c", limit]
-    finished = subprocess.run(
-        [*program, *as_options(config)], capture_output=True, text=True, timeout=100, check=False, env=CPU
-    )
-    assert finished.returncode == 1, finished.stderr
-    (said,) = [line for line in finished.stderr.splitlines() if "error:" in line]
+    program = write_limited_program(tmp_path)
+    ended = run_program(["python", str(program), *as_options(config)], tmp_path)
+    assert ended.codes == [1], ended.all_said
+    (said,) = [line for line in ended.all_said.splitlines() if "error:" in line]
     assert "the checkpoint of step 2 cannot be written to" in said
     assert "File too large" in said
     assert "the newest complete checkpoint is none" in said
@@ -281,14 +279,10 @@ def test_a_rank_that_is_stuck_before_the_first_step_is_named(
     program = tmp_path / "late.py"
     program.write_text(LATE.format(stuck=stuck))
     config = config_for(data, cache, tmp_path / "run", strategy="ddp", stall_timeout=2.0)
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = torchrun(*as_options(config), program=program, env=CPU | variables)
-    with ends_within(90, tmp_path):
-        _, said = process.communicate()
-        print(said)
-    assert process.returncode != 0
-    assert said.count(f"error: no progress for 2 s: {words}") == 1
-    assert stuck == "parallel_dims_of" or "; rank 1 at late.py:" in said
+    ended = run_program([*TWO_RANKS, str(program), *as_options(config)], tmp_path)
+    assert ended.failed
+    assert ended.all_said.count(f"error: no progress for 2 s: {words}") == 1
+    assert stuck == "parallel_dims_of" or "; rank 1 at late.py:" in ended.all_said
 
 
 def test_a_signal_between_micro_batches_of_deepspeed_gives_the_step_up(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_programs import TORCHRUN, TWO_RANKS, run_program
 from harness import Workers
 from models import make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,11 +24,9 @@ from training_runs import (
     SOURCES,
     as_options,
     config_for,
-    ends_within,
     losses_of,
     metrics_of,
     published,
-    torchrun,
 )
 
 import liger_dist
@@ -210,19 +208,16 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
 
 def test_a_mesh_of_four_on_three_processes_is_one_sentence_and_no_hang(data: Path, cache: Path, tmp_path: Path) -> None:
     options = as_options(config_for(data, cache, tmp_path, strategy="fsdp2", dp_shard=4))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = torchrun(*options, processes=3, env=environment)
-    with ends_within(50, tmp_path):
-        _, errors = process.communicate()
-        print(errors)
-    assert process.returncode != 0
+    words = [TORCHRUN, "--nproc-per-node", "3", "-m", "liger_dist_train", *options]
+    ended = run_program(words, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert ended.failed
+    errors = ended.all_said
     said = [line for line in errors.splitlines() if "error: " in line]
     assert len(said) == 1, errors
     assert said[0].startswith(
         "[rank 0] error: --dp_replicate 1 x --dp_shard 4 x --tp 1 x --sp 1 needs 4 processes but 3"
     )
-    # What follows is torchrun's own report of its children.
-    assert "liger_dist" not in errors
+    assert "Traceback" not in errors
 
 
 def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -> None:
@@ -240,11 +235,9 @@ def test_a_fault_of_one_rank_ends_all(data: Path, cache: Path, tmp_path: Path) -
         "    total(1.0)\n"
         "run(main)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
-    assert finished.returncode != 0
-    assert finished.stderr.count("[rank 1] error: row 7 of this rank is broken") == 1
+    ended = run_program([*TWO_RANKS, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert ended.failed
+    assert ended.all_said.count("[rank 1] error: row 7 of this rank is broken") == 1
 
 
 def test_ctrl_c_saves_a_checkpoint_and_ends_cleanly(data: Path, cache: Path, tmp_path: Path) -> None:
