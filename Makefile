@@ -41,13 +41,16 @@ $(VENV)/.torchao: $(VENV)/.installed
 	$(PIP) --editable ".[torchao]"
 	touch $@
 
+# A file's processes and runs are shared by its tests; conftest.py puts the longest files first.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.torchao
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and those that repeat
 # another one with a detail changed (a second signal, another rank, tied weights).
 test-all: $(VENV)/.torchao
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA
 # there; PIP_CONSTRAINT of the caller does not count.
@@ -56,7 +59,10 @@ OLDEST_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pi
 OLDEST_RELEASES := transformers==5.0.0 peft==0.21.0 accelerate==1.15.0 trl==1.16.0
 # torch's state dict of FSDP1 ends in a segmentation fault under Trainer.save_model there, on CPUs.
 OLDEST_CRASHES := trains_and_evaluates_as_before and fsdp1
-OLDEST_TESTS := canary layers layer_kernels lora_layers families attention wrap calls peft vocab_parallel trl trainer
+OLDEST_TESTS := repository/test_canary fused_layers/test_layers kernels/test_layer_kernels \
+	fused_layers/test_lora_layers conformance/test_families \
+	fused_layers/test_attention fused_head/test_wrap fused_head/test_calls integrations/test_peft \
+	losses/test_vocab_parallel_loss integrations/test_trl integrations/test_trainer
 
 $(OLDEST)/.installed: setup.cfg Makefile
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
@@ -66,7 +72,7 @@ $(OLDEST)/.installed: setup.cfg Makefile
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/test_%.py)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
@@ -78,13 +84,13 @@ check: venv
 	$(BIN)/lint-imports
 
 matrix: venv
-	$(BIN)/python -m pytest tests_multi_gpu/test_conformance.py --write-pages
+	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_conformance.py --write-pages
 
 peft: venv
-	$(BIN)/python -m pytest tests_multi_gpu/test_peft_methods.py --write-pages
+	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_peft_methods.py --write-pages
 
 families: venv
-	$(BIN)/python -m pytest tests_multi_gpu/test_families.py --write-pages
+	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_families.py --write-pages
 
 # On a GPU, with the peers that are to be compared installed: pip install --editable ".[benchmarks]"
 benchmarks:

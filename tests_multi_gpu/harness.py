@@ -34,6 +34,18 @@ WHERE = signal.SIGQUIT
 of lines"""
 
 
+PRELOADED = ["transformers.models.llama.modeling_llama", "liger_dist", "liger_dist_train.run", "peft"]
+"""what most functions of tests import, 4 seconds of a core for each process that is no fork"""
+
+
+def forkserver() -> Any:
+    """The context whose processes are forks of one that has imported torch and :data:`PRELOADED`."""
+    context = mp.get_context("forkserver")
+    # transformers imports torchao where it is installed, which asks for the GPU: a fork of that cannot use CUDA.
+    context.set_forkserver_preload(["torch", *([] if torch.cuda.is_available() else PRELOADED)])
+    return context
+
+
 def shared_buffers(pattern: str = "*") -> set[Path]:
     """What DeepSpeed leaves in memory for processes of one machine, 66 MiB for each."""
     return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer{pattern}"))
@@ -70,10 +82,7 @@ class Workers:
         return self._collect(time_limit, function.__name__)
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        # transformers imports torchao where it is installed, which asks for the GPU: a fork of that cannot use CUDA.
-        shared = [] if torch.cuda.is_available() else ["transformers.models.llama.modeling_llama", "liger_dist"]
-        context.set_forkserver_preload(["torch", *shared])
+        context = forkserver()
         # Held from the start: a free port that is only looked up is another program's by the time they have imported.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port

@@ -14,8 +14,8 @@ from liger_dist.sharding.base import Facts, Storage
 
 HEAD = """# Support matrix
 
-Written by `make matrix` from a run of `tests_multi_gpu/test_conformance.py` on CPU (gloo) and from the adapters' own
-reasons; the suite fails when this file is not what it saw.
+Written by `make matrix` from a run of `tests_multi_gpu/conformance/test_conformance.py` on CPU (gloo) and from the
+adapters' own reasons; the suite fails when this file is not what it saw.
 
 ✓ two optimiser steps in which every parameter's gradient and value equal those of the unwrapped fp64 model on the
 tokens of all ranks. Number: refused before anything is lost, with the sentence below. GPU: needs one, and runs there

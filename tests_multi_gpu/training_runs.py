@@ -145,6 +145,20 @@ def abort_all(folder: Path) -> None:
                     os.kill(int(command.parent.name), number)
 
 
+LIMITED = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+runpy.run_module("liger_dist_train", run_name="__main__")
+"""
+
+
+def write_limited_program(folder: Path) -> Path:
+    """The training program, whose files the kernel lets grow to 100 kB."""
+    program = folder / "limited.py"
+    program.write_text(LIMITED)
+    return program
+
+
 def wait_for(condition: Callable[[], bool], limit: float, *processes: subprocess.Popen[str]) -> None:
     """Waits until ``condition`` holds, while all processes live."""
     deadline = time.monotonic() + limit
