@@ -12,7 +12,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "accelerate": ("1.15.0",),
     "trl": ("1.16.0",),
 }
-"""releases that ``tests_multi_gpu/repository/test_canary.py`` has passed with, oldest first; the first one is the oldest that
+"""releases that ``test_canary.py`` has passed with, oldest first; the first one is the oldest that
 ``setup.cfg`` allows"""
 
 

@@ -87,13 +87,13 @@ def faults() -> dict[str, str]:
         object.__setattr__(output, "loss", output.loss * 1.5)
         return output
 
-    from liger_dist.sharding import single
+    from liger_dist.sharding import base
 
     for name, place, attribute, fault in (
         ("stale scale", linear_cross_entropy._LinearCrossEntropy, "backward", staticmethod(stale)),
         ("lost gradient", linear_cross_entropy._LinearCrossEntropy, "backward", staticmethod(lost)),
-        ("wrong loss", single, "fused_linear_cross_entropy", wrong),
-        ("nothing", single, "fused_linear_cross_entropy", own_compute),
+        ("wrong loss", base, "fused_linear_cross_entropy", wrong),
+        ("nothing", base, "fused_linear_cross_entropy", own_compute),
     ):
         own = vars(place)[attribute]
         setattr(place, attribute, fault)

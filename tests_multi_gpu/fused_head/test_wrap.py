@@ -342,7 +342,7 @@ def test_other_refusals_with_two_processes(workers_2: Workers) -> None:
         assert "gradients would not be averaged" in messages["none"]
         assert "no sharding adapter can compute the loss" in messages["columns"]
         assert "the weight is placed S(1)" in messages["columns"]
-        assert "replicated: the weight is a DTensor that no framework unshards" in messages["columns"]
+        assert "storage=the weight is a DTensor that no framework unshards" in messages["columns"]
         assert "see different tokens" in messages["different tokens"]
         assert "strategy='ddp'" in messages["global mean"]
 

@@ -437,8 +437,6 @@ def test_it_is_explained_and_verified(workers_2: Workers) -> None:
     for text, verified in workers_2.run(explained):
         assert re.search(r"^adapter +fsdp2-vocab-parallel$", text, re.MULTILINE)
         assert "never all-gathered for the loss" in text
-        assert re.search(r"^lm_head='gather' +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
-        assert re.search(r"^lm_head='vocab_parallel' +sends \d+ MiB, holds \d+ MiB$", text, re.MULTILINE)
         assert verified, text
 
 
