@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.losses.token_exchange import ExchangedRowShard
 
 from .harness import Candidate, Row, arguments, products, save, show
 from .linear_cross_entropy import Inputs, bare_gemms, relative
@@ -48,7 +48,7 @@ def vocab_parallel(inputs: Inputs, groups: Groups, budget_mib: int) -> Callable[
     """A loss by token exchange; fp32 masters, so that their gradient is summed in fp32."""
     own, _ = rows_of(inputs.weight_VD)
     local = inputs.weight_VD.detach()[own].float().requires_grad_()
-    shard = ExchangingShard(
+    shard = ExchangedRowShard(
         group=groups.world,
         tokens_group=groups.tokens,
         counting_group=groups.hosts,

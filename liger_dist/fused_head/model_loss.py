@@ -29,7 +29,7 @@ from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import is_transformed, untraced
 from liger_dist.sharding import accelerate
 from liger_dist.sharding.base import DataParallel, Wrapper
-from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowShards
+from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 
 from .around import Around
 from .call import Call, HostCall, Hosts, Signature, options_for
@@ -158,7 +158,7 @@ class FusedLoss:
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
         return call, loss_call
 
-    def row_shards(self) -> RowShards | None:
+    def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)
 
     def _loss_of(self, model: nn.Module, call: Call) -> LossCall | None:

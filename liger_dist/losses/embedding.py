@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_dist.errors import LigerDistError, refuse_second_order
 
 from .collectives import device_assert, gather
-from .token_exchange import ExchangingShard
+from .token_exchange import ExchangedRowShard
 
 BUFFER_BYTES = 2**28
 """of the vectors that this rank looks up at once"""
@@ -31,7 +31,7 @@ BUFFER_BYTES = 2**28
 class _Lookup:
     """One lookup, the same on every rank except for the number of tokens."""
 
-    shard: ExchangingShard
+    shard: ExchangedRowShard
     most: int
     """tokens of the rank with the most"""
     at_once: int
@@ -99,7 +99,7 @@ class _ExchangedEmbedding(torch.autograd.Function):
 
 
 def exchanged_embedding(
-    ids: Tensor, weight_local: Tensor, *, shard: ExchangingShard, dtype: torch.dtype, padding_idx: int | None = None
+    ids: Tensor, weight_local: Tensor, *, shard: ExchangedRowShard, dtype: torch.dtype, padding_idx: int | None = None
 ) -> Tensor:
     """``[..., D]`` of ``dtype``: :func:`torch.nn.functional.embedding` in the full weight.
 

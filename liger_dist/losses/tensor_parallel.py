@@ -6,8 +6,8 @@ Every rank scores the same tokens against its own rows. One all-gather of the so
 numbers per token; five with entropy and label smoothing) makes the loss exact and the gradient of the own rows
 complete. This is the vocabulary-parallel loss of Shoeybi et al. 2019, "Megatron-LM", section 3, without full logits.
 
-The tokens are the same on all ranks (tensor parallelism; :class:`VocabularyShard`), or each rank has its own, which are
-exchanged (:class:`.token_exchange.ExchangingShard`).
+The tokens are the same on all ranks (tensor parallelism; :class:`RowShard`), or each rank has its own, which are
+exchanged (:class:`.token_exchange.ExchangedRowShard`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .spec import LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabularyShard(HeadRows):
+class RowShard(HeadRows):
     """This rank's rows of lm_head, for tokens that every rank of the group has."""
 
     group: dist.ProcessGroup
@@ -114,7 +114,7 @@ def vocab_parallel_linear_cross_entropy(
     bias_local: Tensor | None,
     labels: Tensor,
     *,
-    shard: VocabularyShard,
+    shard: RowShard,
     spec: LossSpec,
     execution: Execution,
     sums_gradient: bool = True,

@@ -31,7 +31,7 @@ from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, TokenGradients, TokenTarge
 
 from .collectives import agree, all_gather_single, gather, require
 from .rows import Gradients, Problem
-from .tensor_parallel import VocabularyShard
+from .tensor_parallel import RowShard
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class ExchangedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangingShard(VocabularyShard):
+class ExchangedRowShard(RowShard):
     """This rank's rows of lm_head, for tokens of which every rank of the group has its own.
 
     The gradient of the rows is the sum over all ranks' tokens, each with its own upstream gradient, divided by

@@ -25,7 +25,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.outputs import LossOutput
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.tensor_parallel import VocabularyShard, check_same_tokens, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.tensor_parallel import RowShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.model.peft import heads_at
 from liger_dist.model.structure import Structure, stored_parameter, weight_of
 
@@ -128,7 +128,7 @@ class TensorParallelAdapter:
             weight.to_local(),
             head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias,
             labels,
-            shard=VocabularyShard(group=group, start=first_row(weight), vocab_size=weight.shape[0]),
+            shard=RowShard(group=group, start=first_row(weight), vocab_size=weight.shape[0]),
             spec=spec,
             execution=execution,
             sums_gradient=not is_distributed,

@@ -29,7 +29,7 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.outputs import LossOutput
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.token_exchange import ExchangingShard
+from liger_dist.losses.token_exchange import ExchangedRowShard
 from liger_dist.model.class_swap import SameLinearMap, with_base
 from liger_dist.model.peft import active_head, has_lora
 from liger_dist.model.structure import Structure
@@ -41,7 +41,7 @@ ROW_SHARDS = "_liger_dist_row_shards"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowShards:
+class RowSharding:
     """Mesh, process groups and dtypes of a vocab-parallel lm_head; kept on it and on the embeddings tied to it."""
 
     mesh: DeviceMesh
@@ -62,10 +62,10 @@ class RowShards:
     unreduced: dict[int, Tensor] = field(default_factory=dict)
     """by the id of a parameter: gradients of no-sync micro-batches, not summed over replicas yet"""
 
-    def shard(self, weight: Tensor) -> ExchangingShard:
+    def shard(self, weight: Tensor) -> ExchangedRowShard:
         """The row shard of ``weight`` for the losses."""
         assert isinstance(weight, DTensor)
-        return ExchangingShard(
+        return ExchangedRowShard(
             group=self.mesh.get_group(self.mesh.ndim - 1),
             tokens_group=self.tokens_group,
             counting_group=self.counting_group,
@@ -113,13 +113,13 @@ class _SumOverReplicas(torch.autograd.Function):
     backward that reduces, as FSDP2 does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shards: RowShards, parameter: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, shards: RowSharding, parameter: int) -> Tensor:
         ctx.shards, ctx.parameter = shards, parameter
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        shards: RowShards = ctx.shards
+        shards: RowSharding = ctx.shards
         unreduced = shards.unreduced.pop(ctx.parameter, None)
         total = gradient.to(shards.reduce_dtype, copy=True, memory_format=torch.contiguous_format)
         if unreduced is not None:
@@ -147,7 +147,7 @@ class VocabParallelLinear(SameLinearMap, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., V]``."""
-        shards: RowShards = vars(self)[ROW_SHARDS]
+        shards: RowSharding = vars(self)[ROW_SHARDS]
         return shards.logits(self, input)
 
 
@@ -156,7 +156,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[...]`` ids to ``[..., D]``."""
-        shards: RowShards = vars(self)[ROW_SHARDS]
+        shards: RowSharding = vars(self)[ROW_SHARDS]
         weight = self._parameters["weight"]
         assert weight is not None
         return exchanged_embedding(
@@ -185,7 +185,7 @@ class _ShowsComputeDtype(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        shards: RowShards = vars(self)[ROW_SHARDS]
+        shards: RowSharding = vars(self)[ROW_SHARDS]
         master = self._parameters["weight"]
         assert master is not None
         if _LOOKING_UP.get() is self and shards.compute_dtype is not None:
@@ -214,14 +214,14 @@ class VocabParallel:
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        shards: RowShards = vars(head)[ROW_SHARDS]
+        shards: RowSharding = vars(head)[ROW_SHARDS]
         groups = tuple(shards.mesh.get_group(axis) for axis in range(shards.mesh.ndim))
         return DataParallel(groups=groups, divide_factor=shards.divide_factor())
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
-        shards: RowShards = vars(head)[ROW_SHARDS]
+        shards: RowSharding = vars(head)[ROW_SHARDS]
         return fused_linear_cross_entropy(
             hidden_states,
             shards.local(head.weight),
@@ -287,7 +287,7 @@ def shard_rows(
         The parameters that FSDP2 has to ignore.
     """
     counting_group = _own_communicator(mesh, "gloo")
-    shards = RowShards(
+    shards = RowSharding(
         mesh=mesh,
         tokens_group=_own_communicator(mesh, None),
         counting_group=counting_group,
@@ -334,7 +334,7 @@ def release_communicators(model: nn.Module) -> None:
             _destroy(shards)
 
 
-def _destroy(shards: RowShards) -> None:
+def _destroy(shards: RowSharding) -> None:
     """Destroys the groups that are neither the mesh's own nor destroyed already."""
     own = shards.mesh.get_group(shards.mesh.ndim - 1)
     for group in {shards.tokens_group, shards.counting_group, shards.calling_group} - {own, dist.group.WORLD}:
@@ -342,7 +342,7 @@ def _destroy(shards: RowShards) -> None:
             dist.destroy_process_group(group)
 
 
-def row_shards_of(module: object) -> RowShards | None:
+def row_shards_of(module: object) -> RowSharding | None:
     """The row shards of lm_head, or of an embedding tied to it; None where it is not vocab-parallel."""
     return vars(module).get(ROW_SHARDS)
 

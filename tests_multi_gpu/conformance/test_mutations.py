@@ -27,7 +27,7 @@ from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1Adapter
 from liger_dist.sharding.fsdp2 import FSDP2Gathered
 from liger_dist.sharding.single import Replicated
-from liger_dist.sharding.vocab_parallel import RowShards
+from liger_dist.sharding.vocab_parallel import RowSharding
 
 TP = Cell(engine="tp", world=4)
 PLANNED = Cell(engine="tp", layout={"plan": "transformers"})
@@ -130,7 +130,7 @@ def rows_not_averaged() -> Any:
 
 
 def rows_of_replicas_not_added_up() -> Any:
-    return mock.patch.object(RowShards, "local", lambda self, parameter: parameter.to_local())
+    return mock.patch.object(RowSharding, "local", lambda self, parameter: parameter.to_local())
 
 
 def part_of_the_own_rows_taken_for_the_sum() -> Any:

@@ -18,7 +18,7 @@ import liger_dist
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.token_exchange import ExchangePlan, ExchangingShard, numbers_of_token
+from liger_dist.losses.token_exchange import ExchangedRowShard, ExchangePlan, numbers_of_token
 from liger_dist.sharding.process_groups import compute_device
 
 TOKENS = {
@@ -57,13 +57,13 @@ def check(results: list[dict[str, float]]) -> None:
         assert max(errors.values()) < tolerance, errors
 
 
-def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangingShard, slice]:
+def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangedRowShard, slice]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = -(-vocab_size // size)
     own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
     world: Any = dist.group.WORLD
     counting = world if compute_device().type == "cpu" else dist.new_group(backend="gloo")
-    shard = ExchangingShard(
+    shard = ExchangedRowShard(
         group=world,
         tokens_group=world,
         counting_group=counting,

@@ -16,7 +16,7 @@ from truth import cross_entropy_truth, relative_error, weighted_sum
 import liger_dist
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.tensor_parallel import VocabularyShard, vocab_parallel_linear_cross_entropy
+from liger_dist.losses.tensor_parallel import RowShard, vocab_parallel_linear_cross_entropy
 from liger_dist.sharding.process_groups import compute_device
 
 T, D = 13, 8
@@ -107,7 +107,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
         mine[1],
         None if bias_used is None else mine[2],
         labels,
-        shard=VocabularyShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
+        shard=RowShard(group=dist.group.WORLD, start=own.start, vocab_size=vocab_size),  # type: ignore[arg-type]
         spec=LossSpec(
             **case,
             **({} if temperature is None else {"temperature": temperature}),
@@ -143,7 +143,7 @@ def errors_of_compiled(reduction: Any) -> list[float]:
     )
     labels = torch.randint(20, (12,), generator=generator).to(compute_device())
     rank = dist.get_rank()
-    shard = VocabularyShard(group=dist.group.WORLD, start=10 * rank, vocab_size=20)  # type: ignore[arg-type]
+    shard = RowShard(group=dist.group.WORLD, start=10 * rank, vocab_size=20)  # type: ignore[arg-type]
 
     def loss(hidden: Tensor, rows: Tensor) -> Tensor:
         spec = LossSpec(reduction=reduction)
