@@ -221,7 +221,7 @@ class LossCall:
                 f"{asked[0]} was asked of {self.model_name}, but {NO_HEAD}; leave it out of such calls."
             )
 
-    def reports(self) -> dict[str, Tensor]:
+    def further_outputs(self) -> dict[str, Tensor]:
         """The further outputs that were asked for, by name.
 
         Raises:

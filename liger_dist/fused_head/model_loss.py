@@ -391,7 +391,9 @@ class FusedLoss:
             call.check_not_altered()
             self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
             return output
-        return fused_output(output, call.reports(), model_name=call.model_name, without_logits=not call.on_logits)
+        return fused_output(
+            output, call.further_outputs(), model_name=call.model_name, without_logits=not call.on_logits
+        )
 
     def refuse_distillation(self, reason: str) -> None:
         raise LigerDistError(

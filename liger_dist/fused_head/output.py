@@ -16,7 +16,7 @@ from liger_dist.errors import LigerDistError, LogitsNotComputedError
 from .logits import HOW_TO_GET_LOGITS, FusedLogits
 
 
-class WithReports:
+class WithOutputs:
     """Mixed into the class of a model's output that has further fields."""
 
     items: Callable[[], Iterable[tuple[str, Any]]]
@@ -26,12 +26,12 @@ class WithReports:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __reduce__(self) -> Any:
-        cls, reports = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
+        cls, outputs = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
         values = {name: value for name, value in self.items() if not isinstance(value, FusedLogits)}
-        return _rebuilt, (cls, reports, isinstance(self, WithoutLogits), values)
+        return _rebuilt, (cls, outputs, isinstance(self, WithoutLogits), values)
 
 
-class WithoutLogits(WithReports):
+class WithoutLogits(WithOutputs):
     """Mixed into the class of the output of a fused call. ``logits`` is not a field: wrappers such as DDP walk the
     fields and must not find it. In evaluation the key stays, with logits that refuse to be read: a trainer's metrics
     must not be computed from the remaining fields."""
@@ -64,58 +64,58 @@ class WithoutLogits(WithReports):
         return tuple(values[name] for name in (*names, *(name for name in values if name not in own)))
 
 
-def fused_output(output: Any, reports: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:
-    """A model's ``output`` with ``reports`` as fields. Any other container stays as it is; the logits in it refuse to
+def fused_output(output: Any, outputs: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:
+    """A model's ``output`` with ``outputs`` as fields. Any other container stays as it is; the logits in it refuse to
     be read.
 
     Raises:
-        LigerDistError: there are reports, and the model returns a tuple.
+        LigerDistError: there are outputs, and the model returns a tuple.
     """
     from transformers.utils import ModelOutput
 
     if isinstance(output, ModelOutput):
-        if not without_logits and not reports:
+        if not without_logits and not outputs:
             return output
         cls: Any = type(output)
-        fused = _class_of(cls, tuple(reports), without_logits=without_logits)
+        fused = _class_of(cls, tuple(outputs), without_logits=without_logits)
         values = dict(output.items())
         logits = values.get("logits")
         if isinstance(logits, FusedLogits):
             del values["logits"]
             if not torch.is_grad_enabled():
                 values["logits"] = logits.refusing()
-        return fused(**values, **reports)
-    if reports:
+        return fused(**values, **outputs)
+    if outputs:
         raise LigerDistError(
-            f"outputs={tuple(reports)} were asked for, but {model_name} returns a {type(output).__name__}, which has "
+            f"outputs={tuple(outputs)} were asked for, but {model_name} returns a {type(output).__name__}, which has "
             "no names for them; call it with return_dict=True."
         )
     return output
 
 
-def with_logits(output: WithReports, logits: Any) -> Any:
+def with_logits(output: WithOutputs, logits: Any) -> Any:
     """The fused output of a call that had no labels, with ``logits`` that stand for those that were never computed. The
-    reports stay: DDP looks among the fields for the graph that the backward will run."""
-    cls, reports = type(output)._liger_dist_made_of  # type: ignore[attr-defined]
-    made = _class_of(cls, reports, without_logits=False)
+    outputs stay: DDP looks among the fields for the graph that the backward will run."""
+    cls, outputs = type(output)._liger_dist_made_of  # type: ignore[attr-defined]
+    made = _class_of(cls, outputs, without_logits=False)
     return made(**(dict(output.items()) | {"logits": logits, "loss": None}))
 
 
 @lru_cache(maxsize=256)
-def _class_of(cls: Any, reports: tuple[str, ...], *, without_logits: bool) -> Any:
+def _class_of(cls: Any, outputs: tuple[str, ...], *, without_logits: bool) -> Any:
     kept = [field.name for field in dataclasses.fields(cls) if not (without_logits and field.name == "logits")]
-    names = [*kept, *(name for name in reports if name not in kept)]
-    mixin = WithoutLogits if without_logits else WithReports
+    names = [*kept, *(name for name in outputs if name not in kept)]
+    mixin = WithoutLogits if without_logits else WithOutputs
     made: Any = dataclasses.make_dataclass(
         cls.__name__, [(name, Any, None) for name in names], bases=(mixin, cls), repr=False, eq=False
     )
     if without_logits:
         made.__dataclass_fields__.pop("logits", None)
     made.__module__ = cls.__module__
-    made._liger_dist_made_of = cls, reports
+    made._liger_dist_made_of = cls, outputs
     return made
 
 
-def _rebuilt(cls: Any, reports: tuple[str, ...], without_logits: bool, values: dict[str, Any]) -> Any:
+def _rebuilt(cls: Any, outputs: tuple[str, ...], without_logits: bool, values: dict[str, Any]) -> Any:
     """From a pickle, which cannot name a class made at run time."""
-    return _class_of(cls, reports, without_logits=without_logits)(**values)
+    return _class_of(cls, outputs, without_logits=without_logits)(**values)

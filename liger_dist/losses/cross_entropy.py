@@ -78,8 +78,8 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(logits_TV, *saved_terms(terms))
         value, z_loss = problem.scales.reduce(terms, spec.reduction)
         log_probs = chosen_log_probs(chosen, terms.log_probs, targets)
-        tensors, reports = returned_tensors(value, z_loss, terms, log_probs, spec, targets.labels_T)
-        ctx.mark_non_differentiable(*reports)
+        tensors, constants = returned_tensors(value, z_loss, terms, log_probs, spec, targets.labels_T)
+        ctx.mark_non_differentiable(*constants)
         return tensors
 
     @staticmethod

@@ -61,8 +61,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif problem.needs.any:
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *saved_terms(result.terms))
         loss, z_loss = problem.scales.reduce(result.terms, problem.spec.reduction)
-        tensors, reports = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.spec, labels_T)
-        ctx.mark_non_differentiable(*reports)
+        tensors, constants = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.spec, labels_T)
+        ctx.mark_non_differentiable(*constants)
         return tensors
 
     @staticmethod

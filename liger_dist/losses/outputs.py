@@ -33,7 +33,7 @@ class TopK(NamedTuple):
 class LossOutput:
     """A loss with the further outputs that were asked for (None otherwise).
 
-    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others are reports and carry
+    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others carry
     none. Tokens without a target have 0 (False) everywhere.
     """
 
@@ -139,15 +139,15 @@ def returned_tensors(
         "top_k_remainder": chosen.remainder_T,
     }
     found: list[Tensor] = []
-    reports: list[Tensor] = []
+    constants: list[Tensor] = []
     carries = {"loss", "log_prob", *spec.differentiable_outputs} if spec.differentiable else {"loss"}
     for name in tensor_names(spec):
         tensor = available[name]
         assert tensor is not None
         found.append(tensor)
         if name not in carries:
-            reports.append(tensor)
-    return tuple(found), reports
+            constants.append(tensor)
+    return tuple(found), constants
 
 
 def with_gradients_of_outputs(
