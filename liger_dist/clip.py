@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .errors import LigerDistError
+from .sharding.deepspeed import is_stored_by_zero3
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
         parameters = [parameters]
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if hasattr(parameter, "ds_id"):
+        if is_stored_by_zero3(parameter):
             raise LigerDistError(
                 "the parameters are DeepSpeed's, whose engine clips in its step; set gradient_clipping in its "
                 "configuration."

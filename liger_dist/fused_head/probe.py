@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from liger_dist.errors import LogitsNotComputedError
 from liger_dist.model.peft import heads_at
 from liger_dist.model.stand_ins import stand_ins, swapped
-from liger_dist.model.structure import Structure
+from liger_dist.model.structure import Structure, full_shape
 
 from .logits import HOW_TO_GET_LOGITS, FusedLogits
 from .recipe import LogitTransform, LossRecipe, NotFusableError, Targets
@@ -198,7 +198,7 @@ class _Probe:
                 for name, tensor in tensors.items():
                     if tensor is None or not tensor.is_floating_point():
                         continue
-                    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+                    shape = full_shape(tensor)
                     numbers = torch.linspace(0.3, 0.7, max(math.prod(shape), 1), dtype=torch.float64).reshape(shape)
                     if f"{owner_name}.{name}".lstrip(".") in class_buffers:
                         numbers = self.added.reshape(shape)

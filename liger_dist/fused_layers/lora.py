@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from liger_dist.errors import refuse_second_order
 from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.stand_ins import swapped
+from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist_kernels import Backend
 
 from .swap import Kind, LeftAloneError, agrees, has_hooks, is_local, probing, runs_own_code
@@ -134,7 +135,7 @@ def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:
     """True if ``y`` is a fresh output of the base layer in the adapter's dtype, and B is no ZeRO-3 parameter, which is
     all-gathered only inside its module's forward."""
     is_fresh = is_local(y) and y._base is None and y.is_contiguous() and y.dtype == weight_Or.dtype
-    fits = is_local(low) and low.dtype == weight_Or.dtype and not hasattr(weight_Or, "ds_shape")
+    fits = is_local(low) and low.dtype == weight_Or.dtype and not is_stored_by_zero3(weight_Or)
     return is_fresh and fits and tuple(weight_Or.shape) == (y.shape[-1], low.shape[-1])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.stand_ins import swapped
+from liger_dist.model.structure import full_shape
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
@@ -143,8 +144,7 @@ def _match(module: nn.Module, backend: Backend) -> NormMatch:
 
 def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     given = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    # ZeRO-3 keeps the full shape beside an empty tensor.
-    shapes = {tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in given.values()}
+    shapes = {full_shape(parameter) for parameter in given.values()}
     if any(len(shape) != 1 or shape[0] < 2 for shape in shapes) or len(shapes) > 1:
         raise LeftAloneError(f"its parameters have the shapes {sorted(shapes)}")
     width = shapes.pop()[0] if shapes else (getattr(module, "normalized_shape", None) or (WIDTH,))[-1]

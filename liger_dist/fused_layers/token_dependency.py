@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_dist.model.stand_ins import swapped, torch_defaults
+from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
 
 DOCUMENTS = (7, 6)
@@ -321,7 +322,7 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _parameter(own: Tensor, device: torch.device) -> Tensor:
-    shape = tuple(getattr(own, "ds_shape", own.shape))
+    shape = full_shape(own)
     is_small = torch.Size(shape).numel() <= SMALL
     return _values(shape, device) if is_small else torch.full((), 0.01, device=device).expand(shape)
 

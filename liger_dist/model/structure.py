@@ -154,6 +154,11 @@ def stored_parameter(head: nn.Module) -> Tensor:
     return next(head.parameters(), torch.empty(0)) if weight is None else weight
 
 
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a parameter in full: ZeRO-3 keeps it beside an empty tensor."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
     """The other modules of ``model`` whose weight is the parameter of ``head``."""
     weight = weight_of(head)
@@ -169,7 +174,7 @@ def head_shape(head: nn.Module) -> tuple[int, int]:
     """``(V, D)`` of the full weight of ``head``: read from the weight, also where FSDP2, TP or ZeRO-3 shard it. PEFT
     makes tied heads whose ``in_features`` and ``out_features`` are swapped."""
     weight = weight_of(head)
-    shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+    shape = () if weight is None else full_shape(weight)
     if len(shape) == 2:
         return shape[0], shape[1]
     return getattr(head, "out_features", 0), getattr(head, "in_features", 0)
