@@ -50,39 +50,16 @@ class Call:
     """the arguments of :data:`CALL_KEYWORDS`"""
     outputs: tuple[str, ...]
     """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
+    loss_options: tuple[str, ...]
+    """names of the options that change the model's own loss"""
+    asks_of_the_loss: tuple[str, ...]
+    """names that the model's own loss does not have: options of the loss, and outputs other than logits"""
+    logits_dtype: LogitsDtype
+    """instead of the config's; None for that"""
     model_name: str
     ignore_index: int
-    own_smoothing: float
-    """label smoothing of the model's own loss"""
     distillation: Distillation | None = None
     """of :func:`liger_dist.distillation_loss`; None for any other call"""
-
-    @property
-    def asks_of_the_loss(self) -> tuple[str, ...]:
-        """Names that the model's own loss does not have: options of the loss, and outputs other than logits."""
-        if self.distillation is not None:
-            return ("a divergence from a teacher",)
-        return self.loss_options + tuple(name for name in self.outputs if name != LOGITS)
-
-    @property
-    def loss_options(self) -> tuple[str, ...]:
-        """Names of the options that change the model's own loss."""
-        if not self.keywords:
-            return ()
-        others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
-        given = {name: value for name, value in self.keywords.items() if name not in others}
-        neutral = {"label_smoothing": self.own_smoothing, "z_loss": 0.0, "temperature": 1.0}
-        return tuple(
-            name
-            for name, value in given.items()
-            if value is not None and not (isinstance(value, int | float) and value == neutral.get(name))
-        )
-
-    @property
-    def logits_dtype(self) -> LogitsDtype:
-        """That of this call instead of the config's; None for the config's."""
-        dtype: LogitsDtype = self.keywords.get("logits_dtype")
-        return dtype
 
     def aligned_labels(
         self, recipe: LossRecipe, *, is_encoder_decoder: bool, vocab_size: int | None = None
@@ -147,7 +124,8 @@ class Call:
 
     def distilled(self, distillation: Distillation) -> Call:
         """This call with the divergence from a teacher as its loss."""
-        return replace(self, distillation=distillation, outputs=DISTILLATION_OUTPUTS)
+        asked = ("a divergence from a teacher",)
+        return replace(self, distillation=distillation, outputs=DISTILLATION_OUTPUTS, asks_of_the_loss=asked)
 
     def check_distilled(self) -> None:
         """Raises:
@@ -241,15 +219,30 @@ class Signature:
                 f"gradients; ask for some of {', '.join(sorted(DIFFERENTIABLE_OUTPUTS))}, or leave it out."
             )
         kept = {name: value for name, value in kwargs.items() if name not in keywords}
+        options = self._options(keywords) if keywords else ()
         return Call(
             named=named,
             args=args,
             kwargs=kept,
             keywords=keywords,
             outputs=outputs,
+            loss_options=options,
+            asks_of_the_loss=options + tuple(name for name in outputs if name != LOGITS),
+            logits_dtype=keywords.get("logits_dtype"),
             model_name=self.model_name,
             ignore_index=named.get("ignore_index", IGNORE_INDEX),
-            own_smoothing=self._own_smoothing,
+        )
+
+    def _options(self, keywords: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the keywords that change the model's own loss."""
+        others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
+        neutral = {"label_smoothing": self._own_smoothing, "z_loss": 0.0, "temperature": 1.0}
+        return tuple(
+            name
+            for name, value in keywords.items()
+            if name not in others
+            and value is not None
+            and not (isinstance(value, int | float) and value == neutral.get(name))
         )
 
     def _usual_outputs(self, model: nn.Module) -> tuple[str, ...]:

@@ -88,6 +88,8 @@ class LossCall:
     spec: LossSpec
     outputs: tuple[str, ...]
     """names that were asked for beside the loss"""
+    differentiable: tuple[str, ...]
+    """outputs that carry gradients"""
     given: tuple[tuple[Tensor, int | Tensor], ...]
     """the labels that the model was called with, which its forward must not change, each with torch's count of in-place
     changes, or with a copy if it is an inference tensor, which has no such count"""
@@ -104,11 +106,6 @@ class LossCall:
     """with ``on_logits``: True if the loss differs from the model's own"""
     pending: PendingLoss | None = None
     """the loss that lm_head has computed; None before its call"""
-
-    @property
-    def differentiable(self) -> list[str]:
-        """Outputs that carry gradients."""
-        return sorted(self.spec.differentiable_outputs)
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.

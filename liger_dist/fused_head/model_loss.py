@@ -290,6 +290,7 @@ class FusedLoss:
             vocab_size=in_use.vocab_size,
             spec=spec,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
+            differentiable=tuple(sorted(spec.differentiable_outputs)),
             given=tuple((labels, labels.clone() if labels.is_inference() else labels._version) for labels in given),
             compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
             execution=execution,
