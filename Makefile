@@ -41,13 +41,16 @@ $(VENV)/.torchao: $(VENV)/.installed
 	$(PIP) --editable ".[torchao]"
 	touch $@
 
+# A file's processes and runs are shared by its tests; conftest.py puts the longest files first.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.torchao
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and those that repeat
 # another one with a detail changed (a second signal, another rank, tied weights).
 test-all: $(VENV)/.torchao
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA
 # there; PIP_CONSTRAINT of the caller does not count.
@@ -69,7 +72,7 @@ $(OLDEST)/.installed: setup.cfg Makefile
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

@@ -35,7 +35,42 @@ def pytest_sessionfinish() -> None:
             path.unlink(missing_ok=True)
 
 
+LONGEST = (
+    "test_conformance",
+    "test_trl",
+    "test_docs",
+    "test_stuck_ranks",
+    "test_families",
+    "test_distillation",
+    "test_run_features",
+    "test_sharded_by_transformers",
+    "test_signals",
+    "test_options",
+    "test_engines",
+    "test_train",
+    "test_own_chats",
+    "test_launchers",
+    "test_dataset",
+    "test_worked_examples",
+    "test_float8",
+    "test_extreme_logits",
+    "test_registers",
+    "test_trainer",
+    "test_train_with_teacher",
+    "test_scoring",
+    "test_long_documents",
+    "test_restarts",
+    "test_examples",
+    "test_checkpoints",
+    "test_sharded_peft",
+    "test_peft_methods",
+)
+"""files that take longest, the longest first: begun first, so that no worker waits for the last one"""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:
         marker = item.get_closest_marker("gpu")
         if marker is None:

@@ -51,7 +51,7 @@ def without_names(counts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in source.items() if name not in ("source", "files")}
 
 
-@pytest.mark.parametrize("eval_fraction", [0.0, 0.05])
+@pytest.mark.parametrize("eval_fraction", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_a_long_text_file_is_one_document_in_the_cache(
     eval_fraction: float,
     books: dict[str, Path],

@@ -130,7 +130,14 @@ def losses_of_ways(recipe: Any) -> tuple[dict[str, list[float]], tuple[str, ...]
     return losses, liger_dist.verify(wrapped, make_batch(dist.get_rank())).problems
 
 
-@pytest.mark.parametrize(("recipe", "in_background"), [("tensorwise", False), ("tensorwise", True), ("rowwise", False)])
+@pytest.mark.parametrize(
+    ("recipe", "in_background"),
+    [
+        ("tensorwise", False),
+        pytest.param("tensorwise", True, marks=pytest.mark.slow),
+        pytest.param("rowwise", False, marks=pytest.mark.slow),
+    ],
+)
 def test_training_resumes_and_exports(
     recipe: str, in_background: bool, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
