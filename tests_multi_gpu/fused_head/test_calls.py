@@ -285,3 +285,40 @@ def test_a_deprecated_keyword_of_the_forward_is_an_argument(name: str) -> None:
         assert relative_error(output.loss, expected.loss) < 1e-6
     with pytest.warns(UserWarning, match="neither its modules nor its attention"):
         model(**make_batch(0), **{f"{name}_": None})
+
+
+def test_arguments_of_flash_attention_reach_the_attention() -> None:
+    model: Any = make_model("llama")
+    batch = make_batch(0, rows="packed, by lengths")
+    total, count = true_loss_sum(model, batch)
+    liger_dist.wrap(model)
+    seen: list[dict[str, Any]] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    output = model(**batch)
+    assert not hasattr(output, "logits")
+    assert relative_error(output.loss, total / count) < 1e-6
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        assert seen[0][name] is batch[name]
+
+
+def test_evaluation_with_right_padding_builds_no_cache() -> None:
+    """With a cache, FlashAttention-2 refuses right padding in a batch of more than one sequence."""
+    model: Any = make_model("qwen2").eval()
+    batch = make_batch(0)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 7:] = 0
+    batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
+    assert model(**batch, attention_mask=mask).past_key_values is not None, "the model itself builds one"
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    with torch.no_grad():
+        output = model(**batch, attention_mask=mask)
+        assert output.past_key_values is None
+        alone = [
+            true_loss_sum(reference, {"input_ids": ids[None, :length], "labels": labels[None, :length]})
+            for ids, labels, length in zip(batch["input_ids"], batch["labels"], (12, 7, 12), strict=True)
+        ]
+    total, count = sum(loss for loss, _ in alone), sum(number for _, number in alone)
+    assert relative_error(output.loss, torch.as_tensor(total / count)) < 1e-6

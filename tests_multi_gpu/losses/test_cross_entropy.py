@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE, OPTIONS, fill_weights
-from torch import Tensor
+from torch import Tensor, nn
 from truth import cross_entropy_truth, relative_error
 
 import liger_dist
@@ -182,3 +183,26 @@ def test_statistics_of_slices_make_those_of_whole_rows(bounds: tuple[int, ...], 
     want = cross_entropy_fwd(logits, TokenTargets(labels), rows)
     for name, value in want._asdict().items():
         assert value is None or torch.allclose(getattr(got, name), value, rtol=1e-12, atol=1e-12), name
+
+
+def saved_bytes(compute: Callable[[], Any]) -> int:
+    """What autograd keeps of one loss."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
+    return sum(storages.values())
+
+
+def test_logits_in_bf16_are_kept_once() -> None:
+    """Torch's own loss of the same logits, in fp32, keeps twice their bytes."""
+    labels = torch.randint(0, 640, (64,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    leaf = torch.randn(64, 640, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    logits = leaf.requires_grad_() * 1
+    size = logits.numel() * logits.element_size()
+    assert saved_bytes(lambda: nn.functional.cross_entropy(logits.float(), labels)) >= 2 * size
+    assert saved_bytes(lambda: liger_dist.cross_entropy(logits, labels)) <= 1.1 * size
