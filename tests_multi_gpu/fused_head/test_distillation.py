@@ -19,8 +19,8 @@ from cells import DDP as DDP_CELL
 from cells import GRID, HSDP, ONE, Cell
 from distilled import Pair, divergences, errors_of, make_teacher
 from harness import InThisProcess, Workers
+from loss_inputs import BACKENDS, DEVICE, make_inputs
 from models import make_batch, make_model
-from test_linear_cross_entropy import BACKENDS, DEVICE, make_inputs
 from torch import Tensor, nn
 from truth import relative_error
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from allocations import LargestTensor
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -42,18 +40,6 @@ def tiny_depth() -> Any:
         max_position_embeddings=8192,
     )
     return LlamaForCausalLM(config).to(compute_device(), torch.bfloat16 if torch.cuda.is_available() else torch.float32)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.bytes = max(self.bytes, *sizes, 0) if sizes else self.bytes
-        return result
 
 
 def step(model: Any, tokens: int) -> None:

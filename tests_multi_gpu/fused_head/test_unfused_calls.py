@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB_SIZE, gradient_errors, make_batch, make_model
-from test_trainer import forget_earlier_trainers
 from torch import Tensor, nn
+from trainers import forget_earlier_trainers
 from truth import cross_entropy_truth
 
 import liger_dist

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import LargestTensor
 from models import documents_of, gradient_errors, make_batch, make_model, true_loss_sum
-from test_globals_and_memory import LargestTensor
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

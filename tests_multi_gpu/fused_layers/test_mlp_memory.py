@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import LargestTensor
 from models import BATCH_SIZE, SEQUENCE_LENGTH, gradient_errors, make_batch, make_model
-from test_globals_and_memory import LargestTensor
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -14,8 +14,7 @@ import torch
 import yaml
 from hosts import printed_by, watched
 from models import VOCAB_SIZE, make_model
-from test_trainer import Sequences, forget_earlier_trainers
-from test_trl import make_tokenizer
+from trainers import Sequences, forget_earlier_trainers, make_tokenizer
 
 import liger_dist
 

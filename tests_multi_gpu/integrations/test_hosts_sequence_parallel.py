@@ -15,8 +15,8 @@ from harness import Workers
 from hosts import watched
 from layouts import zero_settings
 from models import full, make_model
-from test_trainer import arguments_of, forget_earlier_trainers, pretended_gpus
 from torch.utils.data import Dataset
+from trainers import arguments_of, forget_earlier_trainers, pretended_gpus
 from truth import relative_error
 
 import liger_dist

@@ -14,8 +14,7 @@ import pytest
 import torch
 from hosts import watched
 from models import VOCAB_SIZE, make_model
-from test_trainer import forget_earlier_trainers
-from test_trl import make_tokenizer
+from trainers import forget_earlier_trainers, make_tokenizer
 
 import liger_dist
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +14,8 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from hosts import watched
-from layouts import zero_settings
 from models import VOCAB_SIZE, full, make_batch, make_model
-from torch.utils.data import Dataset
+from trainers import Sequences, arguments_of, forget_earlier_trainers, pretended_gpus
 
 import liger_dist
 from liger_dist.wrap import is_wrapped
@@ -27,22 +23,6 @@ from liger_dist.wrap import is_wrapped
 ROWS = 8
 CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
-
-
-class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Ranks get different numbers of valid labels."""
-
-    def __init__(self) -> None:
-        batches = [make_batch(number) for number in range(4)]
-        self.rows = [
-            {name: tensor[row].cpu() for name, tensor in batch.items()} for row in range(3) for batch in batches
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.rows[index]
 
 
 @pytest.mark.parametrize(
@@ -265,49 +245,6 @@ def test_a_vocab_parallel_lm_head_is_for_fsdp2(tmp_path: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match="lm_head is 'vocab-parallel'; expected one of"):
         fuse(trainer, lm_head="vocab-parallel")  # type: ignore[arg-type]
     assert not is_wrapped(trainer.model)
-
-
-def forget_earlier_trainers() -> None:
-    """In this process."""
-    from accelerate.state import AcceleratorState, PartialState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    unset_hf_deepspeed_config()
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
-
-
-@contextmanager
-def pretended_gpus() -> Iterator[None]:
-    """Accelerate looks for GPUs before it lets anything be sharded."""
-    from accelerate import DistributedType
-    from accelerate.state import PartialState
-
-    if torch.cuda.is_available():
-        yield
-        return
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)):
-        yield
-    del os.environ["ACCELERATE_TORCH_DEVICE"]
-
-
-def arguments_of(engine: str | None, layer: str) -> dict[str, Any]:
-    """What tells a trainer of transformers how to shard."""
-    if engine is not None and engine.startswith("fsdp"):
-        settings = {
-            "version": int(engine[-1]),
-            "transformer_layer_cls_to_wrap": [layer],
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "sync_module_states": False,
-        }
-        return {"fsdp": True, "fsdp_config": settings}
-    if engine is not None and engine.startswith("zero"):
-        sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-        return {"deepspeed": zero_settings({"stage": int(engine[-1])}) | dict.fromkeys(sizes, "auto")}
-    return {}
 
 
 def make_trainer(

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from harness import InThisProcess, Workers
 from hosts import watched
 from models import VOCAB_SIZE, make_config, make_model
-from test_trainer import arguments_of, forget_earlier_trainers, pretended_gpus
 from torch.distributed.tensor import DTensor
+from trainers import arguments_of, forget_earlier_trainers, make_tokenizer, pretended_gpus
 from truth import relative_error
 
 import liger_dist
@@ -458,24 +458,6 @@ def distillation_rows(kind: str) -> list[dict[str, Any]]:
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
-
-
-def make_tokenizer() -> Any:
-    """One token for each printable character."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {chr(code): code - 29 for code in range(32, 127)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="right"
-    )
-    fast.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
-    return fast
 
 
 def test_a_classifier(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE
+from loss_inputs import BACKENDS, DEFAULTS, DEVICE
 from torch import Tensor
 
 import liger_dist

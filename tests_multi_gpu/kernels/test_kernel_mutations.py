@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_linear_cross_entropy import DEFAULTS
+from loss_inputs import DEFAULTS
 from test_linear_cross_entropy import test_every_option_matches_fp64 as compares_options
 from test_linear_cross_entropy import test_true_class_gradient_as_its_probability_nears_one as compares_likely_label
 

@@ -10,7 +10,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_linear_cross_entropy import BACKENDS, DEVICE
+from loss_inputs import BACKENDS, DEVICE
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint

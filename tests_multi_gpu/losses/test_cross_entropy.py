@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE, OPTIONS, fill_weights
+from loss_inputs import BACKENDS, DEFAULTS, DEVICE, OPTIONS, fill_weights
 from torch import Tensor, nn
 from truth import cross_entropy_truth, relative_error
 

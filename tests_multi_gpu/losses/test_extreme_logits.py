@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from distilled import divergences
-from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE
+from loss_inputs import BACKENDS, DEFAULTS, DEVICE
 from torch import Tensor
 from truth import DIFFERENTIABLE, cross_entropy_truth
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_linear_cross_entropy import BACKENDS, DEFAULTS, DEVICE, assert_gradients, fused, make_inputs, truth_of
+from loss_inputs import BACKENDS, DEFAULTS, DEVICE, assert_gradients, fused, make_inputs, truth_of
 from test_policy_outputs import upstream_of
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum

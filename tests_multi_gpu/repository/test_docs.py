@@ -129,7 +129,7 @@ def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
     """Trainers are replaced by what notes how they are made: the hosts' own tests train."""
     if page.endswith("accelerate.md"):
         from accelerate import Accelerator
-        from test_trainer import forget_earlier_trainers
+        from trainers import forget_earlier_trainers
 
         forget_earlier_trainers()
         model: Any = make_model("llama", dtype=torch.float32)
@@ -143,7 +143,7 @@ def surroundings_of_a_host(page: str) -> Iterator[dict[str, Any]]:
     if page.endswith("trainer.md"):
         import tempfile
 
-        from test_trainer import Sequences, forget_earlier_trainers
+        from trainers import Sequences, forget_earlier_trainers
         from transformers import Trainer, TrainingArguments
 
         forget_earlier_trainers()

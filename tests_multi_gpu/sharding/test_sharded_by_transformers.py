@@ -15,12 +15,12 @@ import torch.distributed as dist
 from harness import Workers
 from hosts import watched
 from models import full, make_batch, make_config, true_loss_sum
-from test_trainer import Sequences, forget_earlier_trainers, pretended_gpus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainers import Sequences, forget_earlier_trainers, pretended_gpus
 
 import liger_dist
 from liger_dist.errors import NoAdapterError

@@ -1,0 +1,21 @@
+"""The sizes of tensors that operations allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0) if sizes else self.bytes
+        return result
