@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -253,3 +254,23 @@ def gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
         scale = max(float(parameter.grad.abs().max()), 1e-4 * largest)
         errors[name] = float((full(gradient) - parameter.grad).abs().max()) / scale
     return errors
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(wrapped: Any, own: Any, batch: dict[str, Any]) -> None:
+    """One call of each: the loss and every gradient."""
+    losses = []
+    for model in (wrapped, own):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    # transformers computes the loss, and eager attention its softmax, in fp32.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    mine, theirs = gradients(wrapped), gradients(own)
+    assert mine.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert torch.allclose(mine[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()) + 1e-12), name

@@ -314,3 +314,17 @@ class Experts(nn.Module):
         if self.runs_all:
             output = output + 0.0 * self.experts[1 - rank](hidden_states)
         return output
+
+
+def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
+    model = make_model("llama")
+    liger_dist.wrap(model)
+    batch: dict[str, Any] = make_batch(0)
+    batch["labels"] = torch.full_like(batch["labels"], 3)
+    with pytest.raises(liger_dist.LigerDistError, match="all labels of the batch are ignored"):
+        liger_dist.verify(model, batch | {"ignore_index": 3})
+    assert liger_dist.verify(model, batch | {"ignore_index": 4}).ok
+    shifted = make_batch(0)
+    shifted["shift_labels"] = torch.full_like(shifted["labels"], -100)
+    with pytest.raises(liger_dist.LigerDistError, match="all labels of the batch are ignored"):
+        liger_dist.verify(model, shifted)

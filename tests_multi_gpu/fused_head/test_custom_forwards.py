@@ -1,9 +1,8 @@
-"""What ``wrap`` does beside the loss, and calls whose own code does more than the probe saw: against the unwrapped
-model, with every parameter's gradient."""
+"""Models whose forward does more than the probe saw, or is called in unusual ways: against the unwrapped model, with
+every parameter's gradient."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 import warnings
@@ -16,101 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
-from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_config, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, assert_same, full, gradients, make_batch, make_config, make_model
 from torch import Tensor, nn
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 
 HOUSE = "repaired by the swapped forward of the model's class (issue 'One forward')"
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(wrapped: Any, own: Any, batch: dict[str, Any]) -> None:
-    """One call of each: the loss and every gradient."""
-    losses = []
-    for model in (wrapped, own):
-        model.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(float(loss.detach()))
-    # transformers computes the loss, and eager attention its softmax, in fp32.
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    mine, theirs = gradients(wrapped), gradients(own)
-    assert mine.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert torch.allclose(mine[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()) + 1e-12), name
-
-
-# Layers with a config of their own.
-
-
-def upscaled(attention: str) -> Any:
-    """Twice as many layers, by copies."""
-    model: Any = make_model("llama")
-    model.config._attn_implementation = attention
-    model.model.layers = nn.ModuleList([copy.deepcopy(layer) for layer in model.model.layers for _ in range(2)])
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = index
-    return model
-
-
-def student_of_copies(attention: str) -> Any:
-    teacher, model = make_model("llama", seed=1), make_model("llama")
-    teacher.config._attn_implementation = model.config._attn_implementation = attention  # type: ignore[union-attr]
-    model.model.layers = copy.deepcopy(teacher.model.layers)  # type: ignore[union-attr]
-    return model
-
-
-def replicated(attention: str) -> Any:
-    peft = pytest.importorskip("peft")
-    model: Any = make_model("llama")
-    model.config._attn_implementation = attention
-    torch.manual_seed(3)
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            target_modules=["q_proj"],
-            layer_replication=[(0, 2), (0, 2)],
-            init_lora_weights=False,
-            task_type="CAUSAL_LM",
-        ),
-    )
-
-
-def bidirectional(attention: str) -> Any:
-    """``is_causal`` of the modules counts only without a mask."""
-    model: Any = make_model("llama")
-    model.config._attn_implementation = attention
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    return model
-
-
-@pytest.mark.parametrize("rows", ["texts", "padded", "packed"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    "make", [upscaled, student_of_copies, replicated, bidirectional], ids=lambda make: make.__name__
-)
-def test_attention_of_copied_layers(make: Callable[[str], Any], attention: str, rows: str) -> None:
-    torch.manual_seed(0)
-    own = make(attention).train()
-    torch.manual_seed(0)
-    wrapped = liger_dist.wrap(make(attention).train(), "none")
-    for mine, theirs in zip(wrapped.parameters(), own.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    # With a cache transformers does not separate the documents of a row.
-    batch = make_batch(0, rows=rows) | {"use_cache": False}
-    if rows == "padded":  # Eager attention makes NaN of rows that see nothing.
-        batch = {name: value[1:] if isinstance(value, Tensor) else value for name, value in batch.items()}
-    assert_same(wrapped, own, batch)
-
-
-def test_attention_is_selected_in_stock_models() -> None:
-    assert "liger_dist" in liger_dist.explain(liger_dist.wrap(make_model("llama"), "none")).attention
 
 
 # Forwards that select or shift by an argument of the call.

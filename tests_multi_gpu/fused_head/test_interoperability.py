@@ -7,21 +7,21 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import Workers
-from models import gradient_errors, make_batch, make_config, make_model
+from models import VOCAB_SIZE, gradient_errors, make_batch, make_config, make_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
 from liger_dist.fused_layers.rotary import convention_of
 from liger_dist.sharding.process_groups import compute_device
-
-VOCAB_SIZE = 101
 
 
 def assert_same_training(model: nn.Module, reference: nn.Module, call: Any = None) -> None:
@@ -135,7 +135,6 @@ def test_second_order_gradients_are_refused() -> None:
 
 def change_loss(name: str) -> Any:
     """A Llama whose forward hands its loss function something else than was given."""
-    from transformers import LlamaForCausalLM
 
     class Odd(LlamaForCausalLM):
         def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -390,3 +389,14 @@ def test_a_head_in_another_thread_drops_nothing_silently() -> None:
     for options in ({"outputs": ("entropy",)}, {"label_smoothing": 0.1}):
         with pytest.raises(liger_dist.LigerDistError, match=r"was asked of .* but its lm_head was not called"):
             model(**make_batch(0), **options)
+
+
+def test_a_compiled_whole_graph_is_refused_by_torch_with_a_page_that_says_so() -> None:
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert "fullgraph=True" in page.read_text()
+    model = AutoModelForCausalLM.from_config(make_config("llama"))
+    liger_dist.wrap(model)
+    # What other tests have compiled counts towards a limit, from which on code runs as it is.
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable|fullgraph"):
+        torch.compile(model, backend="eager", fullgraph=True)(**{n: t.cpu() for n, t in make_batch(0).items()})

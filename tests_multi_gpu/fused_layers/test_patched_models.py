@@ -404,3 +404,30 @@ def test_a_model_of_peft_is_wrapped_inside() -> None:
     assert_same(merged, expected)
     assert liger_dist.unwrap(merged) is merged
     assert_same(merged, expected)
+
+
+class FailsInBf16(nn.Module):
+    """A norm that raises in bf16 for another reason."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("this norm is for fp32")
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class NormThatFails(FailsInBf16):
+    """Has "norm" in its name."""
+
+
+def test_a_norm_that_raises_is_not_taken_for_one_that_agrees() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    model.model.norm = NormThatFails(16, 1e-6).to(compute_device())
+    liger_dist.wrap(model)
+    report = liger_dist.explain(model).layers
+    assert not any("NormThatFails" in what for what, _ in report.swapped)
+    assert any("NormThatFails" in what and "rounds in a way" in why for what, why in report.left)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import liger_dist_kernels
 from liger_dist_kernels._triton_utils import ANY_LENGTH
+from liger_dist_kernels.cross_entropy import tile_arguments
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 SOME = (
@@ -90,3 +92,10 @@ def check(arch: str, pattern: str) -> None:
         if "padded" in launch["launch"]:
             # The label's own.
             assert launch["loads_of_two_bytes"] <= 2, launch
+
+
+def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(2, 8)
+    assert tile_arguments(logits, is_padded=False)["maxnreg"] == 64
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "maxnreg" not in tile_arguments(logits, is_padded=False)

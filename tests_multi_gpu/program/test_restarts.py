@@ -1,5 +1,5 @@
-"""Faults that are refused by all ranks or survived by the run: disks that are full for one of them, restarts, files
-that were cut off, settings that changed, data that takes long."""
+"""Restarts, files that were cut off, settings that changed, and data that takes long: refused by all ranks, or
+survived."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -19,13 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from forked_programs import run_program
 from harness import Workers
-from training_runs import LAUNCH, config_for, losses_of, metrics_of, published, write_limited_program, write_tokenizer
+from training_runs import config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
 from liger_dist_train import distributed, output_folder
-from liger_dist_train.checkpoint import DESCRIPTION, Checkpoints, checksum_of_file, checksum_of_text, read_description
+from liger_dist_train.checkpoint import DESCRIPTION, checksum_of_file, checksum_of_text, read_description
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import on_rank_zero, rank
 from liger_dist_train.engine import TorchEngine
@@ -38,41 +36,6 @@ from liger_dist_train.trainer import Trainer
 
 ALONE: dict[str, Any] = {"strategy": "none"}
 """one process that reads what the two of ``trained`` read"""
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{"strategy": "fsdp2"}, {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero3.json")}],
-    ids=["fsdp2", "zero3"],
-)
-def test_a_disk_that_is_full_for_one_rank(
-    way: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    config = config_for(data, cache, tmp_path, checkpoint_every=2, **way)
-    said = workers_2.run(refused_with_a_full_disk, config)
-    assert said[0] == said[1]
-    assert said[0].startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}/checkpoints: on rank 1 ")
-    assert "File too large" in said[0]
-    assert published(tmp_path) == []
-    assert not list((tmp_path / "checkpoints").glob("*.partial"))
-
-
-def refused_with_a_full_disk(config: TrainConfig) -> str:
-    """The kernel lets no file of rank 1 grow beyond 100 kB, from the first checkpoint on: what is compiled before
-    is larger."""
-    before, own = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
-
-    def save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
-        if rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-        own(self, *arguments, **options)
-
-    try:
-        with mock.patch.object(Checkpoints, "save", save), pytest.raises(liger_dist.LigerDistError) as caught:
-            train(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return str(caught.value)
 
 
 def test_a_restart_goes_on_and_a_new_run_is_refused(
@@ -187,17 +150,6 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
     export(tmp_path / "run", tmp_path / "model", step=None, dtype="float32")
     words = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) <= 601 == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
-
-
-def test_an_export_to_a_full_disk_is_one_sentence(trained: Path, tmp_path: Path) -> None:
-    program = write_limited_program(tmp_path)
-    ended = run_program(["python", str(program), "export", str(trained), "--to", str(tmp_path / "to")], tmp_path)
-    assert ended.codes == [1], ended.all_said
-    program.unlink()
-    (said,) = [line for line in ended.all_said.splitlines() if "error:" in line]
-    assert f"{tmp_path}/to cannot be written" in said
-    assert "File too large" in said
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_run_stays_finished(

@@ -1,4 +1,4 @@
-"""How runs end: by signals inside of a long step, by a rank that dies, by settings that cannot work, by a full disk."""
+"""How runs end: by signals inside of a long step, by a rank that dies, by settings that cannot work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from training_runs import (
     workers_of,
 )
 
-import liger_dist
-from liger_dist_train.config import TrainConfig
 from liger_dist_train.fault_tolerance import default_grace
 from liger_dist_train.run import train
 
@@ -166,53 +163,3 @@ def test_what_cannot_work_is_not_tried_again(
     assert ended.returncode == 1
     assert ended.stderr.count(words) == 1, ended.stderr
     assert sum("error:" in line for line in ended.stderr.splitlines()) == 1, ended.stderr
-
-
-def fill(folder: Path, *, keep: int) -> None:
-    """Leaves ``keep`` bytes of room."""
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
-        filler.write(bytes(max(0, free - keep)))
-
-
-def run_until_full(config: TrainConfig, folder: Path, *, keep: int) -> str:
-    """The refusal of a run whose disk is full from the start."""
-    fill(folder, keep=keep)
-    with pytest.raises(liger_dist.LigerDistError) as refused:
-        train(config)
-    return str(refused.value)
-
-
-def test_a_disk_that_is_full_of_everything_else(data: Path, cache: Path, tmp_path: Path, small_disk: Path) -> None:
-    """Each place where a run writes is refused with its name, and nothing incomplete stays."""
-    alone: dict[str, Any] = {"strategy": "none", "steps": 2, "checkpoint_every": 0}
-    config = config_for(data, small_disk, tmp_path / "run", **alone, num_proc=1)
-    config = replace(config, tokenizer=str(cache / "tokenizer"))
-    said = run_until_full(config, small_disk, keep=200_000)
-    assert re.search(
-        r"tokens-\w+/\d+-of-\d+.arrow cannot be written: .*No space left.*choose another --cache_dir", said
-    ), said
-    assert not list(small_disk.rglob("*.partial"))
-    kept = len(list(small_disk.rglob("*.arrow")))
-    (small_disk / "filler").unlink()
-    train(config)
-    assert len(list(small_disk.rglob("*.arrow"))) > kept
-    for packed in small_disk.glob("tokens-*/packed-*"):
-        shutil.rmtree(packed)
-    said = run_until_full(config, small_disk, keep=8192)
-    assert re.search(r"packed-\S+ cannot be written: .*(No space left|requested and)", said), said
-    (small_disk / "filler").unlink()
-
-
-def test_metrics_on_a_full_disk(data: Path, cache: Path, small_disk: Path) -> None:
-    """``metrics.jsonl``, TensorBoard's file, ``config.yaml`` and ``data.json`` are in the output folder."""
-    config = config_for(
-        data, cache, small_disk / "run", strategy="none", steps=2000, checkpoint_every=0, eval_every=5000
-    )
-    config = replace(config, batch_size=1, global_batch_size=1)
-    (small_disk / "run").mkdir()
-    said = run_until_full(config, small_disk, keep=40_000)
-    assert re.search(r"step \d+ cannot be written to .*metrics.jsonl: .*No space left.*--resume true", said), said
-    (small_disk / "filler").unlink()
-    said = run_until_full(replace(config, output_dir=str(small_disk / "other")), small_disk, keep=0)
-    assert "No space left" in said

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from models import full, make_batch, make_model, true_loss_sum
+from models import full, make_batch, make_config, make_model, true_loss_sum
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -62,7 +63,6 @@ def built_on_meta(
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a model that was built on the meta device, wrapped and run once."""
     from models import make_config
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_config("gemma2", tied=tied))
@@ -111,3 +111,45 @@ def precision_of_a_step() -> dict[str, str]:
         "gradient": str(head.grad.dtype),
         "close": str(bool(abs(loss - total / count) < 0.1)),
     }
+
+
+class WithFlags(LlamaForCausalLM):
+    """Has a mask that its own rule may leave out."""
+
+    writes = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("flags", torch.arange(4) % 2 == 0)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            # A rule that writes into a child.
+            nn.init.normal_(self.model.layers[0].mlp.down_proj.weight)
+        if module is self and self.writes:
+            self.flags.copy_(torch.arange(4) % 2 == 0)
+
+
+def on_meta(writes: bool) -> Any:
+    with torch.device("meta"):
+        model = WithFlags(make_config("llama"))
+    model.writes = writes
+    return model
+
+
+def test_bool_buffers_of_a_meta_model_get_their_values_or_refuse() -> None:
+    torch.manual_seed(3)
+    model = on_meta(True)
+    liger_dist.wrap(model, "none")
+    torch.manual_seed(3)
+    again = on_meta(True)
+    again.flags = None
+    again.writes = False
+    liger_dist.wrap(again, "none")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert model.flags.tolist() == [True, False, True, False]
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+    with pytest.raises(liger_dist.LigerDistError, match=r"leaves flags without values"):
+        liger_dist.wrap(on_meta(False), "none")
