@@ -88,7 +88,7 @@ def test_accumulation_holds_sharded_gradients_alone(
     strategy: Any, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     """Without --accumulate_unsharded: the losses are the same, and a rank holds its shard of the gradients."""
-    settings: dict[str, Any] = {"strategy": strategy, "steps": 1, "batch_size": 1, "global_batch_size": 12}
+    settings: dict[str, Any] = {"strategy": strategy, "steps": 1, "batch_size": 1, "global_batch_size": 6}
     settings |= {"checkpoint_every": 0, "eval_fraction": 0.0}
     held, losses = {}, {}
     for unsharded in (False, True):

@@ -218,13 +218,15 @@ def train_until_a_signal(config: TrainConfig) -> int:
 def test_a_signal_in_an_evaluation_saves_the_step_before_it(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    config = config_for(data, cache, tmp_path, strategy="fsdp2", eval_every=3, eval_batches=0)
+    (tmp_path / "held_out.txt").write_text((data / "ast0.txt").read_text()[:3000])
+    settings: dict[str, Any] = {"strategy": "fsdp2", "eval_every": 3, "eval_data": [str(tmp_path / "held_out.txt")]}
+    config = config_for(data, cache, tmp_path / "run", **settings, eval_batches=0)
     assert workers_2.run(evaluate_until_a_signal, config) == [2, 2]
-    assert published(tmp_path) == ["step-00000003"]
-    rows = metrics_of(tmp_path)
+    assert published(tmp_path / "run") == ["step-00000003"]
+    rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows if "eval_loss" in row] == [1]
     workers_2.run(train, dataclasses.replace(config, resume=True, eval_batches=1))
-    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 13))
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
 
 def evaluate_until_a_signal(config: TrainConfig) -> int:
