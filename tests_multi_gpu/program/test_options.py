@@ -99,16 +99,19 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
         pytest.skip("no CPU sets here")
     program = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import torch; "
-        "from liger_dist_train import config, distributed; torch.set_num_threads(3); distributed.start(); "
-        "print(config.TrainConfig().num_proc, torch.get_num_threads())"
+        "from liger_dist_train import config, distributed\n"
+        "for threads in (None, '2'):\n"
+        "    os.environ |= {} if threads is None else {'OMP_NUM_THREADS': threads}\n"
+        "    torch.set_num_threads(3)\n"
+        "    distributed.start()\n"
+        "    print(config.TrainConfig().num_proc, torch.get_num_threads())\n"
     )
     launch = Path(__file__).parents[2] / "launch"
-    for threads, expected in ((None, "1 1"), ("2", "1 3")):
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        environment |= {"PYTHONPATH": str(launch)} | ({} if threads is None else {"OMP_NUM_THREADS": threads})
-        command = [sys.executable, "-c", program]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert ended.stdout.split("\n")[-2] == expected, ended.stderr[-2000:]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(launch)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-2:] == ["1 1", "1 3"], ended.stderr[-2000:]
     assert TrainConfig().num_proc == usable_cores()
 
 

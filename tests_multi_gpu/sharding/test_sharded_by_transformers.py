@@ -206,7 +206,11 @@ def two_steps(layout: Layout, model: Any, reference: Any, *, mean: str = "local"
     return errors
 
 
-REPEATS = [replace(layout, tied=True) for layout in (FSDP, HSDP, FSDP_TP, FSDP_EP, TP_EP, EP)] + [HSDP, FSDP_EP, TP_EP]
+REPEATS = [replace(layout, tied=True) for layout in (FSDP, HSDP, TP, FSDP_TP, FSDP_EP, TP_EP, EP)] + [
+    HSDP,
+    FSDP_EP,
+    TP_EP,
+]
 """tied weights, replicas, and experts beside another axis, which a Trainer treats as in the layouts that stay;
 test_a_training_loop has all of them"""
 
