@@ -32,11 +32,12 @@ from .verify import verify
 from .wrap import is_wrapped, wrap
 
 RANDOM_BATCH = (2, 64)
-"""sequences and tokens"""
+"""number of sequences and of tokens in each"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: fine; 1: verify or doctor found problems; 2: it could not run, said in one sentence."""
+    """Runs one command. Returns 0 if all is well, 1 if verify or doctor has problems to report, 2 after an error that
+    is printed in one sentence."""
     options = _parser().parse_args(arguments)
     try:
         if options.command is _deepspeed:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _rank() == 0:
                 print(report)
     except LigerDistError as error:
-        # Every rank says it: the fault may be one rank's alone.
+        # Every rank prints it: the fault may be one rank's alone.
         where = f" [rank {_rank()}]" if "RANK" in os.environ else ""
         print(f"liger-dist{where}: {error}", file=sys.stderr)
         return 2
@@ -125,7 +126,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 
 def _load(spec: str) -> Callable[[], Any]:
-    """The function that is named by ``module:function`` or ``file.py:function``."""
+    """Loads the function in ``module:function`` or ``file.py:function``."""
     place, _, name = spec.rpartition(":")
     if not place:
         raise LigerDistError(f"{spec!r} names no function; expected module:function or file.py:function.")
@@ -154,7 +155,7 @@ def _load(spec: str) -> Callable[[], Any]:
 
 
 def _random_batch(model: nn.Module) -> dict[str, Any]:
-    """Tokens that differ between data-parallel ranks and are alike within a tensor-parallel group."""
+    """Builds random tokens that differ between data-parallel ranks and are equal within a tensor-parallel group."""
     storage = explain(model).facts.storage
     generator = torch.Generator().manual_seed(_rank() // storage.tensor_parallel_size)
     ids = torch.randint(storage.weight_shape[0], RANDOM_BATCH, generator=generator)
@@ -165,7 +166,8 @@ def _random_batch(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The group that torchrun prepared, if it started this process and the group does not exist yet."""
+    """Initialises the process group of torchrun within the context, if it started this process and no group exists
+    yet."""
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return

@@ -16,21 +16,21 @@ from .sharding.deepspeed import is_stored_by_zero3
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot add up
+    """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot combine
     norms over several meshes.
 
-    Gradients may be DTensors on any number of meshes (a vocab-parallel or tensor-parallel lm_head has its own) and
-    plain tensors, which all ranks hold alike and which therefore count once. The host does not wait for the device.
+    Gradients may be DTensors on any number of meshes (a vocab-parallel or tensor-parallel lm_head has another one) and
+    full tensors, which are equal on all ranks and therefore count once. The host is not synchronised.
 
     Args:
         parameters: the model (under FSDP1 and DDP: the wrapper), or its parameters.
         max_norm: the norm after clipping; infinity, or 0, to leave gradients as they are.
-        norm_type: of the norm; may be infinity.
+        norm_type: order of the norm; may be infinity.
 
     Returns:
-        The norm before clipping, a plain tensor of shape ``[]``, the same on every rank. Where it is NaN or Inf the
-        gradients stay as they are, so that the parameter can be found; but not under FSDP1, whose own method makes all
-        of them NaN.
+        The norm before clipping, a ``torch.Tensor`` of shape ``[]``, equal on every rank. If it is NaN or Inf, the
+        gradients are unchanged, so that the parameter can be identified; FSDP1's method, however, makes all of them
+        NaN.
 
     Raises:
         LigerDistError: ``max_norm`` is negative or NaN; parameters of FSDP1 without their wrapper, or of ZeRO, whose
@@ -62,7 +62,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
     norms = [nn.utils.get_total_norm(group, norm_type) for group in gradients]
     full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = nn.utils.get_total_norm([norm.to(full[0].device) for norm in full], norm_type)
-    # Scaled by limit / 0, which torch clamps to 1, where the norm is not finite.
+    # A norm that is not finite is replaced by 0, so that torch clamps the factor limit / 0 to 1.
     finite = torch.where(total.isfinite(), total, 0.0)
     for group in by_mesh.values() if limit < float("inf") else ():
         nn.utils.clip_grads_with_norm_(group, limit, finite)

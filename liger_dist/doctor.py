@@ -1,4 +1,4 @@
-"""``liger-dist doctor``: is this machine ready, and what to do where it is not."""
+"""``liger-dist doctor``: checks whether this machine is ready, and says how to fix it."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ OF_SOME_MODELS = {
     "causal_conv1d": "convolutions of Mamba and of linear attention",
     "fla": "linear attention (pip install flash-linear-attention)",
 }
-"""modules with kernels that transformers calls where they are installed; without them it runs loops in torch"""
+"""packages with kernels that transformers calls if they are installed; without them it runs loops in torch"""
 LEAST_SHARED_MEMORY = 2**30
 LEAST_OPEN_FILES = 4096
 MESSAGE_BYTES = 2**28
-"""of the all-reduce that is timed"""
+"""bytes of the timed all-reduce"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     found: str
     verdict: Verdict = "ok"
-    """"note": training works, and something else would be better; "wrong": it will fail, or compute wrong numbers"""
+    """"note": training works, but not as well as it could; "wrong": it will fail, or compute wrong results"""
     remedy: str = ""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was looked at. ``print(diagnosis)`` shows it as a table."""
+    """Results of all checks. ``print(diagnosis)`` shows them as a table."""
 
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return all(finding.verdict != "wrong" for finding in self.findings)
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Checks versions, GPUs, cuDNN, kernels and the host; under torchrun also how fast and how right an all-reduce of
-    all processes is (a collective). For power, clocks and links see ``nvidia-smi``, for DeepSpeed's operators
+    """Checks versions, GPUs, cuDNN, kernels and the host; under torchrun also speed and result of an all-reduce of all
+    processes (a collective). For power, clocks and links see ``nvidia-smi``, for DeepSpeed's operators
     ``ds_report``."""
     checks: list[Callable[[], Iterator[Finding]]] = [versions, gpus, cudnn, kernels, kernels_of_models, host]
     if dist.is_initialized():
@@ -86,7 +86,7 @@ def diagnose() -> Diagnosis:
 
 
 def of_all_processes(found: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Those of this process, and what is not in order at others (a collective)."""
+    """All-gathers findings: returns those of this process, and problems of other processes (a collective)."""
     gathered = [(socket.gethostname(), found)] * dist.get_world_size()
     dist.all_gather_object(gathered, gathered[0])
     others: dict[Finding, str] = {}
@@ -98,7 +98,7 @@ def of_all_processes(found: tuple[Finding, ...]) -> tuple[Finding, ...]:
 
 
 def versions() -> Iterator[Finding]:
-    """Of Python and of the packages that this library is used with."""
+    """Checks versions of Python and of the packages that this library is used with."""
     python = platform.python_version()
     is_old = sys.version_info < (3, 10)
     yield Finding("python", python, "wrong" if is_old else "ok", "install Python 3.10 or newer" if is_old else "")
@@ -124,7 +124,7 @@ def versions() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """Their number, kind and driver."""
+    """Checks number, kind and driver of the GPUs."""
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     if not torch.cuda.is_available():
         if not driver:
@@ -150,7 +150,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def cudnn() -> Iterator[Finding]:
-    """Whether the loaded cuDNN is older than the package installed with torch; attention kernels use it."""
+    """Checks whether the loaded cuDNN is older than the package installed with torch; attention kernels use it."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return
     try:
@@ -173,7 +173,7 @@ def cudnn() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """A small loss and its gradient, by the kernels, against plain torch."""
+    """Checks the kernels: a small loss and its gradient against plain torch."""
     device = compute_device()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
@@ -198,7 +198,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def kernels_of_models() -> Iterator[Finding]:
-    """Optional kernel packages, without which transformers runs layers of some models in slow PyTorch code."""
+    """Checks optional kernel packages, without which transformers runs layers of some models in slow PyTorch code."""
     if not torch.cuda.is_available():
         return
     missing = {name: what for name, what in OF_SOME_MODELS.items() if importlib.util.find_spec(name) is None}
@@ -210,7 +210,7 @@ def kernels_of_models() -> Iterator[Finding]:
 
 
 def host() -> Iterator[Finding]:
-    """Host name, shared memory and limits that processes of a node need."""
+    """Checks host name, shared memory and limits that processes of a node need."""
     name = socket.gethostname()
     try:
         yield Finding("host name", f"{name} is {socket.gethostbyname(name)}")
@@ -230,7 +230,7 @@ def host() -> Iterator[Finding]:
 
 
 def collectives() -> Iterator[Finding]:
-    """An all-reduce over all processes: its sum, and the bandwidth at the bus (2 (n-1)/n bytes for each byte)."""
+    """Checks an all-reduce over all processes: its sum, and the bus bandwidth (2 (n-1)/n bytes for each byte)."""
     size = dist.get_world_size()
     device = compute_device()
     ones = torch.ones(MESSAGE_BYTES // 4 if device.type == "cuda" else 2**16, device=device)
@@ -253,8 +253,8 @@ def collectives() -> Iterator[Finding]:
 
 
 def premul_sum() -> Iterator[Finding]:
-    """NCCL's bf16 ``PREMUL_SUM`` all-reduce, which FSDP2 uses after ``set_gradient_divide_factor``; some versions
-    return zeros (pytorch/pytorch#190747). This library's strategies do not use it."""
+    """Checks NCCL's bf16 ``PREMUL_SUM`` all-reduce, which FSDP2 uses after ``set_gradient_divide_factor``; some
+    versions return zeros (pytorch/pytorch#190747). This library's strategies do not use it."""
     if dist.get_backend() != "nccl" and "cuda:nccl" not in str(dist.get_backend_config()):
         return
     size = dist.get_world_size()
@@ -275,7 +275,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _output(*command: str) -> str:
-    """Standard output of a program; empty where there is none, it fails, or hangs as nvidia-smi can."""
+    """Returns the standard output of a program; empty if it does not exist, fails, or hangs as nvidia-smi can."""
     if shutil.which(command[0]) is None:
         return ""
     try:

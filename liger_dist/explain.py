@@ -1,4 +1,4 @@
-"""The verb explain: what was found in a wrapped model, and what was chosen."""
+"""Explains a wrapped model: its facts, and the chosen adapter."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .wrap import inner_model, record_of
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What :func:`wrap` found and chose. ``print(explanation)`` shows it as a table."""
+    """Facts about a wrapped model, and the choices of :func:`wrap`. ``print(explanation)`` shows it as a table."""
 
     facts: Facts
     fused: str
-    """the fused loss with the transform of its logits, or why it is not fused"""
+    """fused loss with the transform of its logits, or the reason why it is not fused"""
     adapter: str | None
-    """the sharding adapter for the storage of the weight; None when the loss is not fused, or the adapter refuses it"""
+    """sharding adapter for the storage of the weight; None when the loss is not fused, or the adapter refuses it"""
     declined: tuple[str, ...]
-    """why the adapter refuses; empty if it does not"""
+    """reasons why the adapter refuses; empty if it does not"""
     layers: LayerReport
-    """which layers are computed by kernels, and why others are not"""
+    """layers that kernels compute, and reasons why others are not"""
     attention: str
-    """the implementation of attention, and why it is the model's own"""
+    """implementation of attention, and the reason if it is the model's original one"""
     packing: str | None = None
-    """how documents cannot be packed, and why; None if layers keep them apart"""
+    """arguments by which documents cannot be packed, and reasons; None if layers keep documents apart"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
@@ -42,8 +42,8 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What is known of a wrapped model's lm_head, and which sharding adapter that gives, at any time after
-    :func:`wrap`. No collectives.
+    """Returns the facts about a wrapped model's lm_head and their sharding adapter, at any time after :func:`wrap`. No
+    collectives.
 
     Raises:
         LigerDistError: the model is not wrapped.

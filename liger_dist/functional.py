@@ -1,4 +1,4 @@
-"""Public functions that compute a loss from tensors: :func:`linear_cross_entropy` and :func:`cross_entropy`."""
+"""Public functions of losses on tensors: :func:`linear_cross_entropy` and :func:`cross_entropy`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linear_cross_entropy(
     max_valid_tokens: int | None = None,
     **keywords: Unpack[LossKeywords],
 ) -> Tensor | LossOutput:
-    """Cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
+    """Computes the cross entropy of ``hidden_states @ weight.T + bias`` without the full logits.
 
     A logit is first transformed to ``softcap * tanh(logit_scale * raw / softcap) / temperature``. Labels are not
     shifted.
@@ -37,43 +37,43 @@ def linear_cross_entropy(
         hidden_states: ``[..., D]``, fp64, fp32, bf16 or fp16, any strides.
         weight: ``[V, D]``, the same dtype (under autocast both are cast).
         labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``. On the CPU they are checked at no cost and ignored
-            tokens are skipped; on the GPU an assertion on the device guards their range.
+            tokens are skipped; on the GPU a device-side assertion checks their range.
         bias: ``[V]``.
         ignore_index: label of tokens that are ignored.
         label_smoothing: mass of the uniform distribution, in [0, 1], as :func:`torch.nn.functional.cross_entropy`.
         z_loss: factor of the squared log-sum-exp added to each token's loss (PaLM, arXiv:2204.02311).
         softcap: bound of the logits' magnitude (Gemma 2, arXiv:2408.00118).
         logit_scale: factor of the raw logits.
-        temperature: divisor of the transformed logits: a number, or an fp32 or fp64 tensor of the labels' shape or of
-            its first dimensions, above 0, without gradient; a list of numbers is such a tensor.
+        temperature: divisor of the transformed logits, above 0: a number, or an fp32 or fp64 tensor of the labels'
+            shape or of its first dimensions, without gradient. A list of numbers becomes such a tensor.
         class_weight: ``[V]``; weighs each token by its label, and the mean with it.
         token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
         reduction: "none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of
             valid tokens (the sum of their class weights); the mean of no token is 0.
-        num_items_in_batch: divisor of the mean, a number or a tensor of one element (never read by the host).
+        num_items_in_batch: divisor of the mean, a number or a tensor of one element (the host never reads it).
         outputs: names among "log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "z_loss",
-            "mean_logit", "log_sum_exp" to return beside the loss.
+            "mean_logit", "log_sum_exp" to return with the loss.
         token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
         top_k: number of classes for "top_k".
         soft_labels: ``(ids, probs)``, both ``[..., K]`` (the labels' shape and K), integers and fp32 or fp64:
             probabilities of some classes of each token, for the cross entropy ``sum_k probs_k * (lse - z_k)`` (Hinton
-            et al. 2015, arXiv:1503.02531). A negative id is none; probabilities of one id add up. Tokens with
+            et al. 2015, arXiv:1503.02531). A negative id means none; probabilities of one id are summed. Tokens with
             ``ignore_index`` have none.
         soft_weight: weight of this cross entropy, in [0, 1]; that of the labels has ``1 - soft_weight``. None for 1.
-        remainder: what becomes of 1 minus the sum of a token's ``probs``: "drop" (None) leaves it out, "renormalize"
-            divides by the sum, "spread" gives all classes without an id equal parts of it.
+        remainder: how the probability mass missing from a token's ``probs`` is treated: "drop" (None) drops it,
+            "renormalize" divides by the sum, "spread" spreads it evenly over all classes without an id.
         logits_dtype: see :class:`WrapConfig`.
-        memory_budget: bytes of the buffer of logits; None for 1 GiB (256 MiB if the weight gets no gradient), without
+        memory_budget: bytes of the buffer of logits; None for 1 GiB (256 MiB if the weight has no gradient), without
             gradients 128 MiB (256 MiB of fp32).
-        max_valid_tokens: in a CUDA graph, for labels on the GPU: the number of tokens to compute, those with a label
-            among them; an assertion on the device fails when more have one.
+        max_valid_tokens: in a CUDA graph, for labels on the GPU: number of tokens to compute, including all with a
+            label; a device-side assertion fails if more have one.
 
     Returns:
         The loss, fp32 or, for fp64 inputs, fp64; 0-d, or the labels' shape for "none". With ``outputs``, a
         :class:`LossOutput`.
 
     Raises:
-        LigerDistError: shapes, dtypes, devices, labels or options that do not fit; nothing has been computed then.
+        LigerDistError: invalid shapes, dtypes, devices, labels or options; nothing has been computed then.
     """
     spec = LossSpec(**keywords)
     if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
@@ -94,16 +94,16 @@ def linear_cross_entropy(
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, overwrite_logits: bool = False, **keywords: Unpack[LossKeywords]
 ) -> Tensor | LossOutput:
-    """Cross entropy of given logits, computed in fp32 whatever their dtype, without an fp32 copy of them.
+    """Computes the cross entropy of full logits in fp32 (fp64 for fp64 logits), without an fp32 copy of them.
 
     Args:
         logits: ``[..., V]`` raw logits.
         labels: ``[...]`` integers in ``[0, V)`` or ``ignore_index``.
-        overwrite_logits: write the gradient over the logits, which saves their size; they must not be read again, and
-            a backward of anything else computed from them raises. Only for scalar losses without differentiable
-            ``outputs``.
+        overwrite_logits: True to write the gradient over the logits, which saves their size. They must not be read
+            again, and the backward of anything else computed from them raises. Only for scalar losses without
+            differentiable ``outputs``.
 
-    The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
+    Other arguments, the result and the errors are as for :func:`linear_cross_entropy`.
     """
     spec = LossSpec(**keywords)
     result = fused_cross_entropy(logits, labels, spec=spec, execution=Execution(overwrite_logits=overwrite_logits))

@@ -1,4 +1,4 @@
-"""Compares parameters and gradients over the ranks: those that ranks share must be the same."""
+"""Compares parameters and gradients over the ranks: shared ones must be equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .wrap import inner_model, record_of
 
 
 class GradientErrors:
-    """Relative L2 errors over all ranks of gradients against others of the same names."""
+    """Relative L2 errors of gradients against reference gradients of the same names, over all ranks."""
 
     def __init__(self, actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
         self._names = list(expected)
@@ -37,18 +37,18 @@ class GradientErrors:
         self._sums = sums.cpu()
 
     def reach(self, names: list[str]) -> bool:
-        """Whether any gradient of these parameters is not zero in the reference."""
+        """True if any gradient of these parameters is not zero in the reference."""
         return any(self._sums[row, 1] > 0 for row, name in enumerate(self._names) if name in names)
 
     def of(self, names: list[str]) -> float:
-        """Of several parameters together."""
+        """Computes the error of several parameters together."""
         rows = [row for row, name in enumerate(self._names) if name in names]
         difference, truth = self._sums[rows].sum(0).tolist()
         return float((difference / truth) ** 0.5) if truth > 0 else float(difference**0.5)
 
     def worst(self) -> tuple[str, float]:
-        """The parameter with the largest error; some gradients are zero but for rounding, so it is not taken against a
-        norm below a thousandth of the largest."""
+        """Returns the parameter with the largest error. Some gradients are zero but for rounding, so the error is
+        relative to at least a thousandth of the largest norm."""
         norms = self._sums[:, 1].sqrt()
         errors = self._sums[:, 0].sqrt() / norms.clamp_min(float(norms.max()) * 1e-3 or 1.0)
         row = int(errors.argmax())
@@ -56,7 +56,7 @@ class GradientErrors:
 
 
 def disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
-    """Differences between ranks that should not be."""
+    """Lists differences between ranks that should not exist."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     problems = []
@@ -75,8 +75,8 @@ def disagreements(chosen: Explanation, model: nn.Module) -> list[str]:
 
 
 def disagreements_of_gradients(model: nn.Module) -> list[str]:
-    """Trained parameters of the outermost module whose gradients the ranks do not share as they should. DeepSpeed
-    reduces all of its parameters, and FSDP1 flat ones, of which a rank has some."""
+    """Lists trained parameters of the outermost module whose gradients differ between ranks that should share them.
+    Skips DeepSpeed, which reduces all of its parameters, and FSDP1, whose flat parameters are sharded."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     if deepspeed.is_engine(model) or fsdp1.is_inside_fsdp1(inner_model(model)):
@@ -111,9 +111,9 @@ def disagreements_of_gradients(model: nn.Module) -> list[str]:
 def _copies(
     model: nn.Module, tensor_parallel_size: int, tensor_of: Callable[[nn.Parameter], Tensor | None]
 ) -> dict[dist.ProcessGroup, list[tuple[str, Tensor]]]:
-    """The tensors of parameters of which several ranks should have the same, by name, for each group of such ranks:
-    full ones over all ranks, DTensors over their replicated mesh axes, and over the tensor-parallel axis (the last one
-    of the parameters that have it) where they are not sharded over it."""
+    """Groups the tensors of parameters that several ranks should share, by name, for each group of such ranks: full
+    ones over all ranks, DTensors over their replicated mesh axes, and over the tensor-parallel axis (the last axis of
+    the largest mesh) where they are not sharded over it."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     largest_mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
@@ -140,7 +140,7 @@ def _copies(
 
 @torch.no_grad()
 def _divergent(copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]], *, tolerance: float) -> list[str]:
-    """Names of the tensors that differ between the ranks of a group, by more than ``tolerance`` of their size. Two
+    """Lists names of tensors that differ between the ranks of a group by more than ``tolerance`` of their size. Two
     all-reduces per process group."""
     names = []
     for group, held in copies.items():
@@ -148,7 +148,7 @@ def _divergent(copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]], *, tol
         largest, smallest = sums.clone(), sums.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-        # Of the plain sum, the size is the sum of absolute values.
+        # For the plain sum, the size is the sum of absolute values.
         sizes = largest[:, [1, 1, 2]]
         differs = (largest - smallest > tolerance * sizes).any(1).tolist()
         names += [name for (name, _), differs in zip(held, differs, strict=True) if differs]

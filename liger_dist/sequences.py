@@ -38,20 +38,20 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
     """Returns this rank's shard of a batch of full sequences, on the axis "sp" of ``mesh``.
 
-    Labels are shifted before they are sharded, positions are those of the full sequences, and document boundaries are
-    returned as ``cu_seq_lens_*``. Rows are padded on the right to a multiple of the ranks. No collectives; the host
+    Labels are shifted before they are sharded, positions are relative to the full sequences, and document boundaries
+    are returned as ``cu_seq_lens_*``. Rows are padded on the right to a multiple of the ranks. No collectives; the host
     reads the boundaries.
 
     Args:
         batch: the same on all ranks of the axis: ``input_ids`` ``[B, S]``; ``labels``, not shifted, or
             ``shift_labels``; ``attention_mask`` ``[B, S]`` of padding; ``position_ids`` ``[B, S]``, which restart where
             documents are packed and there is no ``attention_mask``; ``cu_seq_lens_q`` of packed documents;
-            ``token_weight`` ``[B, S]``, aligned with the labels. Other values that are no tensors, or have one element,
-            are passed through.
+            ``token_weight`` ``[B, S]``, aligned with the labels. Other values are passed through if they are not
+            tensors or have one element.
 
     Returns:
         Arguments of the wrapped model: shards ``[B, ceil(S / n)]`` of ``input_ids``, ``position_ids``, ``labels`` and
-        ``shift_labels`` (the same numbers), and ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``,
+        ``shift_labels`` (the same values), and ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``,
         ``max_length_k`` of the full sequences.
 
     Raises:
@@ -101,7 +101,7 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather_batch(batch: Mapping[str, Any], axis: SequenceAxis) -> dict[str, Any]:
-    """The full sequences, on every rank of ``axis``, of which ``batch`` is a shard by :func:`shard_sequence`."""
+    """All-gathers the full sequences of a shard ``batch`` of :func:`shard_sequence`, on every rank of ``axis``."""
     is_shard = {name: name in _OF_TOKENS and isinstance(value, Tensor) for name, value in batch.items()}
     return {name: _gathered(value, axis) if is_shard[name] else value for name, value in batch.items()}
 
@@ -114,7 +114,7 @@ def _gathered(part: Tensor, axis: SequenceAxis) -> Tensor:
 
 
 def check_sequence_parallel(outer: nn.Module, model: nn.Module, decoder: nn.Module, layers: Any) -> None:
-    """Refuses a decoder that mixes tokens outside the "liger_dist" attention, or takes positions from anything but
+    """Refuses a decoder that mixes tokens outside the "liger_dist" attention, or computes positions from anything but
     ``position_ids``.
 
     Args:
@@ -187,7 +187,7 @@ def _is_position_embedding(name: str, module: nn.Module) -> bool:
 
 
 def _passes_window(module: nn.Module) -> bool:
-    """True if the code of its forward gives ``sliding_window`` to a function by that name."""
+    """True if the code of its forward passes ``sliding_window`` as a keyword."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = () if code is None else code.co_consts
     return any(isinstance(constant, tuple) and "sliding_window" in constant for constant in names)
@@ -217,7 +217,7 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _boundaries(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where documents begin, and which tokens are no padding; bool ``[B, S]`` on the host."""
+    """Computes where documents begin, and which tokens are not padding; bool ``[B, S]`` on the host."""
     begins = torch.zeros(ids.shape, dtype=torch.bool)
     begins[:, 0] = True
     ends, mask, positions = batch.get("cu_seq_lens_q"), batch.get("attention_mask"), batch.get("position_ids")

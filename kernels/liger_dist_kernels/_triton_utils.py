@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""What every Triton file here shares: which backend runs, and the transform of a raw logit."""
+"""Backend selection and the device functions that all Triton files here share, e.g. the transform of a raw logit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BACKENDS: tuple[str, ...] = ("auto", "triton", "reference")
 
 
 def runs_triton(tensor: Tensor, backend: Backend) -> bool:
-    """Whether an op on ``tensor`` runs its Triton kernels; otherwise its plain-torch reference runs.
+    """True if an op on ``tensor`` runs its Triton kernels; otherwise its plain-torch reference runs.
 
     ``"auto"`` means Triton on a GPU and the reference elsewhere. ``"triton"`` on a CPU tensor needs Triton's
     interpreter (``TRITON_INTERPRET=1`` before the first import).
 
     Raises:
-        ValueError: unknown backend, or Triton asked for on a CPU tensor without the interpreter.
+        ValueError: unknown backend, or Triton requested for a CPU tensor without the interpreter.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}.")
@@ -41,8 +41,8 @@ def runs_triton(tensor: Tensor, backend: Backend) -> bool:
 
 
 def on_its_device(op: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates an op whose first argument is a tensor, or tensors of one device: its kernels are launched on that
-    GPU, where Triton alone launches them on the current one."""
+    """Decorates an op: launches its kernels on the GPU of its first argument (a tensor, or tensors of one device),
+    where Triton alone would use the current GPU."""
 
     @wraps(op)
     def launched(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -63,12 +63,12 @@ def host_number(value: float, dtype: torch.dtype) -> Any:
 
 
 def dense(vector: Vector) -> Vector:
-    """The vector, its numbers side by side, as kernels read them: a column of a matrix is copied."""
+    """Returns the vector contiguous, as kernels read it: copies a column of a matrix."""
     return vector if vector is None else vector.contiguous()
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax statistics are kept: fp64 for fp64 logits, fp32 for all others."""
+    """Returns the dtype of softmax statistics: fp64 for fp64 logits, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -117,14 +117,14 @@ ANY_LENGTH: dict[str, Any] = {
         "z_loss_ptr",
     ),
 }
-"""Options of :func:`triton.jit` for kernels that are compiled once for all numbers of tokens. Triton would compile them
-for multiples of 16 and for others, and for chunks whose per-token numbers begin at one and elsewhere."""
+"""Options of :func:`triton.jit` for kernels that are compiled once for any number of tokens. Triton would compile again
+for multiples of 16, and for chunks whose per-token values are aligned differently."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def exp_of_difference(x, y):
-    """exp(x - y) in three instructions, where Triton's own exp takes nine: it keeps results below 1e-38, which are 0
+    """Computes exp(x - y) in three instructions; ``tl.exp`` has nine, because it keeps results below 1e-38, which are 0
     here. The difference comes first: products with log2(e) would overflow at finfo.min, and round at large x and y.
     ``y`` is finite: -inf - -inf is NaN."""
     return tl.exp2((x - y) * _LOG2_E)
@@ -132,49 +132,50 @@ def exp_of_difference(x, y):
 
 @triton.jit
 def anchor_of(row_max):
-    """What exponentials are relative to: the maximum, and 0 where all logits are -inf, which must not turn into
-    inf - inf."""
+    """Returns what exponentials are relative to: the maximum, or 0 where all logits are -inf, because inf - inf is
+    NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def probability(z, row_max, log2_total):
-    """``exp(z - row_max) / total``. The row's maximum and the logarithm of its sum stay apart, so that the rounding of
-    large logits does not reach it."""
+    """Computes ``exp(z - row_max) / total``. The row's maximum and the logarithm of its sum stay separate, so that the
+    rounding of large logits does not reach the result."""
     return tl.exp2((z - row_max) * _LOG2_E - log2_total)
 
 
 @triton.jit
 def log2_of(x):
-    """The logarithm to base 2 from the natural one."""
+    """Converts a natural logarithm to base 2."""
     return x * _LOG2_E
 
 
 @triton.jit
 def shrunk(shrink, total, sum_x, shift):
-    """``shrink * (total + shift * sum_x)``: a sum of ``e * distance``, relative to a maximum that has moved by
+    """Computes ``shrink * (total + shift * sum_x)``: a sum of ``e * distance``, relative to a maximum that has moved by
     ``shift``. 0 where nothing of it is left: the shift may be infinite there."""
     return tl.where(shrink * sum_x == 0.0, 0.0, shrink * (total + shift * sum_x))
 
 
 @triton.jit
 def number(x, dtype: tl.constexpr):
-    """A number from the host, in ``dtype``: torch.compile passes it as fp64, which would widen all that it touches."""
+    """Casts a value from the host to ``dtype``: torch.compile passes fp64, which would widen everything computed with
+    it."""
     return tl.full((), x, dtype)
 
 
 @triton.jit
 def rounded_product(x, y):
-    """``x * y``, rounded before anything is subtracted from it. Compilers contract a product and a difference into one
-    multiply-add, which keeps the product's rounding error: the largest logit less itself would not be 0."""
+    """Computes ``x * y``, rounded before any subtraction. Compilers contract a product and a difference into one
+    multiply-add, which keeps the product's rounding error: the largest logit minus itself would not be 0."""
     return tl.fma(x, y, tl.zeros_like(x))
 
 
 @triton.jit
 def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
+    """Computes ``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
 
-    tanh is written with a sigmoid, which the interpreter has as well.
+    tanh is written with a sigmoid, which the interpreter supports too.
     """
     scaled = raw * scale
     if HAS_SOFTCAP:

@@ -19,10 +19,10 @@ from .token_chunks import TokenTargets
 
 
 class ChosenLogits(NamedTuple):
-    """``z`` of chosen classes, in the dtype of the statistics; None for what was not asked for."""
+    """``z`` of chosen classes, in the dtype of the statistics; None for outputs that were not requested."""
 
     at_TK: Tensor | None
-    """of given classes; 0 for those that are in another slice"""
+    """of the requested classes; 0 for those of another slice"""
     top_Tk: Tensor | None
     """the largest ones in descending order; -inf beyond the number of classes"""
     top_ids_Tk: Tensor | None
@@ -30,10 +30,10 @@ class ChosenLogits(NamedTuple):
 
 
 class ChosenLogProbs(NamedTuple):
-    """Log-probabilities of chosen classes; None for what was not asked for."""
+    """Log-probabilities of chosen classes; None for outputs that were not requested."""
 
     at_TK: Tensor | None
-    """of given classes; 0 where the class is negative"""
+    """of the requested classes; 0 where the class is negative"""
     top_Tk: Tensor | None
     top_ids_Tk: Tensor | None
     remainder_T: Tensor | None
@@ -41,7 +41,7 @@ class ChosenLogProbs(NamedTuple):
 
 
 def choose_logits(logits_TV: Tensor, targets: TokenTargets, top_k: int, rows: RowOptions) -> ChosenLogits:
-    """``z`` of the classes that ``targets`` name and of the ``top_k`` largest ones (0 for none)."""
+    """Gathers ``z`` ``[T, K]`` of the classes in ``targets`` and the ``top_k`` largest ``[T, k]`` (0 for none)."""
     V, options, first_class = logits_TV.shape[1], rows.options, rows.first_class
     token_ids_TK, temperature_T = targets.token_ids_TK, targets.temperature_T
     at_TK = top_Tk = top_ids_Tk = None
@@ -62,8 +62,8 @@ def choose_logits(logits_TV: Tensor, targets: TokenTargets, top_k: int, rows: Ro
 
 
 def merge_chosen(slices: Sequence[ChosenLogits]) -> ChosenLogits:
-    """Those of full rows from those of slices of the vocabulary, the same on every rank that merges the same slices in
-    the same order."""
+    """Merges the chosen logits of slices of the vocabulary into those of full rows. The result is the same on every
+    rank that merges the same slices in the same order."""
     if len(slices) == 1:
         return slices[0]
     at, top, top_ids = ([field for field in column if field is not None] for column in zip(*slices, strict=True))
@@ -77,8 +77,8 @@ def merge_chosen(slices: Sequence[ChosenLogits]) -> ChosenLogits:
 def chosen_log_probs(
     chosen: ChosenLogits, log_probs: Callable[[Tensor], Tensor], targets: TokenTargets
 ) -> ChosenLogProbs:
-    """Log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative label.
-    ``log_probs`` gives those of ``z`` ``[T, K]``."""
+    """Computes log-probabilities from complete logits, without those of soft labels; all 0 for tokens with a negative
+    label. ``log_probs`` maps ``z`` ``[T, K]`` to log-probabilities."""
     at_TK = top_Tk = top_ids_Tk = remainder_T = None
     token_ids_TK = targets.asked_ids_TK
     if token_ids_TK is None and chosen.top_Tk is None:
@@ -96,9 +96,9 @@ def chosen_log_probs(
 
 
 def sum_of_same_ids(values_TK: Tensor, token_ids_TK: Tensor) -> Tensor:
-    """``[T, K]``: for each class the total of the values of all places that name it.
+    """Sums the values of equal token ids in each row; every position gets the total of its id: ``[T, K]``.
 
-    A segmented scan over the sorted classes (Hillis and Steele 1986), whose order of summation is fixed, unlike that of
+    A segmented scan over the sorted ids (Hillis and Steele 1986), whose order of summation is fixed, unlike that of
     ``scatter_add_`` on GPUs.
     """
     sorted_TK, order_TK = token_ids_TK.sort(dim=1, stable=True)

@@ -4,17 +4,17 @@
 Legend: T tokens, V vocabulary, N tiles of the vocabulary, K chosen classes of each token. ``z`` are transformed logits
 (see :class:`LossOptions`), ``y`` is a token's label.
 
-The two sweeps know nothing of reductions, weights or upstream gradients: per-token numbers go in and come out, and
-``token_loss.py`` turns them into losses and coefficients. Statistics of slices of the vocabulary can be merged. Where
-the upstream gradients are known beforehand, ``one_launch.py`` does both in one launch.
+The two sweeps do not depend on reductions, weights or upstream gradients: their inputs and outputs are per-token
+values, which ``token_loss.py`` turns into losses and coefficients. Statistics of slices of the vocabulary can be
+merged. If the upstream gradients are known before the loss, ``one_launch.py`` does both in one launch.
 
 [Note: Exponentials of fp32 logits]
 The gradient of a 16-bit product needs the probabilities in 16 bits, and the loss needs the logits in fp32. So fp32
-logits exist for one tile of the vocabulary at a time: the sweep for the statistics also writes ``exp(z - m)`` in 16
-bits, where m is the row's maximum in that tile, and the gradient's sweep, which knows all of the row, multiplies them
-by ``exp(m - max) / total``. Their relative error is that of rounding the gradient itself, whatever the size of the
-logits, while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those
-logits are computed again instead (:func:`.linear_cross_entropy.recompute_gradients`).
+logits exist for one tile of the vocabulary at a time. The sweep for the statistics also writes ``exp(z - m)`` in 16
+bits, where m is the row's maximum in that tile. The gradient's sweep, which has the statistics of the full row,
+multiplies them by ``exp(m - max) / total``. Their relative error is that of rounding the gradient itself, for logits of
+any size, while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those
+logits are recomputed instead (:func:`.linear_cross_entropy.recompute_gradients`).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _cross_entropy_bwd_kernel(
 
 
 def statistics_of_fields(fields_FT: Tensor, rows: RowOptions) -> SoftmaxStatistics:
-    """The fields as a kernel wrote them, ``[6, T]``, without those that were not asked for."""
+    """Unpacks the fields ``[6, T]`` that a kernel wrote; drops those that were not requested."""
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T, square_other_T = fields_FT
     return SoftmaxStatistics(
         max_T,
@@ -203,7 +203,7 @@ def statistics_of_fields(fields_FT: Tensor, rows: RowOptions) -> SoftmaxStatisti
 def cross_entropy_fwd(
     logits_TV: Tensor, targets: TokenTargets, rows: RowOptions, *, exponentials_TV: Tensor | None = None
 ) -> SoftmaxStatistics:
-    """Softmax statistics of each row, in one sweep over the logits.
+    """Computes softmax statistics of each row in one sweep over the logits.
 
     Args:
         logits_TV: ``[T, V]`` floating, unit stride along V. Raw: the transform of ``rows.options`` is applied here. May
@@ -250,10 +250,11 @@ def cross_entropy_bwd(
     anchors: Anchors | None = None,
     out_TV: Tensor,
 ) -> Tensor:
-    """Gradient by the raw logits, written to ``out_TV`` (``logits_TV`` itself for an in-place pass) and returned.
+    """Computes the gradient by the raw logits into ``out_TV`` (``logits_TV`` itself for an in-place pass) and returns
+    it.
 
     Args:
-        logits_TV: ``[T, V]``, as given to :func:`cross_entropy_fwd`; with ``anchors``, the exponentials that it wrote.
+        logits_TV: ``[T, V]``, as passed to :func:`cross_entropy_fwd`; with ``anchors``, the exponentials that it wrote.
         targets: as for :func:`cross_entropy_fwd`, and the classes of ``coefficients.at_TK``. Rows with a negative label
             get zeros.
         coefficients: see :class:`GradientCoefficients`; with ``anchors`` only those of a scalar loss.
@@ -319,11 +320,11 @@ def _is_target(logits_TV: Tensor, targets: TokenTargets, rows: RowOptions) -> Te
 def cross_entropy_fwd_reference(
     logits_TV: Tensor, targets: TokenTargets, rows: RowOptions, *, exponentials_TV: Tensor | None = None
 ) -> SoftmaxStatistics:
-    """:func:`cross_entropy_fwd` in plain torch: the path on CPU."""
+    """Computes :func:`cross_entropy_fwd` in plain torch: the path on CPU."""
     z_TV, _ = transformed(logits_TV, rows.options, targets.temperature_T)
     is_target = _is_target(logits_TV, targets, rows)
     max_T = z_TV.amax(-1)
-    # A slice whose logits are all -inf must not turn into inf - inf.
+    # Logits that are all -inf would give inf - inf, which is NaN.
     distance_TV = z_TV - torch.where(max_T == float("-inf"), 0.0, max_T)[:, None]
     e_TV = distance_TV.exp()
     if exponentials_TV is not None:
@@ -353,7 +354,7 @@ def cross_entropy_bwd_reference(
     anchors: Anchors | None = None,
     out_TV: Tensor,
 ) -> Tensor:
-    """:func:`cross_entropy_bwd` in plain torch, without chosen classes: the path on CPU."""
+    """Computes :func:`cross_entropy_bwd` in plain torch, without chosen classes: the path on CPU."""
     options, temperature_T = rows.options, targets.temperature_T
     if anchors is None:
         z_TV, slope = transformed(logits_TV, options, temperature_T)
@@ -388,10 +389,10 @@ def entries_of_classes(
     rows: RowOptions,
     token_logits_TK: Tensor | None = None,
 ) -> Tensor:
-    """``[T, K]``: the entries of the gradient by the raw logits at the chosen classes, whose ``z`` are
-    ``token_logits_TK`` (None to read them from ``logits_TV``), in the dtype of the statistics. An entry of the gradient
-    in 16 bits plus its part from ``coefficients.at_TK`` would have lost the difference of the two as the class's
-    probability nears 1. Entries of classes of other blocks mean nothing."""
+    """Computes the gradient by the raw logits at the chosen classes, ``[T, K]`` in the dtype of the statistics.
+    ``token_logits_TK`` are their ``z`` (None to read them from ``logits_TV``). Adding ``coefficients.at_TK`` to a
+    16-bit entry of the gradient would lose the difference of the two as the class's probability nears 1. Entries of
+    classes of other blocks are undefined."""
     labels_T, temperature_T, token_ids_TK, *_ = targets
     _, _, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, at_TK = coefficients
     assert at_TK is not None
@@ -419,11 +420,11 @@ def entries_of_classes(
 
 
 def put_entries(out_TV: Tensor, targets: TokenTargets, entries_TK: Tensor, rows: RowOptions) -> Tensor:
-    """Writes those of ``entries_TK`` whose classes are in this block into ``out_TV``, which is returned."""
+    """Writes the ``entries_TK`` of classes in this block into ``out_TV`` and returns it."""
     assert targets.token_ids_TK is not None
     token_ids_TK = targets.token_ids_TK - rows.first_class
     is_here_TK = (token_ids_TK >= 0) & (token_ids_TK < out_TV.shape[1])
-    # A class that is not here repeats one of its row that is, or else what column 0 holds.
+    # An id outside this block repeats one of its row that is inside, or else rewrites the value of column 0.
     first_T1 = is_here_TK.to(torch.int8).argmax(1, keepdim=True)
     has_any_T1 = is_here_TK.gather(1, first_T1)
     substitute_T1 = torch.where(has_any_T1, token_ids_TK.gather(1, first_T1), 0)

@@ -60,7 +60,7 @@ DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceOptions:
-    """Which divergence, and how raw logits become z."""
+    """Kind of divergence and transform of raw logits to z."""
 
     divergence: Divergence = "forward_kl"
     beta: float = 0.5
@@ -86,18 +86,18 @@ class LogPartition(NamedTuple):
     log_total_T: Tensor
 
     def log_probs(self, z_TV: Tensor) -> Tensor:
-        """``log(p)`` of ``z``."""
+        """Computes ``log(p)`` of ``z``."""
         return (z_TV - self.max_T[:, None]) - self.log_total_T[:, None]
 
 
 class DivergenceTerms(NamedTuple):
-    """What the gradient needs of each token, ``[T]`` in the dtype of the statistics."""
+    """Per-token values that the gradient needs, ``[T]`` in the dtype of the statistics."""
 
     divergence_T: Tensor
     student: LogPartition
     teacher: LogPartition
     expectation_T: Tensor
-    """what the gradient subtracts in the brackets above"""
+    """what the gradient subtracts in the brackets of the module's formulas"""
     entropy_T: Tensor
     """of the student"""
 
@@ -169,8 +169,8 @@ def divergence_bwd(
     is_padded: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Gradient by the student's raw logits of ``factor`` times the divergence, plus that of the cross entropy of the
-    labels; written to ``out_TV`` (``student_TV`` itself for an in-place pass) and returned.
+    """Computes the gradient of ``factor`` times the divergence, plus that of the labels' cross entropy, by the
+    student's raw logits, into ``out_TV`` (``student_TV`` itself for an in-place pass) and returns it.
 
     Args:
         student_TV: as for :func:`divergence_terms`.
@@ -221,7 +221,7 @@ def divergence_bwd(
 def pair_arguments(
     student_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, is_padded: bool, out_TV: Tensor | None = None
 ) -> dict[str, Any]:
-    """Arguments of every kernel here."""
+    """Builds the arguments that every kernel here has."""
     dtype = torch.promote_types(student_TV.dtype, teacher_TV.dtype)
     student = transform_arguments(options.student, None, dtype)
     teacher = transform_arguments(options.teacher, None, dtype)
@@ -248,7 +248,8 @@ def pair_arguments(
 def log_probabilities(
     common_TV: Tensor, teacher_TV: Tensor, student: LogPartition, teacher: LogPartition, options: DivergenceOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the student, the teacher and the mixture of "jsd" (meaningless for the others)."""
+    """Computes log-probabilities ``[T, V]`` of the student, the teacher and the mixture of "jsd" (undefined for other
+    divergences)."""
     dtype = student.max_T.dtype
     log_q_TV = student.log_probs(transformed(common_TV.to(dtype), options.student, None)[0])
     log_p_TV = teacher.log_probs(transformed(teacher_TV.to(dtype), options.teacher, None)[0])
@@ -265,7 +266,7 @@ def divergence_bwd_reference(
     options: DivergenceOptions,
     hard: HardTerms | None,
 ) -> Tensor:
-    """:func:`divergence_bwd` in plain torch, with labels relative to these columns: the path on CPU."""
+    """Computes :func:`divergence_bwd` in plain torch, with labels relative to these columns: the path on CPU."""
     dtype, common = terms.student.max_T.dtype, teacher_TV.shape[1]
     z_TV, slope = transformed(student_TV.to(dtype), options.student, None)
     log_q_TV, log_p_TV, log_m_TV = log_probabilities(

@@ -17,7 +17,7 @@ from .logit_rows import Transform, load_logits, tile_offsets, whole_vectors
 
 
 class Pair(NamedTuple):
-    """Where a row of the student and one of the teacher begin, and their transforms."""
+    """Pointers to a row of the student and of the teacher, and their transforms."""
 
     student_ptr: Any
     teacher_ptr: Any
@@ -44,7 +44,7 @@ class PairSoftmax(NamedTuple):
 
 
 class Hard(NamedTuple):
-    """Of the cross entropy of the labels: see :class:`.divergence.HardTerms`."""
+    """Values of the labels' cross entropy in a row: see :class:`.divergence.HardTerms`."""
 
     row_max: Any
     log_total: Any
@@ -66,7 +66,7 @@ def load_pair_softmax(student_max_ptr, student_log_total_ptr, teacher_max_ptr, t
 
 @triton.jit
 def load_pair(pair, offs_v, last, FLAGS: tl.constexpr):
-    """``z`` of student and teacher in columns up to ``last``, -inf beyond."""
+    """Loads ``z`` of student and teacher in columns up to ``last``, -inf beyond."""
     mask_v = offs_v < whole_vectors(last, FLAGS.STUDENT)
     student, _ = load_logits(pair.student_ptr, offs_v, mask_v, pair.student, FLAGS.STUDENT)
     teacher, _ = load_logits(pair.teacher_ptr, offs_v, mask_v, pair.teacher, FLAGS.TEACHER)
@@ -78,8 +78,8 @@ def load_pair(pair, offs_v, last, FLAGS: tl.constexpr):
 
 @triton.jit
 def _moved(max_x, anchor_x, sum_x):
-    """What a larger maximum does to sums that are relative to ``anchor_x``: the new anchor, the distance to it, and the
-    factor of the sums."""
+    """Computes how a larger maximum moves sums that are relative to ``anchor_x``: the new anchor, the distance to it,
+    and the factor of the sums."""
     anchor = anchor_of(max_x)
     return anchor, anchor_x - anchor, tl.where(sum_x == 0.0, 0.0, exp_of_difference(anchor_x, anchor))
 
@@ -88,7 +88,7 @@ def _moved(max_x, anchor_x, sum_x):
 def _moved_dot(
     dot, student_sum, student_shift, student_shrink, teacher_sum, teacher_shift, teacher_shrink, FLAGS: tl.constexpr
 ):
-    """The sum of exponentials times the difference of both logits; 0 for the JSD."""
+    """Moves the sum of exponentials times the difference of both logits to the new maxima; leaves the JSD's 0."""
     if FLAGS.FORWARD:
         dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
     if FLAGS.REVERSE:
@@ -98,7 +98,7 @@ def _moved_dot(
 
 @triton.jit
 def merged_pair(student_max, student_sum, teacher_max, teacher_sum, dot, mean, FLAGS: tl.constexpr):
-    """The fields of a row from those of its parts, each relative to the part's own maxima."""
+    """Merges the fields of the parts of a row, each relative to the part's maxima."""
     row_student_max, row_teacher_max = tl.max(student_max), tl.max(teacher_max)
     _, student_shift, student_shrink = _moved(row_student_max, anchor_of(student_max), student_sum)
     _, teacher_shift, teacher_shrink = _moved(row_teacher_max, anchor_of(teacher_max), teacher_sum)
@@ -116,8 +116,8 @@ def merged_pair(student_max, student_sum, teacher_max, teacher_sum, dot, mean, F
 
 @triton.jit
 def pair_statistics_of_piece(pair, first, last, PIECE: tl.constexpr, FLAGS: tl.constexpr):
-    """The fields of :func:`.divergence_terms.divergence_statistics` of the columns ``[first, last)``, at most PIECE of
-    them."""
+    """Computes the fields of :func:`.divergence_terms.divergence_statistics` over the columns ``[first, last)``, at
+    most PIECE of them."""
     LANES: tl.constexpr = FLAGS.STUDENT.LANES
     columns: tl.constexpr = LANES * FLAGS.STUDENT.VECTOR
     dtype = tl.float64 if FLAGS.STUDENT.FP64 else tl.float32
@@ -137,7 +137,8 @@ def pair_statistics_of_piece(pair, first, last, PIECE: tl.constexpr, FLAGS: tl.c
         teacher_max = tl.maximum(teacher_max, tl.max(teacher, 1))
         student_anchor, student_shift, student_shrink = _moved(student_max, student_anchor, student_sum)
         teacher_anchor, teacher_shift, teacher_shrink = _moved(teacher_max, teacher_anchor, teacher_sum)
-        # Each logit less its own maximum, so that what both logits have in common does not cost digits of the rest.
+        # Each model's logits minus their maximum, so that what both logits have in common does not cost digits of the
+        # rest.
         student -= student_anchor[:, None]
         teacher -= teacher_anchor[:, None]
         e_student = exp_of_difference(student, 0.0)
@@ -158,14 +159,15 @@ def pair_statistics_of_piece(pair, first, last, PIECE: tl.constexpr, FLAGS: tl.c
 
 @triton.jit
 def log_of_mixture(p, q, beta):
-    """``log(beta * p + (1 - beta) * q)``."""
+    """Computes ``log(beta * p + (1 - beta) * q)``."""
     # Where both underflow the logarithm is multiplied by 0.
     return tl.log(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
 
 
 @triton.jit
 def mixture_of_piece(pair, first, last, softmax, beta, PIECE: tl.constexpr, FLAGS: tl.constexpr):
-    """``sum q log(q / m)`` and ``sum p log(p / m)`` over the columns ``[first, last)``, at most PIECE of them."""
+    """Computes ``sum q log(q / m)`` and ``sum p log(p / m)`` over the columns ``[first, last)``, at most PIECE of
+    them."""
     LANES: tl.constexpr = FLAGS.STUDENT.LANES
     dtype = tl.float64 if FLAGS.STUDENT.FP64 else tl.float32
     offs = tile_offsets(FLAGS.STUDENT)
@@ -188,7 +190,7 @@ def divergence_gradient(
     pair, offs_v, last, teacher_last, label, softmax, factor, expectation, beta, hard, FLAGS: tl.constexpr,
     HAS_HARD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by the student's raw logits at ``offs_v``; the teacher's row ends at ``teacher_last``."""
+    """Computes the gradient by the student's raw logits at ``offs_v``; the teacher's row ends at ``teacher_last``."""
     mask_v = offs_v < whole_vectors(last, FLAGS.STUDENT)
     student, slope = load_logits(pair.student_ptr, offs_v, mask_v, pair.student, FLAGS.STUDENT)
     is_common = offs_v < teacher_last
@@ -220,7 +222,7 @@ def divergence_gradient(
 
 @triton.jit
 def hard_of(row, max_ptr, log_total_ptr, miss_ptr, factor_ptr, temperature, HAS_HARD: tl.constexpr, like):
-    """Those of a row; without hard labels ``like`` stands for each."""
+    """Loads :class:`Hard` of a row; without hard labels ``like`` stands for each field."""
     if HAS_HARD:
         return Hard(
             tl.load(max_ptr + row),

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The sweeps that make the terms of a divergence: its statistics, and the mixture of "jsd". See :mod:`.divergence`.
+"""Sweeps that compute the terms of a divergence: its statistics, and the mixture of "jsd". See :mod:`.divergence`.
 
 Legend: T tokens, V classes, G slices of the vocabulary, F fields.
 """
@@ -109,7 +109,7 @@ def divergence_terms(
     is_padded: bool = False,
     backend: Backend = "auto",
 ) -> DivergenceTerms:
-    """The divergence of each token, and what its gradient needs.
+    """Computes the divergence of each token, and the values that its gradient needs.
 
     Args:
         student_TV: ``[T, V]`` raw logits, floating, unit stride along V.
@@ -132,12 +132,13 @@ def divergence_terms(
 
 
 def partitions_of(fields_6T: Tensor) -> tuple[LogPartition, LogPartition]:
-    """Of student and teacher, from the fields of :func:`divergence_statistics`."""
+    """Returns the log-sum-exps of student and teacher from the fields of :func:`divergence_statistics`."""
     return LogPartition(fields_6T[0], fields_6T[1].log()), LogPartition(fields_6T[2], fields_6T[3].log())
 
 
 def terms_of_fields(fields_6T: Tensor, fields_2T: Tensor | None, options: DivergenceOptions) -> DivergenceTerms:
-    """From the fields of :func:`divergence_statistics`, and for the JSD those of :func:`divergence_mixture`."""
+    """Computes the terms from the fields of :func:`divergence_statistics`, and for the JSD those of
+    :func:`divergence_mixture`."""
     student, teacher = partitions_of(fields_6T)
     _, student_sum_T, _, teacher_sum_T, dot_T, mean_T = fields_6T
     entropy_T = student.log_total_T - mean_T / student_sum_T
@@ -155,9 +156,10 @@ def terms_of_fields(fields_6T: Tensor, fields_2T: Tensor | None, options: Diverg
 def divergence_statistics(
     common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend, *, is_padded: bool
 ) -> Tensor:
-    """``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and the sum of ``exp(z - max)`` of
-    the one times the difference of ``z - max`` (0 for "jsd"), and of the student's times its own ``z - max``. Where all
-    logits are -inf, 0 stands for the maximum in ``z - max``."""
+    """Computes ``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and two sums of products.
+    The first multiplies ``exp(z - max)`` of one model by the difference of ``z - max`` (0 for "jsd"), the second the
+    student's ``exp(z - max)`` by its ``z - max``. Where all logits are -inf, 0 stands for the maximum in ``z - max``.
+    """
     dtype = statistics_dtype(torch.promote_types(common_TV.dtype, teacher_TV.dtype))
     T, V = common_TV.shape
     fields_6T = common_TV.new_zeros((6, T), dtype=dtype)
@@ -195,12 +197,12 @@ def divergence_statistics(
 
 
 def _anchor(max_T: Tensor) -> Tensor:
-    """The maximum, or 0 where all logits are -inf, which must not turn into inf - inf."""
+    """Returns the maximum, or 0 where all logits are -inf, because inf - inf is NaN."""
     return torch.where(max_T == float("-inf"), 0.0, max_T)
 
 
 def _merged(fields_G6T: Tensor, divergence: Divergence) -> Tensor:
-    """Fields of full rows, from those of slices of the vocabulary; a slice may be empty."""
+    """Merges the fields of slices of the vocabulary into those of full rows; a slice may be empty."""
     merged_6T = fields_G6T[0].clone()
     shifts, shrinks = [], []
     for place in (0, 2):
@@ -232,7 +234,7 @@ def divergence_mixture(
     *,
     is_padded: bool,
 ) -> Tensor:
-    """``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
+    """Computes ``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
     T, V = common_TV.shape
     fields_2T = student.max_T.new_zeros((2, T))
     if V == 0 or T == 0:

@@ -32,13 +32,14 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _sigmoid(x):
-    """In four instructions, where Triton's own keeps results below 1e-38 with six more."""
+    """Computes the sigmoid in four instructions; ``tl.sigmoid`` has six more, to keep results below 1e-38."""
     return 1.0 / (1.0 + tl.exp2(-x * _LOG2_E))
 
 
 @triton.jit
 def _activated(g, KIND: tl.constexpr):
-    """The activation and its derivative; tanh is written with a sigmoid, which the interpreter has as well."""
+    """Computes the activation and its derivative; tanh is written with a sigmoid, which the interpreter supports
+    too."""
     if KIND == "silu":
         sigmoid = _sigmoid(g)
         return g * sigmoid, sigmoid * (1.0 + g * (1.0 - sigmoid))
@@ -101,7 +102,8 @@ def _gated_activation_bwd_kernel(
 def gated_activation_fwd(
     gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
 ) -> Tensor:
-    """``[T, F]`` in the inputs' dtype; both inputs have one dtype and a contiguous last dim."""
+    """Computes ``activation(gate) * up`` ``[T, F]`` in the inputs' dtype; both inputs have one dtype and a contiguous
+    last dim."""
     if not runs_triton(gate_TF, backend):
         dtype = statistics_dtype(gate_TF.dtype)
         return (_activated_with_slope(gate_TF.to(dtype), activation)[0] * up_TF.to(dtype)).to(gate_TF.dtype)
@@ -133,7 +135,7 @@ def gated_activation_bwd(
     backend: Backend = "auto",
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, each ``[T, F]``.
+    """Computes the gradients of gate and up, each ``[T, F]``.
 
     Args:
         overwrite: writes them over ``gate_TF`` and ``up_TF``, and returns these.
@@ -169,7 +171,7 @@ def gated_activation_bwd(
 
 
 def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative in plain torch."""
+    """Computes the activation and its derivative in plain torch."""
     if activation == "silu":
         sigmoid = torch.sigmoid(g)
         return F.silu(g), sigmoid * (1.0 + g * (1.0 - sigmoid))

@@ -20,7 +20,7 @@ _SMALLEST, _LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
 
 class LabelFacts(NamedTuple):
-    """Labels, and what is known of those that are not ignored; on the device of the labels."""
+    """Labels, and count and range of those that are not ignored; on the device of the labels."""
 
     labels_T: Tensor
     """``[T]`` int64, -1 for an ignored token"""
@@ -40,7 +40,7 @@ def _label_facts_kernel(
     count = tl.zeros((BLOCK,), tl.int64)
     smallest = tl.full((BLOCK,), _LARGEST, tl.int64)
     largest = tl.full((BLOCK,), _SMALLEST, tl.int64)
-    # 0, as a number of the device: there is one program, and a loop that begins with a constant would be unrolled.
+    # 0, as a value on the device: there is one program, and Triton would unroll a loop that begins with a constant.
     start = tl.program_id(0)
     while start < T:
         offs = start + tl.arange(0, BLOCK)
@@ -66,8 +66,8 @@ def label_facts(
     """Marks ignored labels, counts the others and finds their range.
 
     Args:
-        labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` in its own
-            dtype alone.
+        labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` only in
+            its dtype.
         vocab_size: for ``is_in_range``.
     """
     if not runs_triton(labels_T, backend):
@@ -93,12 +93,12 @@ def label_facts(
 
 
 def label_facts_reference(labels_T: Tensor, *, ignore_index: int, vocab_size: int) -> LabelFacts:
-    """:func:`label_facts` in plain torch: the path on CPU."""
+    """Computes :func:`label_facts` in plain torch: the path on CPU."""
     labels_T = labels_T.long()
     valid_T = labels_T != ignore_index
     limits = torch.iinfo(torch.int64)
     count = valid_T.sum()
-    # One more number each, for no label at all.
+    # Appends one value each, for the case without any label.
     smallest = torch.cat([torch.where(valid_T, labels_T, limits.max), labels_T.new_full((1,), limits.max)]).min()
     largest = torch.cat([torch.where(valid_T, labels_T, limits.min), labels_T.new_full((1,), limits.min)]).max()
     return LabelFacts(

@@ -4,13 +4,13 @@ exist.
 Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk, v classes of a tile, K chosen classes of each token.
 
 The GEMMs are cuBLAS (or the CPU's BLAS); between them a pass turns a buffer of logits into their gradient in place.
-There are three loops, and where all logits fit the memory budget one more way:
+There are three loops, and a fourth way where all logits fit the memory budget:
 
-- :func:`score_with_gradients`: the loss and its gradients, for upstream gradients known beforehand, over chunks of
+- :func:`score_with_gradients`: the loss and its gradients, for upstream gradients known before the loss, over chunks of
   tokens (three GEMM passes), after Hsu et al. 2024, "Liger Kernel", section 3.2.
 - :func:`score`: softmax statistics alone, over tiles of the vocabulary small enough for the L2 cache.
 - :func:`recompute_gradients`: the gradients for per-token upstream gradients, from logits computed again (four passes
-  with those of :func:`score`). The log-sum-exp is known by then, so it goes over tiles of the vocabulary too: a tile's
+  with those of :func:`score`). The log-sum-exp is known by then, so this loop has tiles of the vocabulary too: a tile's
   rows of the weight's gradient are complete at once, and no sum over chunks is needed.
 - :func:`score_and_keep`, which keeps the logits for :func:`gradients_of_logits`: three passes again.
 """
@@ -53,7 +53,7 @@ from .token_loss import TokenGradients, TokenTerms, gradient_coefficients, token
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How tokens are scored: all that is the same for each of them."""
+    """Options of the scoring that are the same for all tokens."""
 
     options: LossOptions = LossOptions()
     outputs: TokenOutputs = TokenOutputs()
@@ -74,7 +74,7 @@ class Scoring:
         return self.logits_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
     def row_options(self, vocab_size: int, first_class: int = 0) -> RowOptions:
-        """Of a block of logits in a buffer."""
+        """Builds the options of a block of logits in a buffer."""
         return RowOptions(
             vocab_size=vocab_size,
             options=self.options,
@@ -86,12 +86,12 @@ class Scoring:
         )
 
     def needs_recomputation(self, hidden: Tensor) -> bool:
-        """True if :func:`score_with_gradients` does not do it; see [Note: Exponentials of fp32 logits]."""
+        """True if :func:`score_with_gradients` refuses these operands; see [Note: Exponentials of fp32 logits]."""
         return self.keeps_fp32(hidden) and self.options.softcap is not None
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """Per-token terms, and the gradients that were asked for (None otherwise)."""
+    """Per-token terms, and the requested gradients (None otherwise)."""
 
     terms: TokenTerms
     chosen: ChosenLogProbs
@@ -104,7 +104,7 @@ class LinearCrossEntropyResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNeeds:
-    """Which gradients to compute. What is not needed costs neither a GEMM nor a buffer."""
+    """Gradients to compute. Others cost neither a GEMM nor a buffer."""
 
     hidden: bool = False
     weight: bool = False
@@ -117,33 +117,33 @@ class GradientNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSlice:
-    """The rows of lm_head that are here, of any floating dtype: products round them to the dtype of the hidden states,
-    their gradients are not rounded."""
+    """Rows of lm_head on this rank, of any floating dtype: products round them to the dtype of the hidden states; their
+    gradients are not rounded."""
 
     weight_VD: Tensor
-    """possibly without a row"""
+    """``[v, D]``, possibly without a row"""
     bias_V: Tensor | None = None
     vocab_size: int
     """rows of the full weight"""
     start: int = 0
     """vocabulary index of the first row"""
     complete_statistics: Callable[[SoftmaxStatistics], SoftmaxStatistics] | None = None
-    """statistics of full rows of logits from those of this slice of them; None where all rows are here"""
+    """completes statistics of this slice to those of full rows of logits; None where all rows of lm_head are here"""
     complete_chosen: Callable[[ChosenLogits], ChosenLogits] | None = None
     gather_slices: Callable[[Tensor], Tensor] | None = None
     """``[F, T]`` of this slice to ``[G, F, T]`` of all slices, in their order; None where all rows are here"""
 
     @staticmethod
     def full(weight_VD: Tensor, bias_V: Tensor | None = None) -> HeadSlice:
-        """All rows are here."""
+        """Wraps a full lm_head."""
         return HeadSlice(weight_VD=weight_VD, bias_V=bias_V, vocab_size=weight_VD.shape[0])
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as the products take them."""
+        """Casts weight and bias to the ``dtype`` of the products."""
         return self.weight_VD.to(dtype), None if self.bias_V is None else self.bias_V.to(dtype)
 
     def row_options(self, scoring: Scoring, first_column: int = 0) -> RowOptions:
-        """Of a block of logits in a buffer, whose first column is that of ``first_column`` of these rows."""
+        """Builds the options of a block of logits in a buffer that begins at row ``first_column`` of these rows."""
         return scoring.row_options(self.vocab_size, self.start + first_column)
 
 
@@ -168,9 +168,9 @@ def score_rows(
 
 
 def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring) -> LinearCrossEntropyResult:
-    """The terms of the caller's own tokens, which ``targets`` are of, without gradients."""
+    """Computes the terms of the caller's tokens, those of ``targets``, without gradients."""
     parts = []
-    # Without any token there is still one chunk, of none, which gives the statistics their shapes.
+    # Without any token there is still one empty chunk, which gives the statistics their shapes.
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
         operands = head.operands(hidden_cD.dtype)
@@ -182,7 +182,8 @@ def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scorin
 def score_and_keep(
     hidden_TD: Tensor, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring
 ) -> tuple[LinearCrossEntropyResult, Tensor]:
-    """As :func:`score` for a full head, and all logits ``[T, V]``, as of :func:`.products.logits_buffer`."""
+    """Scores as :func:`score` for a full head; also returns all logits ``[T, V]``, in a
+    :func:`.products.logits_buffer`."""
     dtype = torch.float32 if scoring.keeps_fp32(hidden_TD) else None
     logits_TV = logits_buffer(hidden_TD, len(hidden_TD), head.vocab_size, dtype)
     write_logits(hidden_TD, *head.operands(hidden_TD.dtype), logits_TV)
@@ -203,7 +204,8 @@ def gradients_of_logits(
     needs: GradientNeeds,
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`recompute_gradients`, from the logits of :func:`score_and_keep`, over which ``overwrite`` writes."""
+    """Computes the gradients as :func:`recompute_gradients`, from the logits of :func:`score_and_keep`; ``overwrite``
+    allows writing over them."""
     may_overwrite = overwrite and logits_TV.dtype == hidden_TD.dtype
     out_TV = logits_TV if may_overwrite else logits_buffer(hidden_TD, *logits_TV.shape)
     d_logits_TV = cross_entropy_bwd(logits_TV, targets, coefficients, head.row_options(scoring), out_TV=out_TV)
@@ -224,7 +226,7 @@ def score_with_gradients(
     scoring: Scoring,
     needs: GradientNeeds,
 ) -> LinearCrossEntropyResult:
-    """The terms of the caller's own tokens, and the gradients for upstream gradients of the loss alone
+    """Computes the terms of the caller's tokens, and the gradients for upstream gradients of the loss alone
     (``tokens.gradients`` are :class:`TokenGradients` of the cross entropy and of the z-loss).
 
     Raises:
@@ -258,7 +260,7 @@ def score_with_gradients(
 def recompute_gradients(
     tokens: TokenChunks, head: HeadSlice, *, scoring: Scoring, needs: GradientNeeds
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias for known coefficients of the logits' gradient
+    """Computes gradients of hidden states, weight and bias for known coefficients of the logits' gradient
     (``tokens.gradients`` are :class:`GradientCoefficients`)."""
     sums = GradientSums(head, needs, tokens.num_chunks)
     V = head.weight_VD.shape[0]
@@ -301,7 +303,8 @@ def _logits_to_gradient(
     head: HeadSlice,
     scoring: Scoring,
 ) -> tuple[SoftmaxStatistics, ChosenLogits]:
-    """Statistics of full rows, and in ``d_logits_cV`` the gradient by the raw logits; None leaves it as it is."""
+    """Computes statistics of full rows and writes the gradient by the raw logits to ``d_logits_cV`` (not for
+    ``upstream`` None)."""
     rows, anchors = head.row_options(scoring), None
     if scoring.keeps_fp32(hidden_cD):
         # See [Note: Exponentials of fp32 logits].
@@ -339,7 +342,7 @@ def _score_tiles(
     scoring: Scoring,
     exponentials_cV: Tensor | None = None,
 ) -> tuple[SoftmaxStatistics, ChosenLogits, Anchors]:
-    """Statistics over the rows of ``head``, tile by tile; and the maxima that the exponentials written to
+    """Computes statistics over the rows of ``head``, tile by tile. Also returns the maxima that the exponentials in
     ``exponentials_cV`` are relative to."""
     (weight_VD, bias_V), (c, V) = operands, (len(hidden_cD), head.weight_VD.shape[0])
     dtype = torch.float32 if scoring.keeps_fp32(hidden_cD) else hidden_cD.dtype
@@ -390,7 +393,7 @@ class GradientSums:
             self.bias = weight_VD.new_zeros(weight_VD.shape[0], dtype=statistics_dtype(weight_VD.dtype))
 
     def add(self, d_logits_cv: Tensor, hidden_cD: Tensor, chunk: int, first_class: int = 0) -> None:
-        """Adds those of a chunk and a tile; nothing for a chunk without a token."""
+        """Adds the gradients of a chunk and a tile; nothing for a chunk without a token."""
         if len(hidden_cD) == 0:
             return
         if self._weight is not None:
@@ -399,14 +402,14 @@ class GradientSums:
             self.bias[first_class : first_class + d_logits_cv.shape[1]] += d_logits_cv.sum(0, dtype=self.bias.dtype)
 
     def weight(self) -> Tensor | None:
-        """``[V, D]``; see :meth:`WeightGradient.total`."""
+        """Returns ``[V, D]``; see :meth:`WeightGradient.total`."""
         return None if self._weight is None else self._weight.total()
 
 
 def _completed(
     statistics: SoftmaxStatistics, chosen: ChosenLogits, head: HeadSlice
 ) -> tuple[SoftmaxStatistics, ChosenLogits]:
-    """Of full rows, from those of this slice."""
+    """Completes statistics and chosen logits of this slice to those of full rows."""
     if head.complete_statistics is None or head.complete_chosen is None:
         return statistics, chosen
     return head.complete_statistics(statistics), head.complete_chosen(chosen)
@@ -418,7 +421,7 @@ def _own(scored: tuple[SoftmaxStatistics, ChosenLogits], rows: slice) -> tuple[S
 
 
 def _joined(parts: list[tuple[SoftmaxStatistics, ChosenLogits]]) -> tuple[SoftmaxStatistics, ChosenLogits]:
-    """Those of all tokens from those of one chunk after the other."""
+    """Concatenates the results of chunks along the tokens."""
     if len(parts) == 1:
         return parts[0]
     statistics = _columns([statistics for statistics, _ in parts], torch.cat)
@@ -426,7 +429,7 @@ def _joined(parts: list[tuple[SoftmaxStatistics, ChosenLogits]]) -> tuple[Softma
 
 
 def _columns(parts: list[Any], join: Callable[[Any], Tensor]) -> list[Any]:
-    """The fields of several named tuples, each joined to one tensor; None where they are None."""
+    """Joins each field of several named tuples to one tensor; None where the field is None."""
     return [None if column[0] is None else join(column) for column in zip(*parts, strict=True)]
 
 

@@ -3,7 +3,8 @@ of either exist.
 
 Legend: T tokens, D hidden of the student, E hidden of the teacher, V vocabulary, c tokens of a chunk.
 
-Four GEMMs for each chunk: the logits of both, and the student's two gradients, for upstream gradients known beforehand.
+Four GEMMs for each chunk: the logits of both, and the student's two gradients, for upstream gradients known before the
+loss.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class TeacherHead:
     bias_V: Tensor | None = None
 
     def rows(self, head: HeadSlice) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the classes that are in ``head`` too."""
+        """Returns weight and bias of the classes that are in ``head`` too."""
         start, stop = head.start, head.start + head.weight_VD.shape[0]
         return self.weight_VE[start:stop], None if self.bias_V is None else self.bias_V[start:stop]
 
 
 class LinearDivergenceResult(NamedTuple):
-    """Per-token terms, and the gradients that were asked for (None otherwise)."""
+    """Per-token terms, and the requested gradients (None otherwise)."""
 
     divergence_T: Tensor
     cross_entropy_T: Tensor | None
@@ -67,7 +68,7 @@ def linear_divergence(
     scoring: Scoring,
     needs: GradientNeeds,
 ) -> LinearDivergenceResult:
-    """The terms of the caller's own tokens, and the gradients of
+    """Computes the terms of the caller's tokens, and the gradients of
     ``(1 - hard_weight) * divergence + hard_weight * cross_entropy``.
 
     Args:
@@ -136,16 +137,17 @@ def linear_divergence(
 
 
 def bytes_of_class(hidden_dtype: torch.dtype, teacher_dtype: torch.dtype, scoring: Scoring) -> int:
-    """Bytes of the logits of one token and one class: the student's, the teacher's, and their gradient where it does
-    not fit over the student's."""
+    """Returns the bytes of the logits of one token and one class: the student's, the teacher's, and their gradient
+    where it does not fit over the student's."""
     if not _is_wide(hidden_dtype, scoring):
         return hidden_dtype.itemsize + teacher_dtype.itemsize
     return 4 + hidden_dtype.itemsize + max(4, teacher_dtype.itemsize)
 
 
 def plan_pairs(num_tokens: int, head_shape: tuple[int, int], itemsize: int, memory_budget: int | None) -> ChunkPlan:
-    """As few equal chunks as there can be with both models' logits in ``memory_budget`` bytes (default 1 GiB). Without
-    a budget, larger ones where four of them take less memory than an fp32 sum of the weight's gradient beside more.
+    """Plans as few equal chunks as possible with both models' logits in ``memory_budget`` bytes (default 1 GiB).
+    Without a budget, chunks are larger if four of them take less memory than more chunks plus an fp32 sum of the
+    weight's gradient.
 
     Args:
         head_shape: ``(V, D)`` of the student's rows.
@@ -175,7 +177,7 @@ class _Buffers:
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def of(self, hidden_cD: Tensor, teacher_cE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[c, V]`` for the student, ``[c, V']`` for the teacher, ``[c, V]`` for the gradient."""
+        """Returns views ``[c, V]`` for the student, ``[c, V']`` for the teacher, ``[c, V]`` for the gradient."""
         if self._kept is None:
             rows = max(self._rows, len(hidden_cD))
             is_wide = _is_wide(hidden_cD.dtype, self._scoring)
@@ -189,7 +191,7 @@ class _Buffers:
 
 
 def _hard_terms(student_cV: Tensor, targets_c: TokenTargets, head: HeadSlice, scoring: Scoring) -> TokenTerms:
-    """The cross entropy of the labels."""
+    """Computes the cross entropy of the labels."""
     rows = RowOptions(
         vocab_size=head.vocab_size,
         options=scoring.options,

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The transform of raw logits, and device functions over a piece of one row of them, which the kernels of the cross
-entropy share.
+"""The transform of raw logits, and the device functions over a piece of one row that the cross entropy's kernels share.
 
 Legend: V vocabulary, T tokens. ``z`` are transformed logits (see :class:`LossOptions`). V is a constexpr where a
 program loops over it: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.
@@ -10,14 +9,14 @@ lane stay in one thread, and a row's threads synchronise only once, after its la
 
 [Note: Whole vectors]
 A thread loads and stores 16 bytes at once only where Triton knows that rows begin and masks end at multiples of them;
-otherwise it takes two bytes at a time, and the addresses take registers that the logits need. Triton knows of multiples
-of 16 numbers by itself. ALIGNED promises row strides of whole vectors, and that a row may be read and written up to the
+otherwise it loads two bytes at a time, and the addresses need registers that the logits need. Triton detects multiples
+of 16 elements itself. ALIGNED promises row strides of whole vectors, and that a row may be read and written up to the
 next whole vector: V is a multiple of one, or the buffer's rows are padded (:func:`.products.logits_buffer`). With TAIL,
-V is no multiple: what lies beside it is read, and replaced by -inf.
+V is no multiple: the columns beyond it are read, and replaced by -inf.
 
 [Note: Named tuples in kernels]
-Device functions take constants and numbers of a launch as named tuples. A kernel itself takes them one by one: Inductor
-passes no tuple to a kernel. Constants stay constants only in a tuple that is annotated as constexpr.
+Device functions have named tuples for the constants and values of a launch. A kernel has one parameter for each:
+Inductor passes no tuple to a kernel. Constants stay constants only in a tuple that is annotated as constexpr.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Flags(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is summed over a row beside its exponentials."""
+    """Sums over a row, besides that of its exponentials."""
 
     ENTROPY: tl.constexpr
     LOGITS: tl.constexpr
@@ -68,7 +67,7 @@ class Sums(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms of the gradient that are not 0, and whether the pass reads exponentials instead of logits."""
+    """Flags of the gradient's non-zero terms, and of a pass that reads exponentials instead of logits."""
 
     ENTROPY: tl.constexpr
     SQUARE: tl.constexpr
@@ -78,7 +77,7 @@ class Terms(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """Numbers of the transform of a row, in the dtype of the statistics."""
+    """Values of the transform of a row, in the dtype of the statistics."""
 
     scale: Any
     softcap: Any
@@ -86,8 +85,8 @@ class Transform(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Of a full row: its maximum, the logarithm to base 2 of its sum, and what the exponentials of this piece of it are
-    relative to where the pass reads exponentials."""
+    """Softmax of a full row: its maximum, the logarithm to base 2 of its sum, and the anchor of this piece's
+    exponentials where the pass reads exponentials."""
 
     row_max: Any
     log2_total: Any
@@ -95,7 +94,7 @@ class Softmax(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of the gradient of a row: see :class:`.GradientCoefficients`."""
+    """Coefficients of the gradient of a row: see :class:`.GradientCoefficients`."""
 
     miss: Any
     nll: Any
@@ -107,25 +106,25 @@ class Coefficients(NamedTuple):
 
 @triton.jit
 def row_of(ptr, row, stride, FLAGS: tl.constexpr):
-    """Where a row begins; see [Note: Whole vectors]."""
+    """Returns the pointer to a row; see [Note: Whole vectors]."""
     return ptr + row * ((stride // FLAGS.VECTOR) * FLAGS.VECTOR if FLAGS.ALIGNED else stride)
 
 
 @triton.jit
 def whole_vectors(last, FLAGS: tl.constexpr):
-    """The end of what may be read of a row that ends at ``last``."""
+    """Returns the end of the columns that may be read of a row that ends at ``last``."""
     return (last + FLAGS.VECTOR - 1) // FLAGS.VECTOR * FLAGS.VECTOR if FLAGS.ALIGNED else last
 
 
 @triton.jit
 def tile_offsets(FLAGS: tl.constexpr):
-    """The columns of the first tile, ``[LANES, VECTOR]``."""
+    """Computes the columns of the first tile, ``[LANES, VECTOR]``."""
     return tl.arange(0, FLAGS.LANES)[:, None] * FLAGS.VECTOR + tl.arange(0, FLAGS.VECTOR)[None, :]
 
 
 @triton.jit
 def transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN: tl.constexpr, FP64: tl.constexpr):
-    """The transform of a row; the inverse of its temperature is a number, or with PER_TOKEN one of a vector."""
+    """Builds the transform of a row; ``inverse_temperature`` is a value, or with PER_TOKEN a vector of one per row."""
     dtype = tl.float64 if FP64 else tl.float32
     inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
     return Transform(number(scale, dtype), number(softcap, dtype), inverse)
@@ -133,7 +132,7 @@ def transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN: tl.constex
 
 @triton.jit
 def load_logits(row_ptr, offs_v, mask_v, transform, FLAGS: tl.constexpr):
-    """``z`` and its derivative by the raw logit. What lies outside the vocabulary is -inf, never 0."""
+    """Loads ``z`` and its derivative by the raw logit. Columns outside the vocabulary are -inf, never 0."""
     dtype = tl.float64 if FLAGS.FP64 else tl.float32
     raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
     if FLAGS.TRANSFORMS:
@@ -145,8 +144,8 @@ def load_logits(row_ptr, offs_v, mask_v, transform, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_probabilities(row_ptr, offs_v, mask_v, softmax, transform, FLAGS: tl.constexpr, EXPONENTIALS: tl.constexpr):
-    """``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z - anchor)``
-    without a soft-cap: then ``z`` is not used."""
+    """Computes ``p``, ``z`` and its derivative by the raw logit, from logits or, with EXPONENTIALS, from ``exp(z -
+    anchor)`` without a soft-cap: ``z`` is then unused."""
     dtype = tl.float64 if FLAGS.FP64 else tl.float32
     if EXPONENTIALS:
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
@@ -160,7 +159,7 @@ def load_probabilities(row_ptr, offs_v, mask_v, softmax, transform, FLAGS: tl.co
 
 @triton.jit
 def merged(max_x, sum_x, dot_x, square_x):
-    """Maximum and sums of parts whose own ones are relative to their own maxima."""
+    """Merges maxima and sums of parts, each relative to the part's maximum."""
     total_max = tl.max(max_x)
     anchor = anchor_of(total_max)
     shrink = exp_of_difference(max_x, anchor)
@@ -173,7 +172,8 @@ def statistics_of_piece(
     row_ptr, label, first, last, class_weight_ptr, transform, PIECE: tl.constexpr, FLAGS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Fields of :class:`SoftmaxStatistics`, but the target, of the columns ``[first, last)``, at most PIECE of them."""
+    """Computes the fields of :class:`SoftmaxStatistics`, except the target, over the columns ``[first, last)``, at most
+    PIECE."""
     dtype = tl.float64 if FLAGS.FP64 else tl.float32
     offs = tile_offsets(FLAGS)
     columns: tl.constexpr = FLAGS.LANES * FLAGS.VECTOR
@@ -212,7 +212,7 @@ def statistics_of_piece(
 
 @triton.jit
 def counted_logits(z, class_weight_ptr, offs_v, is_class, mask_v, SUMS: tl.constexpr):
-    """``z`` of classes, times the class weights; 0 where the weight is 0, whatever the logit."""
+    """Multiplies ``z`` by the class weights; 0 where the weight is 0, whatever the logit."""
     counted = tl.where(is_class, z, 0.0)
     if SUMS.CLASS_WEIGHT:
         weight = tl.load(class_weight_ptr + offs_v, mask=mask_v, other=0.0).to(z.dtype)
@@ -222,7 +222,7 @@ def counted_logits(z, class_weight_ptr, offs_v, is_class, mask_v, SUMS: tl.const
 
 @triton.jit
 def target_logit(row_ptr, label, is_here, transform, FLAGS: tl.constexpr):
-    """``z`` of the label, and 0 where it is not here."""
+    """Loads ``z`` of the label; 0 where the label is in another block."""
     z, _ = load_logits(row_ptr, label, is_here, transform, FLAGS)
     return tl.where(is_here, z, 0.0)
 
@@ -231,7 +231,7 @@ def target_logit(row_ptr, label, is_here, transform, FLAGS: tl.constexpr):
 def store_statistics(
     fields_ptr, stride_f, row, row_max, sum_other, target, dot_other, weighted_sum, square_other, SUMS: tl.constexpr
 ):
-    """The fields of :class:`SoftmaxStatistics` of a row."""
+    """Stores the fields of :class:`SoftmaxStatistics` of a row."""
     tl.store(fields_ptr + row, row_max)
     tl.store(fields_ptr + stride_f + row, sum_other)
     tl.store(fields_ptr + 2 * stride_f + row, target)
@@ -248,12 +248,12 @@ def write_gradient_of_piece(
     out_row_ptr, row_ptr, label, first, last, class_weight_ptr, softmax, coefficients, transform,
     PIECE: tl.constexpr, FLAGS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
+    """Writes the gradient of :class:`GradientCoefficients` in the columns ``[first, last)``, at most PIECE of them."""
     dtype = tl.float64 if FLAGS.FP64 else tl.float32
     offs = tile_offsets(FLAGS)
     miss, nll, mass, entropy, square, smoothing = coefficients
     is_here = (label >= first) & (label < last)
-    # The label's own entry is written last, over what the loop has put there: it differs by 1 - p_y being exact.
+    # The label's entry is written last, over the loop's value: it differs by 1 - p_y being exact.
     p_target, target, target_slope = load_probabilities(
         row_ptr, label, is_here, softmax, transform, FLAGS, TERMS.EXPONENTIALS
     )
@@ -298,7 +298,7 @@ def write_gradient_of_piece(
 
 @triton.jit
 def write_zeros_of_piece(out_row_ptr, first, last, PIECE: tl.constexpr, FLAGS: tl.constexpr):
-    """The gradient of a token that counts nothing, whose logits need not be finite: they are not read."""
+    """Writes a zero gradient for an ignored token; its logits are not read, because they need not be finite."""
     offs = tile_offsets(FLAGS)
     zeros = tl.zeros((FLAGS.LANES, FLAGS.VECTOR), out_row_ptr.dtype.element_ty)
     end = whole_vectors(last, FLAGS)
@@ -308,7 +308,8 @@ def write_zeros_of_piece(out_row_ptr, first, last, PIECE: tl.constexpr, FLAGS: t
 
 
 def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What :func:`load_logits` needs of ``options`` and of each token's temperature, for logits of ``dtype``."""
+    """Builds the arguments of :func:`load_logits` from ``options`` and each token's temperature, for logits of
+    ``dtype``."""
     is_identity = options.softcap is None and options.logit_scale == 1.0 and options.temperature == 1.0
     dtype = statistics_dtype(dtype)
     inverse: Any = host_number(1.0 / options.temperature, dtype)
@@ -325,7 +326,7 @@ def transform_arguments(options: LossOptions, temperature_T: Tensor | None, dtyp
 
 
 def sum_arguments(rows: RowOptions) -> dict[str, bool]:
-    """The flags of :class:`Sums`."""
+    """Builds the flags of :class:`Sums`."""
     return {
         "WITH_ENTROPY": rows.outputs.entropy,
         "WITH_SMOOTHING": rows.sums_logits,
@@ -335,7 +336,8 @@ def sum_arguments(rows: RowOptions) -> dict[str, bool]:
 
 
 def class_weights_of(rows: RowOptions, logits_TV: Tensor) -> Tensor | None:
-    """Class weights of the block's columns, which may be read in whole vectors; see [Note: Whole vectors]."""
+    """Returns class weights of the block's columns, padded so that whole vectors may be read; see [Note: Whole
+    vectors]."""
     weight_V = rows.class_weights(logits_TV.shape[1])
     if weight_V is None:
         return None
@@ -344,8 +346,8 @@ def class_weights_of(rows: RowOptions, logits_TV: Tensor) -> Tensor | None:
 
 
 def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, Any]:
-    """VECTOR, ALIGNED and TAIL for tensors ``[T, V]`` that are read and written together, the first of them logits; a
-    teacher may have fewer classes. See [Note: Whole vectors]."""
+    """Computes VECTOR, ALIGNED and TAIL for tensors ``[T, V]`` that are read and written together, the first of them
+    logits; a teacher may have fewer classes. See [Note: Whole vectors]."""
     vector = 16 // rows[0].element_size()
     has_tail = any(tensor.shape[1] % vector != 0 for tensor in rows)
     is_aligned = (is_padded or not has_tail) and all(tensor.stride(0) % vector == 0 for tensor in rows)
@@ -353,7 +355,7 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 
 def num_extra_of(rows: RowOptions) -> int:
-    """How many things beside probabilities a sweep for statistics computes of each logit."""
+    """Counts the values besides probabilities that a sweep for statistics computes of each logit."""
     extra = (rows.options.softcap is not None, *sum_arguments(rows).values())
     return sum(extra)
 
@@ -366,17 +368,17 @@ def tile_arguments(
     num_extra: int = 0,
     num_classes: int | None = None,
 ) -> dict[str, Any]:
-    """The largest tile whose logits and what is computed of them fit the registers, and the launch that suits it.
+    """Chooses the largest tile whose logits and values computed from them fit the registers, and its launch options.
 
     Args:
-        num_extra: how many things beside probabilities are computed of each logit: soft-caps, entropies, squares,
-            sums, class weights
-        num_classes: classes that a row has, or as many for blocks of any width, which one compilation then serves; None
-            for those of ``logits_TV``
+        num_extra: number of values that are computed of each logit besides probabilities: soft-caps, entropies,
+            squares, sums, class weights
+        num_classes: classes of a row, fixed for blocks of any width so that one compilation serves them; None for those
+        of ``logits_TV``
     """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
     vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
-    # With TAIL the comparisons take registers as well.
+    # With TAIL the comparisons need registers too.
     num_extra += 1 if alignment["TAIL"] else 0
     columns = logits_TV.shape[1] if num_classes is None else num_classes
     columns = min(triton.next_power_of_2(columns), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
@@ -397,7 +399,7 @@ def tile_arguments(
 
 
 def transformed(logits_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> tuple[Tensor, Tensor | float]:
-    """``z`` of raw logits ``[T, ...]`` and its derivative, in the dtype of the statistics."""
+    """Transforms raw logits ``[T, ...]`` to ``z``; returns it and its derivative, in the dtype of the statistics."""
     scaled = logits_TV.to(statistics_dtype(logits_TV.dtype)) * options.logit_scale
     if options.softcap is not None:
         scaled = options.softcap * torch.tanh(scaled / options.softcap)
@@ -406,7 +408,7 @@ def transformed(logits_TV: Tensor, options: LossOptions, temperature_T: Tensor |
 
 
 def slope_of(z_TV: Tensor, options: LossOptions, temperature_T: Tensor | None) -> Tensor | float:
-    """The derivative of ``z`` ``[T, ...]`` by the raw logit."""
+    """Computes the derivative of ``z`` ``[T, ...]`` by the raw logit."""
     temperature = _temperature(z_TV, options, temperature_T)
     if options.softcap is None:
         return options.logit_scale / temperature

@@ -61,7 +61,8 @@ def _merge_statistics_kernel(
 
 @on_its_device
 def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> SoftmaxStatistics:
-    """Each field ``[G, T]`` to ``[T]``; a row of every field is contiguous, and rows of all fields are as far apart.
+    """Merges each field ``[G, T]`` to ``[T]``; a row of every field is contiguous, and all fields have the same row
+    stride.
 
     Each slice saw the labels that lie in it; elsewhere its ``target_T`` is 0. A slice may be empty (``max_T`` -inf).
     """
@@ -88,7 +89,7 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
 
 
 def merge_statistics_reference(slices: SoftmaxStatistics) -> SoftmaxStatistics:
-    """:func:`merge_statistics` in plain torch: the path on CPU."""
+    """Computes :func:`merge_statistics` in plain torch: the path on CPU."""
     max_T = slices.max_T.amax(0)
     anchor_T = torch.where(max_T == float("-inf"), 0.0, max_T)
     distance_GT = slices.max_T - anchor_T

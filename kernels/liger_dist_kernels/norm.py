@@ -23,12 +23,12 @@ from ._triton_utils import ANY_LENGTH, Backend, dense, host_number, number, on_i
 
 @dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """What defines a norm beside its parameters."""
+    """Options that define a norm, besides its parameters."""
 
     eps: float
     """added to the variance or mean square"""
     subtract_mean: bool = False
-    """LayerNorm; otherwise RMSNorm"""
+    """True for LayerNorm, False for RMSNorm"""
     offset: float = 0.0
     """added to the weight (1 in Gemma)"""
     round_before_weight: bool = False
@@ -37,7 +37,7 @@ class NormOptions:
 
 
 class NormOutput(NamedTuple):
-    """What a norm returns and what its gradient needs."""
+    """Output of a norm, and the statistics that its gradient needs."""
 
     y_TD: Tensor
     mean_T: Tensor | None
@@ -45,7 +45,7 @@ class NormOutput(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of a norm's inputs; None for parameters whose gradient was not asked for."""
+    """Gradients of a norm's inputs; None for parameters whose gradient was not requested."""
 
     d_x_TD: Tensor
     d_weight_D: Tensor | None
@@ -53,7 +53,7 @@ class NormGradients(NamedTuple):
 
 
 def output_dtype(x: Tensor, weight: Tensor | None, options: NormOptions) -> torch.dtype:
-    """The dtype of ``y``."""
+    """Returns the dtype of ``y``."""
     if options.round_before_weight and weight is not None:
         return torch.promote_types(x.dtype, weight.dtype)
     return x.dtype
@@ -119,14 +119,15 @@ def _norm_bwd_kernel(
         if LOADS_TWICE:
             d_n = d_y * scale
             along_n, along_one = tl.sum(d_n * ((x - mean) * rstd), 1), tl.sum(d_n, 1)
-            # From the cache. Under another policy, or the compiler would keep the row in registers, which are short.
+            # From the cache. With another policy, because the compiler would otherwise keep the row in registers, which
+            # are scarce.
             again: tl.constexpr = "evict_first"
             d_y = tl.load(d_y_ptr + row[:, None] * stride_yt + offs_d, mask=mask, other=0.0, eviction_policy=again)
             x = tl.load(x_ptr + row[:, None] * stride_xt + offs_d, mask=mask, other=0.0, eviction_policy=again)
             d_y, x = d_y.to(dtype), x.to(dtype)
             if HAS_WEIGHT:
                 scale = offset + tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(dtype)
-        # Beside the row it is not 0, but d_y is.
+        # Beyond the row n is not 0, but d_y is.
         n = (x - mean) * rstd
         if NEEDS_WEIGHT:
             if ROUND_BEFORE_WEIGHT:
@@ -154,7 +155,7 @@ def _norm_bwd_kernel(
 def _norm_bwd_sum_kernel(parts_ptr, total_ptr, num_parts, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_D), parts_ptr.dtype.element_ty)
-    # 0, as a number of the device: a loop that begins with a constant would be unrolled.
+    # 0, as a value on the device: Triton would unroll a loop that begins with a constant.
     start = tl.program_id(1)
     while start < num_parts:
         part = start + tl.arange(0, BLOCK_P)[:, None]
@@ -173,9 +174,11 @@ def norm_fwd(
     options: NormOptions,
     backend: Backend = "auto",
 ) -> NormOutput:
-    """Args:
-    x_TD: ``[T, D]``, floating, the last dim contiguous.
-    weight_D, bias_D: ``[D]``, any floating dtype.
+    """Computes the norm of each row, and its statistics.
+
+    Args:
+        x_TD: ``[T, D]``, floating, the last dim contiguous.
+        weight_D, bias_D: ``[D]``, any floating dtype.
     """
     if not runs_triton(x_TD, backend):
         return norm_fwd_reference(x_TD, weight_D, bias_D, options=options)
@@ -224,8 +227,8 @@ def norm_bwd(
     options: NormOptions,
     backend: Backend = "auto",
 ) -> NormGradients:
-    """Gradients for the gradient ``d_y_TD`` of ``y``. Those of the parameters have the weight's dtype (without a
-    weight, that of the statistics)."""
+    """Computes the gradients for the gradient ``d_y_TD`` of ``y``. Those of the parameters have the weight's dtype
+    (without a weight, that of the statistics)."""
     if not runs_triton(d_y_TD, backend):
         return norm_bwd_reference(
             d_y_TD, x_TD, mean_T, rstd_T, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
@@ -235,7 +238,7 @@ def norm_bwd(
     block = triton.next_power_of_2(D)
     # From 513 to 768 columns much of a block is empty: two smaller programs then hide each other's loads.
     is_wide, is_sparse = block >= 16384, 512 < D <= 768
-    # By the block, not by D: what a thread holds are numbers of the block.
+    # By the block, not by D: a thread holds elements of the block.
     rows = max((4096 if is_sparse else 8192) // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
     programs = max(min(_programs(x_TD) * (2 if is_sparse else 1), triton.cdiv(T, rows)), 1)
@@ -288,12 +291,13 @@ def _power_of_2_below(number: int, *, most: int) -> int:
 
 
 def _programs(tensor: Tensor) -> int:
-    """How many programs share the rows of a backward; each keeps a sum of the parameters' gradients."""
+    """Returns the number of programs that share the rows of a backward; each keeps a sum of the parameters'
+    gradients."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
 
 
 def _stages(tensor: Tensor, bytes_of_step: int) -> int:
-    """Steps of a backward whose loads are under way at once: three, or as many as the shared memory holds."""
+    """Returns how many steps of a backward load at once: three, or as many as the shared memory holds."""
     if not tensor.is_cuda:
         return 1
     # 8 KiB are left for the reductions of a row.
@@ -307,7 +311,7 @@ def _stages(tensor: Tensor, bytes_of_step: int) -> int:
 def norm_fwd_reference(
     x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions
 ) -> NormOutput:
-    """:func:`norm_fwd` in plain torch."""
+    """Computes :func:`norm_fwd` in plain torch."""
     dtype = statistics_dtype(x_TD.dtype)
     s = x_TD.to(dtype)
     mean_T = s.mean(-1) if options.subtract_mean else None
@@ -335,7 +339,7 @@ def norm_bwd_reference(
     needs_bias: bool,
     options: NormOptions,
 ) -> NormGradients:
-    """:func:`norm_bwd` in plain torch."""
+    """Computes :func:`norm_bwd` in plain torch."""
     dtype = rstd_T.dtype
     parameter_dtype = dtype if weight_D is None else weight_D.dtype
     d_y, s = d_y_TD.to(dtype), x_TD.to(dtype)

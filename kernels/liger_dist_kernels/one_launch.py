@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Softmax statistics and the gradient of each row of logits in one launch, for upstream gradients known beforehand.
+"""Softmax statistics and the gradient of each row of logits in one launch, for upstream gradients known before the
+loss.
 
 Legend: T tokens, V vocabulary, K chosen classes of each token.
 
@@ -16,7 +17,7 @@ the others spin on an acquire of the same counter, after which those stores are 
 that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. After its
 release each program reads the logits of one piece only, so that it may overwrite them.
 
-That holds while all programs of one row can be resident at once, which :func:`_is_resident` asks; rows of more pieces
+That holds while all programs of one row can be resident at once, which :func:`_is_resident` checks; rows of more pieces
 take two launches.
 """
 
@@ -85,7 +86,7 @@ def _cross_entropy_fwd_bwd_kernel(
     row_ptr = row_of(logits_ptr, row, stride_t, FLAGS)
     first = piece * PIECE
     end = tl.minimum(first + PIECE, V)
-    # A token that counts nothing stays out even when its logits are not finite: they are not read.
+    # An ignored token's logits are not read, because they need not be finite.
     last = tl.where(label < 0, first, end)
     transform = transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN, FP64)
     target = target_logit(row_ptr, label, (label >= 0) & (label < V), transform, FLAGS)
@@ -150,11 +151,11 @@ def cross_entropy_fwd_bwd(
     token_logits_TK: Tensor | None = None,
     out_TV: Tensor,
 ) -> SoftmaxStatistics:
-    """Softmax statistics of each row, and in ``out_TV`` the gradient by the raw logits.
+    """Computes softmax statistics of each row, and writes the gradient by the raw logits to ``out_TV``.
 
     Args:
         logits_TV: ``[T, V]`` floating, unit stride along V, V > 0. Full rows, not a slice of the vocabulary.
-        targets: labels in ``[0, V)``, negative for an ignored token: its gradient is 0, its statistics mean nothing.
+        targets: labels in ``[0, V)``, negative for an ignored token: its gradient is 0, its statistics are undefined.
             Temperatures, and soft labels.
         gradients: upstream gradients of the cross entropy and of the z-loss, ``[T]`` in the dtype of the statistics.
         token_logits_TK: ``z`` of the classes of soft labels; None to read it from ``logits_TV``.
@@ -217,7 +218,7 @@ def _num_pieces(logits_TV: Tensor) -> int:
 
 
 def _is_resident(logits_TV: Tensor, pieces: int) -> bool:
-    """True if all pieces of one row run at once for certain: one on each multiprocessor, which holds four.
+    """True if all pieces of one row are certain to run at once: one on each multiprocessor, which holds four.
 
     CUDA's Multi-Process Service and partitions of a GPU (MIG) report the multiprocessors that this process may use.
     """
@@ -235,7 +236,8 @@ def in_two_sweeps(
     token_logits_TK: Tensor | None = None,
     out_TV: Tensor,
 ) -> SoftmaxStatistics:
-    """:func:`cross_entropy_fwd_bwd` by its two halves: on CPUs, and for rows whose pieces cannot all be resident."""
+    """Computes :func:`cross_entropy_fwd_bwd` in two launches: on CPUs, and for rows whose pieces cannot all be
+    resident."""
     statistics = cross_entropy_fwd(logits_TV, targets, rows)
     terms = token_terms(statistics, targets, rows)
     coefficients = gradient_coefficients(terms, gradients, targets, rows)

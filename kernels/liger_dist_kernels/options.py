@@ -1,5 +1,4 @@
-"""What defines a cross entropy: its numbers, the outputs of each token that need a sum of their own, and the classes
-that a block of logits has.
+"""Options of a cross entropy, its per-token outputs that need a further sum, and the classes of a block of logits.
 
 Legend: V vocabulary, v classes of a block.
 """
@@ -16,7 +15,7 @@ from ._triton_utils import Backend
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options of the loss that are plain numbers. A logit is transformed as
+    """Scalar options of the loss. A logit is transformed as
 
     ``z = softcap * tanh(logit_scale * raw / softcap) / temperature``   (without soft-cap: ``logit_scale * raw /
     temperature``)
@@ -25,14 +24,14 @@ class LossOptions:
 
     ``(1 - label_smoothing) * w_y * (lse - z_y) + label_smoothing / V * sum_v w_v * (lse - z_v) + z_loss * lse**2``.
 
-    Soft labels t add ``sum_v t_v * (lse - z_v)``; they are given with each token, times ``soft_weight``, and the first
-    two terms are then multiplied by ``1 - soft_weight``.
+    Soft labels t add ``sum_v t_v * (lse - z_v)``; they are per token, times ``soft_weight``, and scale the first two
+    terms by ``1 - soft_weight``.
     """
 
     ignore_index: int = -100
     """Label of tokens without a loss."""
     label_smoothing: float = 0.0
-    """Mass given to the uniform distribution, in [0, 1] (Szegedy et al. 2016; as ``F.cross_entropy``)."""
+    """Mass of the uniform distribution, in [0, 1] (Szegedy et al. 2016; as ``F.cross_entropy``)."""
     z_loss: float = 0.0
     """Factor of the squared log-sum-exp (Chowdhery et al. 2022, PaLM, section 5)."""
     softcap: float | None = None
@@ -40,7 +39,7 @@ class LossOptions:
     logit_scale: float = 1.0
     """Factor of the raw logits, before the soft-cap."""
     temperature: float = 1.0
-    """Divisor of the logits, after the soft-cap; a temperature of each token takes its place."""
+    """Divisor of the logits, after the soft-cap; overridden by per-token temperatures."""
     soft_weight: float = 0.0
     """Weight of soft labels, in [0, 1] (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network")."""
 
@@ -61,7 +60,7 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
-    """Per-token outputs, each of which sums something over the vocabulary that the loss does not need."""
+    """Per-token outputs, each of which needs a sum over the vocabulary that the loss does not."""
 
     entropy: bool = False
     """``-sum_v p_v log p_v``"""
@@ -77,7 +76,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """What is computed of each row of a block of logits, whose columns are a slice of the vocabulary or all of it."""
+    """Options of the rows of a block of logits, whose columns are a slice of the vocabulary or all of it."""
 
     vocab_size: int
     """V"""
@@ -88,7 +87,7 @@ class RowOptions:
     first_class: int = 0
     """vocabulary index of the block's first column"""
     is_padded: bool = False
-    """True if logits, and what is written beside or over them, are of :func:`.products.logits_buffer`"""
+    """True if logits and outputs are of :func:`.products.logits_buffer`"""
     backend: Backend = "auto"
     """see :func:`.runs_triton`"""
 
@@ -98,7 +97,7 @@ class RowOptions:
         return self.outputs.sums_logits(self.options)
 
     def class_weights(self, num_classes: int) -> Tensor | None:
-        """``[v]``: those of the block's columns."""
+        """Returns the class weights ``[v]`` of the block's columns."""
         if self.class_weight_V is None:
             return None
         return self.class_weight_V[self.first_class : self.first_class + num_classes]

@@ -3,9 +3,9 @@
 Legend: D hidden, V vocabulary, c tokens of a chunk, r tokens of one GEMM, v classes of a tile of the vocabulary.
 
 [Note: Vocabularies that are no multiple of a vector]
-Tensor cores load 16 bytes at once. Where the rows of an operand begin elsewhere, or where a dimension along which an
-operand is contiguous is no multiple of 16 bytes, cuBLAS takes 4 to 8 times as long (H100, torch 2.11), whatever the
-row stride. So buffers of logits have rows of a multiple of :data:`ALIGNMENT` numbers (:func:`logits_buffer`), and each
+Tensor cores load 16 bytes at once. cuBLAS takes 4 to 8 times as long (H100, torch 2.11) if the rows of an operand begin
+elsewhere, or if a dimension along which an operand is contiguous is no multiple of 16 bytes, whatever the row stride.
+So buffers of logits have rows of a multiple of :data:`ALIGNMENT` elements (:func:`logits_buffer`), and each
 product over such a vocabulary is two: over the largest multiple of :data:`ALIGNMENT` classes, and over the rest, whose
 product takes 0.02 to 0.04 ms. No weight is copied or padded.
 """
@@ -21,31 +21,31 @@ ROWS_PER_GEMM = 2048
 """Rows of one GEMM whose result has a row for each token. cuBLAS does 2048 rows at a time up to 6 % faster than 4096
 (H200, D = 4096): its operands then stay in the L2 cache. The weight's gradient sums over a whole chunk."""
 ALIGNMENT = 64
-"""Numbers; see [Note: Vocabularies that are no multiple of a vector]"""
+"""Elements; see [Note: Vocabularies that are no multiple of a vector]"""
 FEW_CLASSES = 4 * ALIGNMENT
-"""Below, a product takes no time to speak of, and the rest would be so large a part of the hidden states' gradient that
-its own rounding shows."""
+"""Classes below which a product is not split: its time is negligible, and the rest would be so large a part of the
+hidden states' gradient that the rest's rounding shows."""
 
 
 def row_stride(num_classes: int) -> int:
-    """Numbers from one row of a buffer of logits to the next."""
+    """Returns the stride between rows of a buffer of logits, in elements."""
     return -(-num_classes // ALIGNMENT) * ALIGNMENT
 
 
 def logits_buffer(like: Tensor, num_rows: int, num_classes: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``[num_rows, num_classes]`` on the device of ``like``, in its dtype by default. What lies between its rows, up to
-    :func:`row_stride`, belongs to the buffer."""
+    """Allocates ``[num_rows, num_classes]`` on the device of ``like``, in its dtype by default. The columns up to
+    :func:`row_stride` belong to the buffer."""
     return like.new_empty((num_rows, row_stride(num_classes)), dtype=dtype)[:, :num_classes]
 
 
 def logits_view(buffer: Tensor, num_rows: int, num_classes: int) -> Tensor:
-    """As :func:`logits_buffer`, over the first numbers of the one-dimensional ``buffer``."""
+    """Views the first elements of the one-dimensional ``buffer`` as a :func:`logits_buffer`."""
     stride = row_stride(num_classes)
     return buffer[: num_rows * stride].view(num_rows, stride)[:, :num_classes]
 
 
 def class_slices(num_classes: int, itemsize: int) -> list[slice]:
-    """The parts of a product over classes; see [Note: Vocabularies that are no multiple of a vector]."""
+    """Splits a product over classes; see [Note: Vocabularies that are no multiple of a vector]."""
     if num_classes * itemsize % 16 == 0 or num_classes < FEW_CLASSES:
         return [slice(0, num_classes)]
     most = num_classes // ALIGNMENT * ALIGNMENT
@@ -53,8 +53,8 @@ def class_slices(num_classes: int, itemsize: int) -> list[slice]:
 
 
 def write_product(left: Tensor, right: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
-    """``left @ right``, or with ``adds`` ``out + left @ right``, into ``out``, which is returned. A wider ``out`` gets
-    the products' fp32 sums unrounded."""
+    """Writes ``left @ right``, or with ``adds`` ``out + left @ right``, into ``out`` and returns it. A wider ``out``
+    gets the products' fp32 sums unrounded."""
     if out.dtype == left.dtype:
         return torch.addmm(out, left, right, out=out) if adds else torch.mm(left, right, out=out)
     if out.is_cuda:
@@ -66,7 +66,7 @@ def write_product(left: Tensor, right: Tensor, out: Tensor, *, adds: bool = Fals
 
 
 def write_logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_cV: Tensor) -> Tensor:
-    """``hidden @ weight.T + bias`` into ``out_cV``, which is returned; it may be fp32 for 16-bit operands."""
+    """Writes ``hidden @ weight.T + bias`` into ``out_cV`` and returns it; it may be fp32 for 16-bit operands."""
     for hidden_rD, out_rV in zip(hidden_cD.split(ROWS_PER_GEMM), out_cV.split(ROWS_PER_GEMM), strict=True):
         for classes in class_slices(len(weight_VD), out_cV.element_size()):
             weight_vD, out_rv = weight_VD[classes], out_rV[:, classes]
@@ -80,15 +80,15 @@ def write_logits(hidden_cD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ou
 
 
 def write_hidden_gradient(d_logits_cV: Tensor, weight_VD: Tensor, out_cD: Tensor) -> Tensor:
-    """``d_logits @ weight`` into ``out_cD``, which is returned."""
+    """Writes ``d_logits @ weight`` into ``out_cD`` and returns it."""
     for d_logits_rV, out_rD in zip(d_logits_cV.split(ROWS_PER_GEMM), out_cD.split(ROWS_PER_GEMM), strict=True):
         _add_over_classes(d_logits_rV, weight_VD, out_rD, adds=False)
     return out_cD
 
 
 def _add_over_classes(d_logits_rv: Tensor, weight_vD: Tensor, out_rD: Tensor, *, adds: bool) -> None:
-    """``d_logits @ weight`` into ``out_rD``, or with ``adds`` added to it. The few classes of the rest come first: what
-    is rounded in between is then the smaller part."""
+    """Writes ``d_logits @ weight`` into ``out_rD``, or with ``adds`` adds it. The few classes of the rest come first,
+    so that the smaller part is the one rounded in between."""
     for classes in reversed(class_slices(len(weight_vD), d_logits_rv.element_size())):
         write_product(d_logits_rv[:, classes], weight_vD[classes], out_rD, adds=adds)
         adds = True
@@ -114,7 +114,7 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """``sum over chunks of d_logits.T @ hidden``: added in the weight's own dtype for up to ``direct_chunks`` chunks,
+    """``sum over chunks of d_logits.T @ hidden``: added in the weight's dtype for up to ``direct_chunks`` chunks,
     otherwise in the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which
     could overflow."""
 
@@ -134,6 +134,6 @@ class WeightGradient:
             write_product(d_logits_cv[:, classes].T, hidden_cD, out_vD[classes], adds=chunk > 0)
 
     def total(self) -> Tensor:
-        """In the weight's dtype, so that the wider sum is gone before the backward; an fp16 one has to be divided by
-        the number of tokens first."""
+        """Returns the sum in the weight's dtype, so that the wider sum is freed before the backward; an fp16 sum stays
+        fp32, because it has to be divided by the number of tokens first."""
         return self._sum_VD if self._weight_dtype == torch.float16 else self._sum_VD.to(self._weight_dtype)

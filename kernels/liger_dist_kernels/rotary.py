@@ -29,7 +29,7 @@ class RotaryLayout:
     reads: Pairing = "halves"
     writes: Pairing = "halves"
     tables: Pairing | Literal["shared"] = "halves"
-    """where a pair's two numbers of cos and sin are; "shared": both are number p, and a second half is not read"""
+    """columns of a pair's two values of cos and sin; "shared": both are column p, and a second half is not read"""
 
 
 @triton.jit
@@ -46,9 +46,9 @@ def _rotate_heads(
     TABLE_INTERLEAVED: tl.constexpr, TABLE_SHARED: tl.constexpr, BACKWARD: tl.constexpr, FP64: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, from ``first`` on; the pointers are those of the token's first head."""
+    """Rotates HEADS heads of one token, from ``first`` on; the pointers are those of the token's first head."""
     dtype = tl.float64 if FP64 else tl.float32
-    # The heads of [B, H, T, D] lie T * D numbers apart.
+    # The heads of [B, H, T, D] are T * D elements apart.
     head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (pair < HALF)
@@ -120,15 +120,15 @@ def rotate(
     backward: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
-    """Each of ``tensors`` rotated, or with ``backward`` its gradient from that of the result, in one launch; dtype and
-    strides of the input.
+    """Rotates each of ``tensors``, or with ``backward`` turns the result's gradient into the input's, in one launch.
+    The outputs have dtype and strides of the inputs.
 
     Args:
-        tensors: one or two (queries and keys), each ``[B, T, H, D]`` with its own number of heads H and with any
+        tensors: one or two (queries and keys), each ``[B, T, H, D]`` with possibly different H and with any
             strides but the last, which is 1.
         cos, sin: ``[B, T, 1, R]`` or ``[B, T, H, R]`` (for two tensors the former; expanded dims cost nothing), or
-            R / 2 numbers for "shared" tables, the last dim contiguous.
-        num_rotated: R, even and at most D. Features from R on pass as they are.
+            R / 2 columns for "shared" tables, the last dim contiguous.
+        num_rotated: R, even and at most D. Features from R on are copied.
     """
     q, k = tensors[0], tensors[-1]
     if not runs_triton(q, backend):
@@ -183,7 +183,7 @@ def rotate(
 def rotate_reference(
     x: Tensor, cos: Tensor, sin: Tensor, *, num_rotated: int, layout: RotaryLayout, backward: bool = False
 ) -> Tensor:
-    """:func:`rotate` of one tensor in plain torch."""
+    """Computes :func:`rotate` of one tensor in plain torch."""
     dtype, R = statistics_dtype(x.dtype), num_rotated
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     a, b = _pairs(x[..., :R].to(dtype), reads)
@@ -197,7 +197,7 @@ def rotate_reference(
     else:
         rotated = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
     joined = torch.stack(rotated, -1).flatten(-2) if writes == "interleaved" else torch.cat(rotated, -1)
-    # In the layout of x, as arithmetic would give it: models look at it with other shapes.
+    # In the layout of x, as the result of arithmetic: models view it with other shapes.
     y = torch.empty_like(x)
     y[..., :R], y[..., R:] = joined, x[..., R:]
     return y

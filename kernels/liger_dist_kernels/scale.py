@@ -36,7 +36,7 @@ def _scale_kernel(
 
 @on_its_device
 def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
-    """``x * scale`` into ``out``, which is returned. The product is fp32 (fp64 for fp64 tensors) and rounded once.
+    """Writes ``x * scale`` into ``out`` and returns it. The product is fp32 (fp64 for fp64 tensors) and rounded once.
 
     Args:
         x: floating; contiguous, or ``[T, V]`` with unit stride along V.

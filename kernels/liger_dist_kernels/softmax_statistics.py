@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, and the coefficients that make their gradient of a row.
+"""Statistics of rows of logits, and the coefficients of their gradient.
 
 Legend: T tokens, K chosen classes of each token.
 """
@@ -37,8 +37,8 @@ class GradientCoefficients(NamedTuple):
     max_T: Tensor
     """``max_v z_v``"""
     log_total_T: Tensor
-    """``log(sum_v exp(z_v - max))``, so that ``log(p_v) = z_v - max - log_total``. Apart from the maximum, whose
-    rounding at large logits would be a common factor of all probabilities."""
+    """``log(sum_v exp(z_v - max))``, so that ``log(p_v) = z_v - max - log_total``. Kept separate from the
+    maximum, because the rounding of large maxima would be a common factor of all probabilities."""
     miss_T: Tensor
     """``1 - p_y``, computed from the other classes"""
     nll_T: Tensor
@@ -50,11 +50,11 @@ class GradientCoefficients(NamedTuple):
     """``[T, K]``: added to the entries of K chosen classes; of a class that is chosen twice, the total for both"""
 
     def scaled(self, factor: float) -> GradientCoefficients:
-        """Those of ``factor`` times the gradient."""
+        """Scales the gradient by ``factor``."""
         fields: list[Any] = [None if field is None else field * factor for field in self]
         unscaled = {"max_T": self.max_T, "log_total_T": self.log_total_T, "miss_T": self.miss_T}
         return GradientCoefficients(*fields)._replace(**unscaled)
 
     def log_probs(self, z: Tensor) -> Tensor:
-        """``log(p)`` of ``z`` ``[T, ...]``."""
+        """Computes ``log(p)`` of ``z`` ``[T, ...]``."""
         return (z - self.max_T[:, None]) - self.log_total_T[:, None]

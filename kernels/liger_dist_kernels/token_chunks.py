@@ -1,4 +1,4 @@
-"""How tokens are cut: chunks of tokens with what they are scored with, and tiles of a block of logits.
+"""Chunks of tokens with their targets, and tiles of a block of logits.
 
 Legend: T tokens, D hidden, V vocabulary, c tokens of a chunk, K chosen classes of each token.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 DEFAULT_MEMORY_BUDGET = 2**30
 DEFAULT_FROZEN_BUDGET = 2**28
-"""Of an lm_head whose weight gets no gradient: chunks of 1024 tokens of 128256 classes take as long as larger ones
-(H100, D = 2048 and 4096)."""
+"""Bytes for an lm_head whose weight has no gradient: chunks of 1024 tokens of 128256 classes take as long as larger
+ones (H100, D = 2048 and 4096)."""
 TILE_ROWS, TILE_COLUMNS = 4096, 16384
-"""Tokens and classes whose logits exist at once where no gradient is made: 128 MiB of bf16. Products of this size are
+"""Tokens and classes whose logits exist at once without gradients: 128 MiB of bf16. Products of this size are
 as fast as one over all classes; with fewer classes the kernels' starts and ends show (H200, D = 2048 and 4096)."""
 EXPONENTIAL_COLUMNS = 8192
 """Classes of a tile whose exponentials are kept: as many as one program holds."""
@@ -26,7 +26,7 @@ SMALLEST_TILE = 128
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How the tokens are cut: ``num_chunks`` chunks of ``rows`` tokens, the last one possibly shorter."""
+    """Chunks of tokens: ``num_chunks`` chunks of ``rows`` tokens, the last one possibly shorter."""
 
     rows: int
     num_chunks: int
@@ -35,8 +35,8 @@ class ChunkPlan:
 def plan_chunks(
     num_tokens: int, vocab_size: int, itemsize: int, memory_budget: int | None = None, *, trains_weight: bool = True
 ) -> ChunkPlan:
-    """As few equal chunks as there can be with their logits in ``memory_budget`` bytes (a single token may exceed it;
-    default 1 GiB, for a weight without gradient 256 MiB). A function of shapes alone.
+    """Plans as few equal chunks as possible with their logits in ``memory_budget`` bytes (a single token may exceed it;
+    default 1 GiB, for a weight without gradient 256 MiB). Depends on shapes alone.
 
     Few, because every chunk reads the weight again and, from the third on, an fp32 sum of weight gradients as well,
     which is larger than the buffer: two chunks of 1 GiB take less memory than four of 512 MiB.
@@ -50,29 +50,29 @@ def plan_chunks(
 
 
 def default_budget(trains_weight: bool) -> int:
-    """Default bytes of the logits of one chunk."""
+    """Returns the default bytes of the logits of one chunk."""
     return DEFAULT_MEMORY_BUDGET if trains_weight else DEFAULT_FROZEN_BUDGET
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a block of logits is cut: tiles of ``rows`` tokens and ``columns`` classes."""
+    """Tiles of a block of logits: ``rows`` tokens and ``columns`` classes."""
 
     rows: int
     columns: int
 
     def row_slices(self, num_rows: int) -> Iterator[slice]:
-        """The tokens of each tile; one of none without any token."""
+        """Yields the tokens of each tile; one empty slice without any token."""
         return (slice(start, min(start + self.rows, num_rows)) for start in range(0, max(num_rows, 1), self.rows))
 
     def column_slices(self, num_columns: int) -> list[slice]:
-        """The classes of each tile; one of none without any class."""
+        """Returns the classes of each tile; one empty slice without any class."""
         starts = range(0, max(num_columns, 1), self.columns)
         return [slice(start, min(start + self.columns, num_columns)) for start in starts]
 
 
 def plan_tiles(num_rows: int, num_columns: int, itemsize: int, memory_budget: int | None, *, rows: int) -> TilePlan:
-    """Equal tiles of at most ``rows`` tokens and ``TILE_COLUMNS`` classes, fewer where they would exceed
+    """Plans equal tiles of at most ``rows`` tokens and ``TILE_COLUMNS`` classes, fewer where they would exceed
     ``memory_budget`` bytes (a tile of one token and ``SMALLEST_TILE`` classes may)."""
     rows, most = max(1, min(rows, num_rows)), TILE_COLUMNS
     if memory_budget is not None:
@@ -84,21 +84,21 @@ def plan_tiles(num_rows: int, num_columns: int, itemsize: int, memory_budget: in
 
 
 def plan_exponentials(num_rows: int, num_columns: int, memory_budget: int | None) -> TilePlan:
-    """Tiles of fp32 logits, a power of two of classes wide, at most as many as one program holds."""
+    """Plans tiles of fp32 logits, a power of two of classes wide, at most as many as one program holds."""
     columns = min(EXPONENTIAL_COLUMNS, max(2 ** max(num_columns - 1, 0).bit_length(), SMALLEST_TILE))
     most = TILE_ROWS if memory_budget is None else max(memory_budget // (4 * columns), 1)
     return TilePlan(rows=max(1, min(TILE_ROWS, most, num_rows)), columns=columns)
 
 
 class TokenTargets(NamedTuple):
-    """What each token is scored with."""
+    """Targets of each token: labels, temperatures, soft labels and chosen classes."""
 
     labels_T: Tensor
     """``[T]`` int64 in ``[0, V)``, or negative for an ignored token (the caller checks)"""
     temperature_T: Tensor | None = None
     """``[T]`` floating, above 0; None for the one in the options"""
     token_ids_TK: Tensor | None = None
-    """``[T, K]`` int64 in ``[0, V)``, or negative: classes whose log-probabilities are asked for, then those of soft
+    """``[T, K]`` int64 in ``[0, V)``, or negative: classes of the requested log-probabilities, then those of soft
     labels"""
     soft_TK: Tensor | None = None
     """``[T, k]`` floating: factors of ``lse - z`` of the last k classes in the cross entropy; 0 for negative ones"""
@@ -112,18 +112,18 @@ class TokenTargets(NamedTuple):
 
     @property
     def asked_ids_TK(self) -> Tensor | None:
-        """The classes whose log-probabilities are asked for."""
+        """Classes of the requested log-probabilities, ``[T, K - k]`` or None."""
         if self.token_ids_TK is None or self.token_ids_TK.shape[1] == self.num_soft:
             return None
         return self.token_ids_TK[:, : self.token_ids_TK.shape[1] - self.num_soft]
 
     def rows(self, rows: slice) -> TokenTargets:
-        """Those of some of the tokens."""
+        """Slices every field along the tokens."""
         return TokenTargets(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
 class TokenChunks(Protocol):
-    """The tokens that are scored, chunk by chunk (c tokens each), and the caller's share of them (T tokens).
+    """Tokens to score, chunk by chunk (c tokens each), and the caller's share of them (T tokens).
 
     For each chunk in order: :meth:`hidden`, :meth:`targets`; with gradients :meth:`gradients`, then
     :meth:`gradient_buffer` and, when it has been written, :meth:`gradient_written`.
@@ -134,42 +134,42 @@ class TokenChunks(Protocol):
     """tokens of the largest chunk"""
 
     def hidden(self, chunk: int) -> Tensor:
-        """``[c, D]``."""
+        """Returns the hidden states ``[c, D]``."""
         ...
 
     def targets(self, chunk: int) -> TokenTargets:
-        """Labels and classes in the full vocabulary."""
+        """Returns labels and classes in the full vocabulary."""
         ...
 
     def gradients(self, chunk: int) -> Any:
-        """Upstream gradients of the terms, or coefficients of the gradient, as they were given, each ``[c, ...]``."""
+        """Returns the chunk's upstream gradients of the terms, or coefficients of the gradient, each ``[c, ...]``."""
         ...
 
     def own_rows(self, chunk: int) -> slice:
-        """The rows of a chunk that are the caller's tokens."""
+        """Returns the rows of a chunk that are the caller's tokens."""
         ...
 
     def gradient_buffer(self, chunk: int) -> Tensor:
-        """``[c, D]``: where the hidden states' gradient of the chunk is written."""
+        """Returns the buffer ``[c, D]`` of the chunk's hidden gradient."""
         ...
 
     def gradient_written(self, chunk: int) -> None:
-        """The gradient buffer of the chunk has been written."""
+        """Consumes the gradient buffer of the chunk; called after it has been written."""
         ...
 
     def hidden_gradient(self) -> Tensor:
-        """``[T, D]``, after the last chunk."""
+        """Returns the hidden states' gradient ``[T, D]``, after the last chunk."""
         ...
 
 
 class LocalTokens:
-    """Tokens that are all here: slices of ``hidden_TD``."""
+    """Tokens that are all on this rank: slices of ``hidden_TD``."""
 
     def __init__(
         self, hidden_TD: Tensor, targets: TokenTargets, gradients: Any = None, rows: int | None = None
     ) -> None:
-        """``gradients`` is a named tuple of tensors ``[T, ...]``; ``rows`` is the number of tokens in a chunk, None for
-        one chunk."""
+        """Slices ``hidden_TD`` into chunks of ``rows`` tokens (None for one chunk); ``gradients`` is a named tuple of
+        tensors ``[T, ...]``."""
         T = len(hidden_TD)
         self.rows = T if rows is None else rows
         self.num_chunks = 0 if T == 0 else -(-T // self.rows)
@@ -186,7 +186,7 @@ class LocalTokens:
         *,
         trains: bool,
     ) -> LocalTokens:
-        """In chunks whose logits of ``columns`` classes fit the budget: see :func:`plan_chunks`."""
+        """Plans chunks whose logits of ``columns`` classes fit the budget: see :func:`plan_chunks`."""
         shape = len(hidden_TD), columns, hidden_TD.element_size()
         plan = plan_chunks(*shape, memory_budget, trains_weight=trains)
         return LocalTokens(hidden_TD, targets, gradients, plan.rows)

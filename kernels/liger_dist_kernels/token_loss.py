@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""From softmax statistics to per-token losses, and from upstream gradients to gradient coefficients.
+"""Computes per-token losses from softmax statistics, and gradient coefficients from upstream gradients.
 
 Legend: T tokens. Everything here is elementwise on ``[T]`` tensors in the dtype of the statistics; the formulas of
-the loss are in :class:`LossOptions`. Tokens with a negative label are ignored: all their numbers are 0.
+the loss are in :class:`LossOptions`. Tokens with a negative label are ignored: all their values are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .token_chunks import TokenTargets
 
 
 class TokenTerms(NamedTuple):
-    """What the loss is made of, each ``[T]``."""
+    """Per-token terms of the loss, each ``[T]``."""
 
     cross_entropy_T: Tensor
     """with class weight and label smoothing, without z-loss"""
@@ -50,13 +50,12 @@ class TokenTerms(NamedTuple):
         return self.max_T + self.log_total_T
 
     def log_probs(self, z_TK: Tensor) -> Tensor:
-        """``[T, K]``: log-probabilities of classes whose transformed logits are ``z_TK``."""
+        """Computes the log-probabilities ``[T, K]`` of classes whose transformed logits are ``z_TK``."""
         return (z_TK - self.max_T[:, None]) - self.log_total_T[:, None]
 
 
 class TokenGradients(NamedTuple):
-    """Upstream gradients of the fields of :class:`TokenTerms` that are differentiable, each ``[T]`` or None for
-    zero."""
+    """Upstream gradients of the differentiable fields of :class:`TokenTerms`, each ``[T]`` or None for zero."""
 
     cross_entropy_T: Tensor | None
     z_loss_T: Tensor | None
@@ -67,13 +66,13 @@ class TokenGradients(NamedTuple):
     """``[T, K]``, of the log-probabilities of chosen classes"""
 
     def scaled(self, factor: float) -> TokenGradients:
-        """Times ``factor``."""
+        """Multiplies all gradients by ``factor``."""
         return TokenGradients(*(None if field is None else field * factor for field in self))
 
 
 class LossCoefficients(NamedTuple):
-    """Coefficients of the gradient of a loss that follow from upstream gradients alone, before any softmax is known; as
-    those of :class:`GradientCoefficients`."""
+    """Coefficients of the gradient of a loss that need upstream gradients alone, not the softmax; fields as in
+    :class:`GradientCoefficients`."""
 
     nll_T: Tensor | None
     mass_T: Tensor | None
@@ -83,7 +82,7 @@ class LossCoefficients(NamedTuple):
     at_TK: Tensor | None
 
     def of_softmax(self, max_T: Tensor, log_total_T: Tensor, miss_T: Tensor) -> GradientCoefficients:
-        """With those that need the softmax."""
+        """Adds the coefficients that need the softmax."""
         mass_T = self.mass_T
         if self.d_lse_T is not None:
             mass_T = _plus(mass_T, self.d_lse_T * (max_T + log_total_T))
@@ -100,7 +99,7 @@ class LossCoefficients(NamedTuple):
         )
 
     def of_statistics(self, statistics: SoftmaxStatistics) -> GradientCoefficients:
-        """As :meth:`of_softmax`; NaN or Inf for ignored tokens."""
+        """Computes :meth:`of_softmax` from statistics; NaN or Inf for ignored tokens."""
         total_T = statistics.sum_other_T + torch.exp(statistics.target_T - statistics.max_T)
         return self.of_softmax(statistics.max_T, total_T.log(), statistics.sum_other_T / total_T)
 
@@ -110,14 +109,14 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _label_weights(targets: TokenTargets, rows: RowOptions, dtype: torch.dtype) -> Tensor | None:
-    """``[T]``: the class weight of each label."""
+    """Gathers the class weight of each label, ``[T]``."""
     if rows.class_weight_V is None:
         return None
     return rows.class_weight_V[targets.labels_T.clamp_min(0)].to(dtype)
 
 
 def _total_weight(rows: RowOptions, dtype: torch.dtype) -> Tensor | float:
-    """The sum of the class weights over the vocabulary."""
+    """Sums the class weights over the vocabulary."""
     return float(rows.vocab_size) if rows.class_weight_V is None else rows.class_weight_V.to(dtype).sum()
 
 
@@ -136,7 +135,7 @@ def _token_terms_kernel(
     dtype = log_total_ptr.dtype.element_ty
     vocab_size = number(vocab_size, dtype)
     label_smoothing, z_loss = number(label_smoothing, dtype), number(z_loss, dtype)
-    # A token that counts nothing may have statistics of no logits: any finite ones do.
+    # An ignored token may have statistics of no logits: any finite values do.
     row_max = tl.where(counts, tl.load(max_ptr + offs, mask=mask, other=0.0), 0.0)
     sum_other = tl.where(counts, tl.load(sum_other_ptr + offs, mask=mask, other=0.0), 0.0)
     target = tl.where(counts, tl.load(target_ptr + offs, mask=mask, other=0.0), 0.0)
@@ -144,7 +143,7 @@ def _token_terms_kernel(
     total = sum_other + e_target
     log_total = tl.log(total)
     lse = row_max + log_total
-    # log(1 + x) for small x, after Kahan: what is lost in 1 + x is lost in its logarithm and in the quotient alike.
+    # log(1 + x) for small x, after Kahan: the rounding of 1 + x cancels between its logarithm and the quotient.
     ratio = sum_other / tl.where(e_target > sum_other, e_target, 1.0)
     rounded = 1.0 + ratio
     lost = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
@@ -179,13 +178,13 @@ def _token_terms_kernel(
 
 @on_its_device
 def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
-    """Per-token terms of the loss from complete (merged over all vocabulary slices) statistics, without soft labels:
-    see :func:`with_soft_labels`."""
+    """Computes per-token terms of the loss from complete statistics (merged over all vocabulary slices), without soft
+    labels: see :func:`with_soft_labels`."""
     max_T = statistics.max_T
     if not runs_triton(max_T, rows.backend):
         return token_terms_reference(statistics, targets, rows)
     T, dtype, options = max_T.numel(), max_T.dtype, rows.options
-    # Tensors of their own, which callers may change in place; none is a view.
+    # New tensors, never views, because callers may change them in place.
     cross_entropy_T, z_loss_T, log_prob_T, entropy_T, row_max_T, log_total_T, miss_T, sum_sq_prob_T = (
         max_T.new_empty(T) for _ in range(8)
     )
@@ -231,14 +230,14 @@ def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowO
 
 
 def _mean_logit(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> Tensor | None:
-    """Also where the sum was made for label smoothing alone."""
+    """Computes the mean logit ``[T]``, also where the sum was computed for label smoothing alone."""
     if statistics.weighted_sum_T is None:
         return None
     return torch.where(targets.labels_T >= 0, statistics.weighted_sum_T / rows.vocab_size, 0.0)
 
 
 def token_terms_reference(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
-    """:func:`token_terms` in plain torch: the path on CPU."""
+    """Computes :func:`token_terms` in plain torch: the path on CPU."""
     labels_T, options = targets.labels_T, rows.options
     max_T, sum_other_T, target_T, dot_other_T, weighted_sum_T, square_other_T = statistics
     counts_T = labels_T >= 0
@@ -283,8 +282,8 @@ def token_terms_reference(statistics: SoftmaxStatistics, targets: TokenTargets, 
 
 
 def coefficients_of_loss(gradients: TokenGradients, targets: TokenTargets, rows: RowOptions) -> LossCoefficients:
-    """Coefficients of the logits' gradient for given upstream gradients of the cross entropy, of the z-loss, and of the
-    log-probabilities of the classes of ``targets``."""
+    """Computes coefficients of the logits' gradient from upstream gradients of the cross entropy, of the z-loss, and of
+    the log-probabilities of the classes of ``targets``."""
     options, cross_entropy_T = rows.options, gradients.cross_entropy_T
     nll_T = mass_T = d_lse_T = smoothing_T = None
     if cross_entropy_T is not None:
@@ -313,7 +312,7 @@ def coefficients_of_loss(gradients: TokenGradients, targets: TokenTargets, rows:
 def gradient_coefficients(
     terms: TokenTerms, gradients: TokenGradients, targets: TokenTargets, rows: RowOptions
 ) -> GradientCoefficients:
-    """Coefficients of the logits' gradient for given upstream gradients of the terms."""
+    """Computes coefficients of the logits' gradient from upstream gradients of the terms."""
     known = coefficients_of_loss(gradients, targets, rows)
     coefficients = known.of_softmax(terms.max_T, terms.log_total_T, terms.miss_T)
     nll_T, mass_T = coefficients.nll_T, coefficients.mass_T
@@ -333,7 +332,8 @@ def gradient_coefficients(
 
 
 def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets) -> Tensor | None:
-    """``[T, K]``: upstream gradients of the log-probabilities of all classes of ``targets``; None where all are 0."""
+    """Returns upstream gradients ``[T, K]`` of the log-probabilities of all classes of ``targets``; None where all are
+    0."""
     if targets.token_ids_TK is None:
         return None
     asked_TK = soft_TK = None
@@ -353,7 +353,8 @@ def _gradients_of_classes(gradients: TokenGradients, targets: TokenTargets) -> T
 
 
 def with_soft_labels(terms: TokenTerms, chosen: ChosenLogits, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
-    """``terms`` with the cross entropy of soft labels; ``chosen`` are complete logits of the classes of ``targets``."""
+    """Adds the cross entropy of soft labels to ``terms``; ``chosen`` are complete logits of the classes of
+    ``targets``."""
     if targets.soft_TK is None:
         return terms
     assert chosen.at_TK is not None

@@ -1,5 +1,6 @@
-"""Layers of a model that are computed by kernels: one file per kind, each with the operation, the match and the swapped
-forward. Matches are found by structure, confirmed by a probe of the module's own forward, and undone by ``unwrap``."""
+"""Layers of a model that kernels compute: one file per kind, each with the operation, the match and the swapped
+forward. A match is detected by structure, confirmed by a probe of the module's original forward, and undone by
+``unwrap``."""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ from .rotary import ROTARY
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (NORM, LOW_RANK, GATED_MLP, ROTARY)
-"""A module is matched against the first kind whose candidate it is."""
+"""Kinds of layers in order; a module is matched against the first kind whose candidate it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """Which layers of a model are computed by kernels."""
+    """Layers of a model that kernels compute, and the others with reasons."""
 
     swapped: tuple[tuple[str, int], ...] = ()
-    """class and match of the swapped modules, and their number"""
+    """class and match of the swapped modules, and their count"""
     left: tuple[tuple[str, str], ...] = ()
-    """class of modules that keep their own forward, and why"""
+    """class of modules that keep their original forward, and the reason"""
     absent: tuple[tuple[str, str], ...] = ()
-    """kinds of which no module was a candidate, and what a candidate has"""
+    """kinds without any candidate module, and what a candidate has"""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Rows for tables."""
+        """Lists rows for tables."""
         rows = [("swapped", f"{count} x {what}") for what, count in self.swapped]
         return rows + [("left alone", f"{what}: {why}") for what, why in (*self.left, *self.absent)]
 
@@ -47,7 +48,7 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_toke
         mlp_tile_tokens: tokens of a tile of gated MLPs; None for all at once.
 
     Raises:
-        LigerDistError: no gated MLP has been swapped that could have tiles; the swapped layers are not restored.
+        LigerDistError: tiles were requested and no gated MLP was swapped; the swapped layers are not restored.
     """
     swapped: Counter[str] = Counter()
     left: dict[str, str] = {}

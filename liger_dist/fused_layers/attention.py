@@ -2,19 +2,19 @@
 
 :func:`register_attention` registers an attention function and a mask function with transformers. The mask function
 returns a :class:`DocumentMask` instead of a mask ``[B, 1, S, S]``: the lengths of the documents, read once per
-micro-batch. The attention function gives them to ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2, Dao 2023,
-arXiv:2307.08691).
+micro-batch. The attention function passes them to ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2, Dao
+2023, arXiv:2307.08691).
 
 [Note: which implementation computes a call]
 
 - Neither packed nor padded: the function that ``ALL_ATTENTION_FUNCTIONS["sdpa"]`` holds at that time. DeepSpeed's
-  Ulysses replaces that entry; as long as another function stands there, it computes every call.
+  Ulysses replaces that entry; a replaced entry computes every call.
 - Packed, padded, or with a window shorter than the sequence: ``varlen_attn`` in bf16 and fp16 on GPUs; elsewhere, and
   with dropout or a second head size, one ``scaled_dot_product_attention`` for each document.
 - On a mesh with an axis "sp": any of the above, on all tokens of a part of the heads.
 - With a position bias: "sdpa" with a dense mask. With soft-capped scores or sinks, and where attention weights are
-  asked for: the eager function of the model's own file with a dense mask.
-- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' own mask.
+requested: the eager function of the model's file with a dense mask.
+- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' mask.
 
 Tokens that a 2-D mask excludes get zeros, as with FlashAttention in transformers.
 
@@ -52,9 +52,9 @@ NAME = "liger_dist"
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
-"""of attention functions: what neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
+"""keywords of attention functions that neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""torch 2.11 takes fewer key heads without being asked"""
+"""torch 2.11 accepts fewer key heads without this option"""
 _DOCUMENTS = "_liger_dist_documents"
 RESTARTS_BESIDE_MASK = (
     "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, so that "
@@ -65,7 +65,7 @@ RESTARTS_BESIDE_MASK = (
 def register_attention() -> None:
     """Registers ``attn_implementation="liger_dist"`` with transformers, for models that are loaded with it.
 
-    :func:`liger_dist.wrap` does that itself, and selects it for the models that it wraps.
+    :func:`liger_dist.wrap` does so too, and selects it for the models that it wraps.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -84,7 +84,7 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function; see the note above for what computes which call.
+    """Computes attention; [Note: which implementation computes a call] lists the cases.
 
     Args:
         query: ``[B, H, S, D]``; ``key`` and ``value`` may have fewer heads.
@@ -104,7 +104,7 @@ def attention(
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
     elif attention_mask is not None:
-        # As the eager functions of transformers 5.0: some decoders make a mask that is wider than the keys.
+        # As the eager functions of transformers 5.0: some decoders build a mask that is wider than the keys.
         mask = attention_mask[..., : key.shape[2]]
     if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
@@ -123,7 +123,7 @@ def attention(
 def _of_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
 ) -> Tensor:
-    """``[B, S, H, D]``: attention within documents."""
+    """Computes attention within documents, ``[B, S, H, D]``."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -145,11 +145,11 @@ def _sequence_parallel(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """``[B, s, H, D]``: attention over full sequences that are sharded on ``axis``, by two all-to-alls. Document
-    boundaries come from ``cu_seq_lens_q``; ``own_mask``, of this rank's tokens, may only be causal.
+    """Computes attention ``[B, s, H, D]`` over full sequences that are sharded on ``axis``, by two all-to-alls.
+    Document boundaries come from ``cu_seq_lens_q``; ``own_mask``, of this rank's tokens, may only be causal.
 
     Raises:
-        LigerDistError: the model asks for another mask or for attention weights, or does not pass ``cu_seq_lens_q``.
+        LigerDistError: the model needs another mask or attention weights, or does not pass ``cu_seq_lens_q``.
     """
     if kwargs.get("cu_seq_lens_q") is None:
         raise LigerDistError(
@@ -175,17 +175,17 @@ def _sequence_parallel(
 
 
 def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """True if ``cu_seq_lens_q`` separates documents: no padding beside it, no cache, as with FlashAttention."""
+    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention."""
     is_masked = mask is not None or (documents is not None and documents.valid is not None)
     return not is_masked and query.shape[2] == key.shape[2] and not is_replaced()
 
 
 @untraced
 def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: DocumentMask | None) -> DocumentMask:
-    """The documents of ``cu_seq_lens_q``, read once for all layers: they are kept on that tensor.
+    """Reads the documents of ``cu_seq_lens_q``, once for all layers: they are cached on that tensor.
 
     Args:
-        found: what the mask function found: its window counts, and its boundaries too (of chunks).
+        found: documents of the mask function: its window applies, and its boundaries too (of chunks).
     """
     given: Tensor = kwargs["cu_seq_lens_q"]
     is_causal = kwargs.get("is_causal")
@@ -206,12 +206,13 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: Docu
 
 
 def _read_lengths(given: Tensor, query: Tensor, others: tuple[int, ...], **facts: Any) -> DocumentMask:
-    """
+    """Builds the documents' mask from cumulative lengths.
+
     Args:
-        others: lengths of documents whose boundaries count as well.
+        others: lengths of documents, further boundaries.
 
     Raises:
-        LigerDistError: they do not end at the number of tokens.
+        LigerDistError: the lengths do not end at the number of tokens.
     """
     read = [int(length) for length in given.diff().tolist()]
     rows, total = query.shape[0], query.shape[0] * query.shape[2]
@@ -233,7 +234,7 @@ def _check_positions(documents: DocumentMask, position_ids: Tensor | None) -> No
     documents.checks_positions = False
     rows, _, _, length = documents.shape
     if position_ids is None or position_ids.shape != (rows, length):
-        return  # Models make positions for one row; positions of images have three numbers.
+        return  # Models compute positions for one row; positions of images have three values.
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if documents.valid is not None:
         restarts = restarts & documents.valid[:, 1:] & documents.valid[:, :-1]
@@ -248,7 +249,7 @@ def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None) -> Tensor:
-    """``varlen_attn`` over the tokens of all rows."""
+    """Runs ``varlen_attn`` over the tokens of all rows."""
     rows, heads, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     ends, longest = documents.cu_seq_lens, documents.max_length
@@ -273,7 +274,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, 
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
 ) -> Tensor:
-    """One ``scaled_dot_product_attention`` for each document."""
+    """Runs one ``scaled_dot_product_attention`` for each document."""
     rows, heads, length, _ = query.shape
     parts = (t.transpose(0, 1).flatten(1, 2).split(documents.lengths, 1) for t in (query, key, value))
     results = []
@@ -298,7 +299,7 @@ def _one_by_one(
 
 
 def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask of the eager function: zero, or the smallest number of the dtype."""
+    """Builds the mask of the eager function: zero, or the smallest value of the dtype."""
     if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
         position = torch.arange(key.shape[2], device=query.device)
         mask = causal(position[: query.shape[2], None], position, None)[None, None]
@@ -309,7 +310,7 @@ def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -
 
 
 def _eager_of(module: nn.Module) -> AttentionFunction:
-    """The eager attention of the file that the module's class is defined in.
+    """Returns the eager attention function of the file that defines the module's class.
 
     Raises:
         LigerDistError: there is none.

@@ -1,4 +1,5 @@
-"""Selects ``attn_implementation="liger_dist"`` for one model instance, where it computes what the model's own does."""
+"""Selects ``attn_implementation="liger_dist"`` for one model instance, where it computes the same as the model's
+attention."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from .attention import NAME, register_attention
 from .document_mask import is_replaced
 
 OWN = ("sdpa", "eager", NAME)
-"""implementations that it takes the place of; another model with the same config may have selected it"""
+"""implementations that it may replace; another model with the same config may have selected "liger_dist" already"""
 SELECTED = "liger_dist: packed, padded and windowed sequences without a dense mask"
 
 
 @dataclass
 class AttentionSelection:
-    """The attention of a model's text decoder after :func:`select_attention`."""
+    """Attention of a model's text decoder after :func:`select_attention`."""
 
     reason: str | None
-    """why the model keeps its own; None if it was selected"""
+    """reason why the model keeps its original attention; None if "liger_dist" was selected"""
     config: Any = None
-    """of the text decoder"""
+    """config of the text decoder"""
     own: str | None = None
-    """the implementation before"""
+    """implementation before the selection"""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -44,7 +45,7 @@ class AttentionSelection:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, the decoder has the implementation from before."""
+        """Selects the previous implementation of the decoder within the context."""
         is_selected = self.reason is None and self.config._attn_implementation == NAME
         if is_selected:
             self.config._attn_implementation = {"": self.own}
@@ -55,13 +56,13 @@ class AttentionSelection:
                 self.config._attn_implementation = {"": NAME}
 
     def restore(self) -> None:
-        """Selects the implementation that the decoder had before, where no other was selected since."""
+        """Selects the previous implementation of the decoder, unless another was selected since."""
         if self.reason is None and self.config._attn_implementation == NAME:
             self.config._attn_implementation = {"": self.own}
 
 
 def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection:
-    """Selects the implementation for ``decoder``, the text decoder of ``model``: in its config, as
+    """Selects the implementation for ``decoder``, the text decoder of ``model``, in its config, as
     ``model.set_attn_implementation`` does."""
     reason = reason_against(model, decoder)
     if reason is not None:
@@ -74,7 +75,7 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
 
 
 def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
-    """Why the model keeps its own attention, as a clause; None if it does not."""
+    """Says why the model keeps its original attention, as a clause; None if it does not."""
     config: Any = getattr(decoder, "config", None)
     outer: Any = getattr(model, "config", None)
     if not _is_config(config) or not _is_config(outer):
@@ -85,13 +86,13 @@ def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     if config is not outer and not _is_within(config, outer):
         return "its config is not a part of the model's"
     if config is not outer and own == "eager":
-        # Some of these models make the dense mask of their decoder themselves, another one than for "sdpa".
+        # Some of these models build the dense mask of their decoder themselves, and not the same as for "sdpa".
         return "it is 'eager' in a model of several parts"
     return _of_hosts() or _of_config(config) or _of_code(decoder) or _of_modules(decoder, config)
 
 
 def _of_config(config: Any) -> str | None:
-    """Why attention with these numbers is not one softmax over causal scores of one head size."""
+    """Says why attention with this config is not one softmax over causal scores of one head size."""
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         return "it is not causal self-attention alone"
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -104,7 +105,7 @@ def _of_config(config: Any) -> str | None:
 
 
 def _of_code(decoder: nn.Module) -> str | None:
-    """Why its code may not take the implementation."""
+    """Says why the decoder's code may not work with the implementation."""
     files = (sys.modules.get(cls.__module__) for cls in type(decoder).__mro__ if cls not in _bases())
     functions: list[Any] = [vars(file).get("ALL_ATTENTION_FUNCTIONS") for file in files if file is not None]
     if not any(own is not None for own in functions):
@@ -119,9 +120,9 @@ def _of_code(decoder: nn.Module) -> str | None:
 
 
 def _of_modules(decoder: nn.Module, config: Any) -> str | None:
-    """Why its attention modules may compute something else than the decoder's config says. Each reads the
-    implementation from its own config, while the decoder makes the mask for the one in its own: copied layers have
-    copies of it. ``is_causal`` of a module counts only without a mask."""
+    """Says why attention modules may compute something else than the decoder's config says. Each module reads the
+    implementation from its config, but the decoder builds the mask from the decoder's: copied layers have copies of it.
+    ``is_causal`` of a module counts only without a mask."""
     for module in decoder.modules():
         own = vars(module).get("config")
         if _is_config(own) and own is not config and hasattr(module, "is_causal"):
@@ -132,7 +133,7 @@ def _of_modules(decoder: nn.Module, config: Any) -> str | None:
 
 
 def _bases() -> tuple[Any, ...]:
-    """The classes that every model inherits from."""
+    """Returns the base classes of every model."""
     from transformers.modeling_utils import PreTrainedModel
 
     bases: tuple[Any, ...] = PreTrainedModel.__mro__
@@ -140,7 +141,7 @@ def _bases() -> tuple[Any, ...]:
 
 
 def _of_hosts() -> str | None:
-    """Why a host's sequence or context parallelism needs its own attention."""
+    """Says why a host's sequence or context parallelism needs its attention."""
     if is_replaced():
         return 'another package has replaced the attention of "sdpa"'
     sizes = {option: size_in_accelerate(option) for option in ("cp_size", "sp_size")}

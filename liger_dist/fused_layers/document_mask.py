@@ -16,13 +16,13 @@ from liger_dist.model.torch_modes import untraced
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 PADDING_SEGMENT = 128
-"""tokens; padding is cut into documents of this length, which cost next to nothing"""
+"""tokens of a padding document; padding is cut into documents of this length, which are nearly free"""
 
 
 class DocumentMask:
     """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``.
 
-    No dataclass: FSDP takes those apart, and gives each layer a copy.
+    No dataclass: FSDP rebuilds those, and passes each layer a copy.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class DocumentMask:
         """int32 ``[documents + 1]``, on the device of the attention"""
         self.rows = rows
         self.window = window
-        """tokens that a token attends to, itself included; None for all of its document"""
+        """tokens that a token attends to, including itself; None for all of its document"""
         self.is_causal = is_causal
         self.valid = valid
-        """bool ``[B, S]``: the 2-D mask that it was made from; None without padding"""
+        """bool ``[B, S]``: the 2-D mask that it was built from; None without padding"""
         self.checks_positions = is_from_mask
-        """True if it was made from a 2-D mask, until positions have been compared with it"""
+        """True if it was built from a 2-D mask, until positions have been compared with it"""
         # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
         self.max_length = max(lengths)
         has_window = window is not None and window < self.max_length
         self.is_plain = len(lengths) == rows and min(lengths) == self.max_length and not has_window and is_causal
-        """True if every row is one document, which it attends to without a window"""
+        """True if every row is one document without a window"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of the dense mask, which transformers reads where a model makes masks twice."""
+        """Shape of the dense mask, which transformers reads where a model builds masks twice."""
         length = sum(self.lengths) // self.rows
         return self.rows, 1, length, length
 
@@ -65,12 +65,13 @@ class DocumentMask:
         return 4
 
     def contiguous(self) -> DocumentMask:
-        """Itself: ``generate`` asks every mask that it has made."""
+        """Returns itself: ``generate`` calls it on every mask that it has built."""
         return self
 
     def __getitem__(self, index: Any) -> DocumentMask | Tensor:
-        """Itself if ``index`` leaves all of the dense mask, else that part of it. Decoders whose last layers share keys
-        and values give those layers the last tokens alone, ``mask[:, :, slice(-logits_to_keep, None), :]``."""
+        """Returns itself if ``index`` selects all of the dense mask, otherwise that part of it. Decoders whose last
+        layers share keys and values pass those layers only the last tokens, ``mask[:, :, slice(-logits_to_keep, None),
+        :]``."""
         parts = index if isinstance(index, tuple) else (index,)
         is_all = len(parts) <= self.ndim and all(
             isinstance(part, slice) and part.indices(size) == (0, size, 1)
@@ -80,7 +81,7 @@ class DocumentMask:
 
     @untraced
     def dense(self) -> Tensor:
-        """Bool ``[B, 1, S, S]``: True where a query attends to a key."""
+        """Builds a bool mask ``[B, 1, S, S]``: True where a query attends to a key."""
         device = self.cu_seq_lens.device
         lengths = torch.tensor(self.lengths, device=device)
         document = torch.arange(len(self.lengths), device=device).repeat_interleave(lengths).view(self.rows, 1, -1)
@@ -97,13 +98,13 @@ def causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
 
 
 def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
-    """The mask function: the documents of a micro-batch, or the mask that transformers makes for "sdpa".
+    """Returns the documents of a micro-batch, or the mask that transformers builds for "sdpa": the mask function.
 
     Args:
-        arguments: those that transformers gives to mask functions.
+        arguments: those that transformers passes to mask functions.
 
     Returns:
-        None for causal attention over whole rows, unless its rows may be sliced.
+        None for causal attention over full rows, unless the rows may be sliced.
     """
     given = arguments.get("attention_mask")
     if isinstance(given, DocumentMask):
@@ -129,7 +130,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
 
 
 def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``arguments`` by the names that transformers gives them now; its first 5.x releases give the positions of the
+    """Renames ``arguments`` to the names of current transformers. Its first 5.x releases pass the positions of the
     queries instead of their number and device. Where all keys are queries, the first position is 0."""
     positions = arguments.get("cache_position")
     if positions is None or "q_length" in arguments:
@@ -138,8 +139,8 @@ def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_sliced(arguments: dict[str, Any]) -> bool:
-    """True if the last layers of the decoder share keys and values: they may get the last tokens alone, with their rows
-    of the mask; None would stand for the first tokens."""
+    """True if the last layers of the decoder share keys and values: they may get only the last tokens, with their rows
+    of the mask; None would mean the first tokens."""
     config: Any = arguments.get("config")
     configs = (config, getattr(config, "text_config", None))
     shared = any(getattr(one, "num_kv_shared_layers", None) for one in configs)
@@ -174,8 +175,8 @@ def sdpa_function() -> AttentionFunction:
 
 
 def _read(arguments: dict[str, Any]) -> DocumentMask | None:
-    """Reads where documents begin, from the neighbours that a token may attend to: ``O(B * S)`` and one copy to the
-    host. None if the mask is another one."""
+    """Reads where documents begin, from the neighbours that a token attends to: ``O(B * S)`` and one copy to the host.
+    Returns None for masks of other kinds."""
     mask_function: Callable[..., Tensor] = arguments["mask_function"]
     rows, length, device = arguments["batch_size"], arguments["q_length"], arguments["device"]
     window, padding = arguments.get("local_size"), arguments.get("attention_mask")
@@ -208,8 +209,8 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
 
 
 def document_lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:
-    """The documents of every row, and its padding in short ones; bool ``[B, S]`` on the host. None if padding lies
-    inside a document."""
+    """Computes the lengths of the documents of every row, with padding in short ones; bool ``[B, S]`` on the host. None
+    if padding lies inside a document."""
     changes = begins.clone()
     changes[:, 1:] |= valid[:, 1:] != valid[:, :-1]
     lengths: list[int] = []

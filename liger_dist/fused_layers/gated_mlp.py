@@ -1,8 +1,8 @@
-"""Gated MLPs, ``down(activation(gate(x)) * up(x))``: the activation as one autograd function, the match of modules that
-compute one, and their swapped forward. Gate and up may be one projection.
+"""Gated MLPs, ``down(activation(gate(x)) * up(x))``: the activation as one autograd function, the match of modules, and
+their swapped forward. Gate and up may be one projection.
 
 The projections stay modules that are called as before, so LoRA, quantisation and sharding on them keep working; only
-the elementwise part between them becomes one kernel. In the probe the projections return given numbers.
+the elementwise part between them becomes one kernel. In the probe the projections return fixed values.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from .swap import (
 
 TOLERANCE = 1e-5
 _ZERO_LEAF = "_z3_leaf"
-"""attribute of modules whose parameters DeepSpeed gathers together"""
+"""attribute of modules whose parameters DeepSpeed all-gathers together"""
 
 
 class _GatedActivation(RecomputedFunction):
-    """Gets the projections' outputs themselves, no views, so that :func:`_may_overwrite` can count their references."""
+    """Activation of the projections' outputs themselves, not views, so that :func:`_may_overwrite` can count their
+    references."""
 
     is_end_of_walk = False
 
@@ -82,14 +83,14 @@ class _GatedActivation(RecomputedFunction):
 
 
 def _may_overwrite(saved: list[Tensor]) -> bool:
-    """True in a backward that ends the life of the ``saved`` tensors, if nothing but the caller's list and this graph
-    holds them or their memory, and it is the last backward through it."""
+    """True if the caller's list and this graph alone hold the ``saved`` tensors and their memory, in the last backward
+    through the graph: they may be overwritten."""
     if not _COUNTS_REFERENCES or torch.compiler.is_compiling():
         return False
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return False
-    # Compared with tensors that only the list holds, and with one that a view keeps as a node keeps what it saved: how
-    # many references that takes depends on the versions of Python and torch.
+    # Compared with a tensor that only the list holds, and with one that a view keeps like a node keeps a saved tensor:
+    # the number of references depends on the versions of Python and torch.
     saved += [torch.empty(0), torch.empty(0).requires_grad_()]
     view = saved[-1].view(0)
     *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]
@@ -105,7 +106,7 @@ def _may_overwrite(saved: list[Tensor]) -> bool:
 
 
 def _has_private_names() -> bool:
-    """True if this torch has the private names that count references; without them nothing is overwritten."""
+    """True if this torch has the private names for counting references; without them nothing is overwritten."""
     has_graph_task = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     return has_graph_task and hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 
@@ -114,7 +115,7 @@ _COUNTS_REFERENCES = _has_private_names()
 
 
 def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
-    """``activation(gate) * up``; both ``[..., F]`` of one floating dtype.
+    """Computes ``activation(gate) * up``; both ``[..., F]`` of one floating dtype.
 
     The result is recomputed in the backward instead of saved, where a :func:`.norm` follows.
     """
@@ -127,21 +128,21 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMatch:
-    """The roles of a gated MLP's projections, and its activation."""
+    """Roles of a gated MLP's projections, and its activation."""
 
     gate: str
     up: str | None
-    """None if the gate's projection returns both halves"""
+    """None if the gate projection returns both halves"""
     down: str
     gate_first: bool
     activation: Activation
     backend: Backend
     others: dict[str, nn.Module]
-    """its other submodules, such as the activation, when it was matched"""
+    """other submodules of the module, such as the activation, when it was matched"""
     settings: dict[str, Any]
-    """the module's numbers when it was matched"""
+    """attributes of the module when it was matched: values, strings and flags"""
     tile_tokens: int | None = None
-    """tokens of one tile; None for all at once"""
+    """tokens of one tile; None for all tokens at once"""
 
     def __str__(self) -> str:
         tiles = "" if self.tile_tokens is None else f", {self.tile_tokens} tokens at a time"
@@ -153,8 +154,8 @@ class GatedMatch:
 
 
 def with_tiles(module: nn.Module, match: GatedMatch, tile_tokens: int) -> GatedMatch:
-    """The match of a module that computes ``tile_tokens`` tokens at a time. ZeRO-3 gathers its weights together: tiles
-    read them outside of the projections' own hooks."""
+    """Returns the match of a module that computes ``tile_tokens`` tokens at a time. ZeRO-3 all-gathers its weights
+    together, because tiles read them outside of the projections' hooks."""
     vars(module)[_ZERO_LEAF] = True
     module.register_forward_pre_hook(_require_input_gradient)
     return replace(match, tile_tokens=tile_tokens)
@@ -171,9 +172,9 @@ def without_tiles(module: nn.Module) -> None:
 
 
 def _require_input_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Makes the input of a leaf module of ZeRO-3 that trains require a gradient. DeepSpeed reduces the gradients of a
-    leaf module when that of its input is there; without one it reduces them before they exist, and frees the weights
-    that the backward still reads (the first MLP with LoRA in a model whose embedding and attention are frozen)."""
+    """Makes the input of a trained leaf module of ZeRO-3 require a gradient. DeepSpeed reduces the gradients of a leaf
+    module when its input's gradient is ready. Without one it reduces them before they exist, and frees the weights that
+    the backward still reads (the first MLP with LoRA in a model whose embedding and attention are frozen)."""
     if not (args and torch.is_grad_enabled() and isinstance(args[0], Tensor) and not args[0].requires_grad):
         return None
     if not any(parameter.requires_grad and is_stored_by_zero3(parameter) for parameter in module.parameters()):
@@ -182,7 +183,7 @@ def _require_input_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[A
 
 
 class Given(nn.Module):
-    """Stand-in for a projection: returns given numbers for the ``expected`` hidden states, or its input."""
+    """Stand-in for a projection: returns fixed values for the ``expected`` hidden states, or its input."""
 
     def __init__(self, values: Tensor | None, expected: Tensor) -> None:
         super().__init__()
@@ -197,7 +198,8 @@ class Given(nn.Module):
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """True if its projections have the shapes of a gated MLP's, and its forward takes hidden states alone."""
+    """True if its projections have the shapes of a gated MLP's, and hidden states are the only required argument of its
+    forward."""
     required = [p for p in signature(module.forward).parameters.values() if p.default is Parameter.empty]
     is_one_input = len(required) == 1
     return is_one_input and not module._parameters and not module._buffers and next(_roles(module), None) is not None
@@ -213,7 +215,7 @@ def _match(module: nn.Module, backend: Backend) -> GatedMatch:
 
 
 def _roles(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
-    """Names of gate, up and down projection, in every way that the shapes allow."""
+    """Yields names of gate, up and down projection, in all assignments that the shapes allow."""
     linears = {name: child for name, child in module._modules.items() if projection_shape(child) is not None}
     shapes = {name: projection_shape(child) for name, child in linears.items()}
     if len(linears) == 3:
@@ -230,7 +232,7 @@ def _roles(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
 
 
 def projection_shape(module: nn.Module | None) -> tuple[int, int] | None:
-    """``(in, out)`` of a projection, also of one with LoRA."""
+    """Returns ``(in, out)`` of a projection, also of one with LoRA."""
     shape = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return shape if isinstance(shape[0], int) and isinstance(shape[1], int) else None  # type: ignore[return-value]
 
@@ -268,7 +270,7 @@ def _agrees(module: nn.Module, match: GatedMatch, values: list[Tensor], training
 
 
 def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, training: bool) -> Any:
-    """The module's own forward between its projections."""
+    """Runs the module's original forward between its projections."""
     halves = (gate, up) if match.gate_first else (up, gate)
     given = {match.gate: gate if match.up else torch.cat(halves, -1), match.down: None}
     if match.up is not None:
@@ -305,9 +307,10 @@ def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
 
 
 def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = True) -> Any:
-    """
+    """Computes the MLP with the fused activation.
+
     Args:
-        needs_values: False if the result is asked for its graph alone.
+        needs_values: False if the caller reads only the graph of the result.
     """
     match: GatedMatch = match_of(module)
     projected: Any = getattr(module, match.gate)(hidden_states)
@@ -325,7 +328,7 @@ def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = Tru
 
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
-    """True if the module is unchanged, and no user hooks are on the submodules that are no longer called."""
+    """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
     parts = match.others.items()
     same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
     return same and has_settings(module, match.settings)

@@ -1,8 +1,8 @@
-"""LoRA layers, ``base(x) + scaling * B(A(x))``: one autograd function that adds in place, the match of PEFT's modules,
+"""LoRA layers, ``base(x) + scaling * B(A(x))``: one autograd function that adds in place, the match of PEFT's layers,
 and their swapped forward.
 
 PEFT's forward allocates three tensors of the output's size (product, scaled product, sum), and one more in the
-backward. Here the product is added to the output of the base layer by the GEMM itself, and the gradient is scaled on
+backward. Here the GEMM adds the product to the output of the base layer, and the gradient is scaled on
 the ``[T, r]`` side. Base layer and A stay modules that are called as before.
 
 Legend: T tokens, O features of the output, r LoRA rank.
@@ -31,7 +31,7 @@ _PARTS = ("lora_A", "lora_B")
 
 
 class _AddLowRank(torch.autograd.Function):
-    """``y += scaling * low @ B.T``, in place."""
+    """Adds ``scaling * low @ B.T`` to ``y`` in place."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
@@ -56,7 +56,7 @@ class _AddLowRank(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LowRankMatch:
-    """A LoRA layer that computes what PEFT's does."""
+    """Match of a LoRA layer."""
 
     def __str__(self) -> str:
         return "LoRA (added in place)"
@@ -81,7 +81,7 @@ def _match(module: Any, backend: Backend) -> LowRankMatch:
 
 
 def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[Tensor]]:
-    """Output and leaves of PEFT's forward, or of this one, around small layers."""
+    """Runs PEFT's forward, or this one, around small layers; returns output and leaves."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         base, a, b = nn.Linear(6, 8), nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False)
@@ -113,8 +113,8 @@ def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
 
 
 def _adapter(module: Any, x: Any) -> str | None:
-    """The adapter to add; None where PEFT's forward has to run: another dtype, active dropout, several adapters or
-    none, hooks or wrappers on A, B or the base layer."""
+    """Returns the name of the PEFT adapter to add; None where PEFT's forward has to run: another dtype, active dropout,
+    several adapters or none, hooks or wrappers on A, B or the base layer."""
     if runs_own_code(x, under_autocast=False):
         return None
     name = only_plain_adapter(module)
@@ -132,8 +132,8 @@ def _is_fresh_output_of(base: nn.Module) -> bool:
 
 
 def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:
-    """True if ``y`` is a fresh output of the base layer in the adapter's dtype, and B is no ZeRO-3 parameter, which is
-    all-gathered only inside its module's forward."""
+    """True if ``y`` is a fresh output of the base layer in the PEFT adapter's dtype, and B is no ZeRO-3 parameter,
+    which is all-gathered only inside its module's forward."""
     is_fresh = is_local(y) and y._base is None and y.is_contiguous() and y.dtype == weight_Or.dtype
     fits = is_local(low) and low.dtype == weight_Or.dtype and not is_stored_by_zero3(weight_Or)
     return is_fresh and fits and tuple(weight_Or.shape) == (y.shape[-1], low.shape[-1])

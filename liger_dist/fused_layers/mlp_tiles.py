@@ -1,12 +1,12 @@
-"""Computes a module that treats every token alike tile by tile: the activations of one tile exist at a time, and the
-backward computes each tile again before its gradient (Bekman et al. 2025, arXiv:2506.13996, "tiled MLP").
+"""Computes a token-wise module tile by tile: the activations of one tile exist at a time, and the backward recomputes
+each tile before its gradient (Bekman et al. 2025, arXiv:2506.13996, "tiled MLP").
 
 [Note: one run more, not two]
 
-The backward needs the operands of the last product, not its result: :func:`linear_without_output` takes its place.
+The backward needs the operands of the last product, not its result, so :func:`linear_without_output` replaces it.
 Under activation checkpointing a layer runs twice; a tile that the backward computes once more would run a third time.
 torch's recomputation ends at the last tensor that the layer saved. :class:`_SavedInput` saves the only one here before
-the tiles run, so that it ends there where nothing after the module in the layer saves another.
+the tiles run. So the recomputation ends there, if nothing after the module in the layer saves another.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ACCUMULATED = (torch.float16, torch.bfloat16)
 def compute_in_tiles(
     module: nn.Module, forward: Forward, hidden_states: Tensor, tile_tokens: int, *, recompute: Forward
 ) -> Tensor:
-    """``forward(hidden_states)``, called with ``tile_tokens`` tokens at a time.
+    """Computes ``forward(hidden_states)`` with ``tile_tokens`` tokens at a time.
 
     Args:
         module: holds the weights that ``forward`` reads; they get their gradients once, summed over tiles.
         hidden_states: ``[..., D]``.
-        recompute: as ``forward``, called in the backward for its graph alone: the values of its result are not read.
+        recompute: as ``forward``, called in the backward only for its graph; the values of its result are not read.
 
     Returns:
         ``[..., D]``.
@@ -60,8 +60,8 @@ def _in_tiles(forward: Forward, tokens_TD: Tensor, tile_tokens: int) -> Tensor:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Where the tensors that train are kept, in a fixed order. FSDP1 may keep views of its flat parameter as plain
-    attributes."""
+    """Yields the containers, names and values of trained tensors, in a fixed order. FSDP1 may keep views of its flat
+    parameter as plain attributes."""
     for part in module.modules():
         both: tuple[dict[str, Any], ...] = (part._parameters, vars(part))
         for names in both:
@@ -71,14 +71,14 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _weights_of(module: nn.Module) -> list[Tensor]:
-    """The tensors that train, each once."""
+    """Returns the trained tensors, each once."""
     return list({id(value): value for _, _, value in _slots(module)}.values())
 
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within, the module reads other leaves with the memory of its weights, which it yields in the order of
-    :func:`_weights_of`: hooks of a weight run once, for the gradient of all tiles."""
+    """Swaps the weights of the module for leaves on the same memory within the context, and yields these in the order
+    of :func:`_weights_of`. So hooks of a weight run once, for the gradient of all tiles."""
     slots = list(_slots(module))
     leaves = {id(value): value.detach().requires_grad_() for value in _weights_of(module)}
     for names, name, value in slots:
@@ -163,7 +163,8 @@ class _LinearWithoutOutput(torch.autograd.Function):
 
 
 def linear_without_output(linear: nn.Linear, x_TF: Tensor) -> Tensor:
-    """``linear(x_TF)`` for its gradients alone: no product is computed, and the values of the result are undefined."""
+    """Builds the graph of ``linear(x_TF)`` for its gradients: computes no product, and the values of the result are
+    undefined."""
     y_TD: Tensor = _LinearWithoutOutput.apply(x_TF, linear.weight, linear.bias)  # type: ignore[no-untyped-call]
     return y_TD
 
@@ -177,7 +178,7 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 class _Context:
-    """Autocast and random numbers of a forward, for its recomputation."""
+    """Autocast and random number states of a forward, for its recomputation."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device.type
@@ -188,12 +189,12 @@ class _Context:
         self.states = _random_states(self.device) if has_dropout else None
 
     def autocasting(self, *, keeps_casts: bool) -> AbstractContextManager[Any]:
-        """Within, autocast is as in the forward. Casts of weights that are made without gradients must not be kept:
-        later calls would use them."""
+        """Returns a context with the forward's autocast. Casts of weights without gradients must not be cached: later
+        calls would use them."""
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=keeps_casts)
 
     def restored(self) -> AbstractContextManager[Any]:
-        """Within, as in the forward; random number generators are as before afterwards."""
+        """Returns a context as in the forward; random number generators are restored afterwards."""
         stack = ExitStack()
         stack.enter_context(self.autocasting(keeps_casts=True))
         if self.states is None:

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm: one autograd function, the match of modules that compute one, and their swapped forward.
+"""RMSNorm and LayerNorm: one autograd function, the match of modules, and their swapped forward.
 
-A candidate is a module without submodules, with a weight and a bias of one dimension or none. Its own forward runs on
-probe values instead of its parameters; the norm that agrees with it, forward and backward, in fp32 and bf16, is the
+A candidate is a module without submodules, with a weight and a bias of one dimension or none. Its original forward runs
+on probe values instead of its parameters; the norm that agrees with it, forward and backward, in fp32 and bf16, is the
 match.
 """
 
@@ -24,7 +24,7 @@ from .swap import Kind, LeftAloneError, agrees, has_settings, is_local, probing,
 
 TOLERANCE = 1e-5
 WIDTH = 32
-"""of the probe of a norm without parameters"""
+"""features in the probe of a norm without parameters"""
 
 
 def _refuse_freed(weight: Tensor | None) -> None:
@@ -90,14 +90,15 @@ class _Norm(RecomputedFunction):
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, options: NormOptions, backend: Backend = "auto"
 ) -> Tensor:
-    """The normalised ``x`` ``[..., D]``. It is recomputed in the backward instead of saved, where another norm follows.
+    """Normalises ``x`` ``[..., D]``. The result is recomputed in the backward instead of saved, where another norm
+    follows.
 
     Args:
         x: ``[..., D]``, floating.
         weight, bias: ``[D]``, or None.
     """
     if not torch.is_grad_enabled():
-        # Autograd would ask for the copies that a backward needs even here.
+        # Autograd would request the copies that a backward needs even here.
         return norm_fwd(rows_of(x), weight, bias, options=options, backend=backend).y_TD.reshape(x.shape)
     drop_outputs(x)
     result: Tensor = _Norm.apply(rows_of(x), weight, bias, options, backend)  # type: ignore[no-untyped-call]
@@ -105,21 +106,21 @@ def norm(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``[T, D]`` of ``[..., D]``, the last dim contiguous."""
+    """Flattens ``[..., D]`` to ``[T, D]``, the last dim contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormMatch:
-    """The norm that a module computes."""
+    """Norm that a module computes."""
 
     options: NormOptions
     backend: Backend
     parameters: tuple[str, ...]
-    """names of its weight and bias, if it has them"""
+    """names of weight and bias, if it has them"""
     settings: dict[str, Any]
-    """the module's numbers when it was matched"""
+    """attributes of the module when it was matched: values, strings and flags"""
     under_autocast: bool
     """True if the module does the same under autocast"""
 
@@ -161,7 +162,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     rounded = probe.rounding(options)
     if rounded is None:
         raise LeftAloneError("it rounds in a way that is not known")
-    # Autocast runs torch's own norms in another dtype, on GPUs at least.
+    # Autocast runs torch's norms in another dtype, at least on GPUs.
     is_torchs = type(module).__module__.startswith("torch.") or rounded.subtract_mean
     return NormMatch(
         options=rounded,
@@ -173,7 +174,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
 
 
 class _Probe:
-    """One module's own forward on probe values."""
+    """Original forward of one module on probe values."""
 
     def __init__(self, module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> None:
         self.module, self.x, self.values = module, x, values
@@ -216,7 +217,8 @@ class _Probe:
         return agrees(run, tolerance=TOLERANCE)
 
     def rounding(self, options: NormOptions) -> NormOptions | None:
-        """The same options with the module's rounding, from bf16 rows and parameters of two dtypes."""
+        """Adds the module's rounding to the options, from bf16 rows and parameters of two dtypes; None if it is
+        unknown."""
         for round_before_weight in (True, False) if "weight" in self.values and not options.offset else (False,):
             candidate = replace(options, round_before_weight=round_before_weight)
             if all(self._rounds_alike(candidate, dtype) for dtype in (torch.bfloat16, torch.float32)):
@@ -229,7 +231,7 @@ class _Probe:
             with torch.no_grad():
                 own = self.own(x, values)
         except RuntimeError:
-            # A module that does not mix dtypes is never called so; with one dtype it has to run.
+            # A module that does not mix dtypes is never called that way; with one dtype it has to run.
             return dtype != x.dtype
         ours = self.ours(x, values, options)
         same = (own == ours).float().mean() if own.dtype == ours.dtype else torch.tensor(0.0)

@@ -2,7 +2,7 @@
 tensors that are saved anyway.
 
 When a norm is called, all matmuls that read the output of the previous norm are in the graph of its input. That graph
-is walked back as far as such norms, and hooks are put on the saved tensors that are found. The context
+is walked back to such norms, and their outputs among the saved tensors get hooks. The context
 ``torch.autograd.graph.saved_tensors_hooks`` would need no walk, but under it autograd stops noticing in-place changes
 of every tensor that the model saves. Hooks of other code (activation checkpointing, offloading) take precedence. A
 backward through a part of the graph frees what a later one through another part may need to recompute an output:
@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MAX_NODES = 128
-"""of one walk; an attention has two dozen, with adapters three times as many"""
+"""nodes of one walk; an attention has two dozen, with LoRA three times as many"""
 MIN_BYTES = 2**24
-"""of an output, and of the input of the norm after it: a walk takes 0.07 ms of host time, which small layers do not
-have"""
+"""bytes of an output, and of the input of the norm after it: a walk takes 0.07 ms of host time, too much for small
+layers"""
 PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
-"""nodes of autograd that save the operand of a weight; custom functions may as well"""
+"""nodes of autograd that save the operand of a weight; custom functions may too"""
 SUM = "AddBackward0"
 _WALKED = "liger_dist: walked"
 
 
 def _has_private_names() -> bool:
-    """True if this torch has the private names that recomputation uses; without them outputs are saved."""
+    """True if this torch has the private names that recomputation needs; without them outputs are saved."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = (torch.ones(1, 1, device="cpu", requires_grad=True) @ torch.ones(1, 1, device="cpu")).grad_fn
     has_saved = any(name.startswith("_raw_saved_") for name in dir(node))
@@ -63,25 +63,25 @@ class Output:
 
 
 class RecomputedFunction(torch.autograd.Function):
-    """A function whose output can be recomputed from what it saves for its own backward."""
+    """Autograd function whose output can be recomputed from the tensors that it saves for its backward."""
 
     is_end_of_walk: bool
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
-        """The output, bit by bit."""
+        """Recomputes the output, bit by bit."""
         raise NotImplementedError
 
 
 def should_recompute(x: Tensor) -> bool:
-    """True if an output of this size can be recomputed here, and should be."""
+    """True if an output of this size can and should be recomputed."""
     if torch.compiler.is_compiling() or x.nbytes < MIN_BYTES:
         return False
     return _RECOMPUTES and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def note_output(ctx: Any, output: Tensor) -> None:
-    """In the forward of a :class:`RecomputedFunction`, whose backward calls :func:`free_copy`."""
+    """Records the output in the forward of a :class:`RecomputedFunction`, whose backward calls :func:`free_copy`."""
     storage = output.untyped_storage()
     first = storage.data_ptr()
     ctx.output = Output(StorageWeakRef(storage), first, first + storage.nbytes(), output.dtype, output._version)
@@ -89,13 +89,13 @@ def note_output(ctx: Any, output: Tensor) -> None:
 
 
 def free_copy(ctx: Any) -> None:
-    """All consumers have run their backward; frees the recomputed copy."""
+    """Frees the recomputed copy, after all consumers have run their backward."""
     ctx.copy = None
 
 
 def drop_outputs(x: Tensor) -> None:
-    """Replaces outputs of norms and gated activations that products in the graph of ``x`` have saved by their
-    recomputation, back to the last norms."""
+    """Replaces saved outputs of norms and gated activations in the graph of ``x`` by their recomputation, back to the
+    last norms."""
     if x.grad_fn is None or not should_recompute(x):
         return
     producers, products = _walk(x.grad_fn)
@@ -111,7 +111,7 @@ def drop_outputs(x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Saved instead of a view of an output."""
+    """View of an output, saved instead of its values."""
 
     producer: Any
     shape: torch.Size
@@ -119,7 +119,7 @@ class _Part:
     offset: int
 
     def compute(self) -> Tensor:
-        # Several products unpack it one after another, and the producer's own backward follows.
+        # Several products unpack it one after another, and the producer's backward follows.
         if self.producer.copy is None:
             function = _kind_of(self.producer).function
             assert function is not None
@@ -131,17 +131,17 @@ class _Part:
 
 @dataclass(frozen=True)
 class _NodeKind:
-    """What a walk needs to know of one type of autograd's nodes."""
+    """Facts about one type of autograd nodes that a walk needs."""
 
     function: type[RecomputedFunction] | None
-    """whose nodes these are, if they are one's"""
+    """the function of these nodes, if it is recomputed"""
     saved_names: tuple[tuple[str, str], ...]
-    """of a product: the handle of a saved tensor and the tensor itself"""
+    """of a product: names of the handle of a saved tensor and of the tensor itself"""
     is_sum: bool
 
 
 _KINDS: WeakKeyDictionary[Any, _NodeKind] = WeakKeyDictionary()
-"""by type of node, whose functions may be made at run time and end with their last node"""
+"""kinds by type of node; functions may be defined at run time and end with their last node"""
 
 
 def _kind_of(node: Any) -> _NodeKind:
@@ -163,7 +163,7 @@ def _read_kind(node_type: Any) -> _NodeKind:
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any]]:
-    """Nodes whose output can be recomputed, and products; of very large graphs only a part.
+    """Collects nodes whose output can be recomputed, and products; stops after :data:`MAX_NODES`.
 
     A walk ends at sums where an earlier one began: those of the residual stream, whose past has been walked.
     """
@@ -190,7 +190,7 @@ def _walk(last: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The tensors that a node has saved without hooks, each with the handle that takes hooks."""
+    """Yields the tensors that a node has saved without hooks, each with the handle for hooks."""
     for place, name in _kind_of(node).saved_names:
         raw = getattr(node, place)
         several = raw if isinstance(raw, tuple) else (raw,)

@@ -1,7 +1,7 @@
 """Packed documents in models with recurrent or convolution layers: gated delta nets, Mamba, short convolutions, RWKV.
 
-Attention keeps documents of a row apart by a mask; a state or a causal convolution runs on from one document into the
-next, in transformers without a message. :func:`find_leaks` runs the model's own code on two documents before it is
+A mask keeps documents of a row apart in attention. A state or a causal convolution runs on from one document into the
+next, in transformers without a message. :func:`find_leaks` runs the model's original code on two documents before it is
 wrapped (no class is named here), and :class:`PackedDocuments` refuses the calls whose documents would mix.
 """
 
@@ -19,20 +19,20 @@ from liger_dist.model.structure import Structure, find_structure
 from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
 
 WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
-"""how documents may be told apart; positions beside lengths tell no more than these"""
+"""arguments that may separate documents; positions in addition to lengths add nothing"""
 SEEN = {
     POSITIONS: "position_ids restart without a 2-D attention_mask",
     LENGTHS: "cu_seq_lens_q has more documents than rows",
     SEQ_IDX: "seq_idx changes within a row",
 }
-"""what a call shows for each of them"""
+"""condition under which a call is packed by each argument"""
 
 
 class PackedDocuments:
     """Refuses packed documents in calls of one model whose layers would mix them.
 
     Args:
-        reasons: for each of :data:`WAYS` that does not keep documents apart, why, as a clause.
+        reasons: for each of :data:`WAYS` that does not keep documents apart, the reason as a clause.
     """
 
     def __init__(self, model: nn.Module, reasons: dict[tuple[str, ...], str]) -> None:
@@ -46,8 +46,8 @@ class PackedDocuments:
         return "; ".join(f"not by {', '.join(ways)}: {reason}" for reason, ways in by_reason.items())
 
     def check(self, named: dict[str, Any]) -> None:
-        """Refuses a call whose documents would mix. The host waits for ``position_ids`` if they are given without a 2-D
-        mask, where transformers' mask functions do as well, and for no other tensor of a call that is not packed.
+        """Refuses a call whose documents would mix. Synchronises the host with ``position_ids`` if the call has no 2-D
+        mask, as transformers' mask functions do, and with no other tensor of a call that is not packed.
 
         Args:
             named: the arguments of the model by name.
@@ -68,12 +68,13 @@ class PackedDocuments:
         )
 
     def reason_against(self, *way: str) -> str | None:
-        """Why arguments do not keep documents apart, as a clause; None if they do."""
+        """Says why arguments do not keep documents apart, as a clause; None if they do."""
         return self._reasons.get(way)
 
 
 def packed_by(named: dict[str, Any]) -> tuple[str, ...]:
-    """Which arguments of a call tell documents of a row apart, as in :data:`WAYS`; empty if each row is one text.
+    """Returns the arguments of a call that separate documents of a row, as in :data:`WAYS`; empty if each row is one
+    text.
 
     The rule of transformers and of the "liger_dist" attention: lengths of more documents than rows, otherwise positions
     that restart without a 2-D mask.
@@ -95,7 +96,7 @@ def packed_by(named: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _restart(position_ids: Any) -> bool:
-    """True if positions of a row do not count on."""
+    """True if positions within a row are not consecutive."""
     if not isinstance(position_ids, Tensor) or position_ids.is_meta:
         return False
     if position_ids.dim() == 3 and position_ids.shape[0] == 4:
@@ -105,8 +106,8 @@ def _restart(position_ids: Any) -> bool:
 
 
 def packing_objection(model: nn.Module) -> str | None:
-    """Returns why a model cannot be given documents packed by ``position_ids`` that restart, as a clause; None if it
-    can. The model may be on the meta device; it is not changed.
+    """Says why a model does not support documents packed by ``position_ids`` that restart, as a clause; None if it
+    does. The model may be on the meta device; it is not changed.
 
     Args:
         model: a Hugging Face causal language model that is not wrapped, or a ``PeftModel`` of one; of a wrapped model,
@@ -124,7 +125,7 @@ def find_leaks(model: nn.Module, structure: Structure) -> PackedDocuments | None
     """Runs the model's code on two documents, see :mod:`.token_dependency`; no weight is read, and no collective runs.
 
     Returns:
-        What to refuse; None for a model that reads other tokens by attention alone.
+        Calls to refuse; None for a model in which only attention reads other tokens.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
@@ -150,7 +151,7 @@ def _reason(model: nn.Module, structure: Structure, way: tuple[str, ...]) -> str
 
 
 def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:
-    """Class names of the modules in ``layers`` that have a convolution or a recurrence of torch."""
+    """Yields class names of the modules in ``layers`` that have a convolution or a recurrence of torch."""
     for layer in layers:
         for module in layer.modules():
             if any(isinstance(child, nn.Conv1d | nn.RNNBase) for child in module.children()):

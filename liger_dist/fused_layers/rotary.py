@@ -1,9 +1,9 @@
-"""Rotary position embedding: one autograd function, the match of the functions that compute one, and attentions whose
-forward calls it.
+"""Rotary position embedding: one autograd function, the match of rotary functions, and attentions whose forward calls
+one.
 
 The function, a global of the model's module such as ``apply_rotary_pos_emb``, runs on probe values; the layout of pairs
-and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward in
-whose globals that one function is replaced, inside copies of the forward's decorators: no source is read, and every
+and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward,
+inside copies of the forward's decorators. In the copy's globals that function is replaced: no source is read, and every
 other global is looked up at call time.
 """
 
@@ -32,22 +32,22 @@ from .swap import Kind, LeftAloneError, agrees, is_local, runs_own_code
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
 KNOWN_PARAMETERS = ("unsqueeze_dim", "position_ids", "mrope_section")
-"""parameters beside tensors and tables whose meaning is known"""
+"""known parameters besides tensors and tables"""
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 5, 12
 SECTIONS = [3, 2, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConvention:
-    """How one function rotates."""
+    """Layout by which one function rotates."""
 
     tensors: tuple[str, ...]
     tables: tuple[str, ...]
     layout: RotaryLayout
     half_tables: bool
-    """True if the tables have one number per pair instead of per feature"""
+    """True if the tables have one column per pair instead of per feature"""
     heads_dim: int
-    """position of the heads' dim, which the tables lack, unless the call gives it"""
+    """position of the heads' dim, which the tables lack, unless the call passes it"""
     partial: bool
     """True if features beyond the tables are returned unchanged"""
 
@@ -106,8 +106,8 @@ def rotary(
     Args:
         tensors: one or two (queries and keys), each ``[A, B, C, D]``, floating; they differ at most in the dim along
             which the tables are one (the heads').
-        cos, sin: broadcastable to ``[A, B, C, R]``, a number for each rotated feature; of "shared" tables the first
-            R / 2 are read, and there may be no others.
+        cos, sin: broadcastable to ``[A, B, C, R]``, a column for each rotated feature; of "shared" tables only the
+            first R / 2 are read, and others may be missing.
         num_rotated: R, even and at most D.
         layout: where the pairs are.
     """
@@ -132,7 +132,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _arguments(given: dict[str, Any], convention: RotaryConvention) -> tuple[list[Tensor], Tensor, Tensor, int] | None:
-    """Tensors, tables and number of rotated features of a call; None for one that is not understood."""
+    """Returns tensors, tables and number of rotated features of a call; None for an unsupported call."""
     tensors = [given[name] for name in convention.tensors]
     tables = [given[name] for name in convention.tables]
     if any(map(runs_own_code, tensors)) or not all(map(is_local, tables)):
@@ -168,16 +168,16 @@ def _cos_and_sin(tables: list[Tensor], convention: RotaryConvention) -> tuple[Te
 
 
 def _sections(table: Tensor, sections: list[int]) -> Tensor:
-    """Multimodal tables ``[3, ...]`` (time, height, width) merged: each section of features from one of them, twice."""
+    """Merges multimodal tables ``[3, ...]`` (time, height, width): each section of features from one of them, twice."""
     parts = table.split([*sections, *sections], dim=-1)
     return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
 
 
 class _Call:
-    """Replaces one rotary function in the globals of one attention's forward."""
+    """Replacement of one rotary function in the globals of one attention's forward."""
 
     def __init__(self, own: dict[str, Any], name: str, convention: RotaryConvention, backend: Backend) -> None:
-        """``own`` are the globals of the forward that calls the function by ``name``."""
+        """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
         self.own, self.name, self.convention, self.backend = own, name, convention, backend
         self.function: FunctionType = own[name]
         self._parameters = signature(self.function).parameters
@@ -201,7 +201,7 @@ class _Call:
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a function, some of them replaced: names that are not here are looked up in ``own`` at call time.
+    """Globals of a function, some of them replaced: other names are looked up in ``own`` at call time.
 
     Python looks a global up by ``__getitem__`` when a function's globals are a subclass of dict.
     """
@@ -215,10 +215,11 @@ class _Globals(dict[str, Any]):
 
 
 class RotaryMatch:
-    """An attention's forward with its rotary functions replaced."""
+    """Forward of an attention with its rotary functions replaced."""
 
     def __init__(self, forward: Any, backend: Backend) -> None:
-        """
+        """Copies ``forward`` and its decorators.
+
         Raises:
             LeftAloneError: no function that ``forward`` calls has a known layout, or its decorators cannot be copied.
         """
@@ -258,8 +259,8 @@ class RotaryMatch:
 
 
 def _needs_its_globals(code: CodeType) -> bool:
-    """True if a function with this code does more with its globals than looking them up: it assigns one, has a class
-    body, or calls what reads them all."""
+    """True if a function with this code does more than look up its globals: it assigns one, has a class body, or calls
+    a function that reads all of them."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     operations = {instruction.opname for instruction in dis.get_instructions(code)}
     writes = operations & {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"}
@@ -268,12 +269,12 @@ def _needs_its_globals(code: CodeType) -> bool:
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """True if its forward, under any decorators, calls a function with a name of one that rotates."""
+    """True if its forward, under any decorators, calls a function whose name contains "rotary" or "rope"."""
     return bool(_names(unwrap(below_wrappers(type(module)).forward)))
 
 
 def _names(forward: Any) -> list[str]:
-    """Names of the globals that ``forward``, without decorators, calls to rotate."""
+    """Returns names of the rotary functions among the globals that ``forward``, without decorators, calls."""
     if not isinstance(forward, FunctionType):
         return []
     named = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
@@ -290,7 +291,7 @@ def _compute(module: nn.Module, match: RotaryMatch, *args: Any, **kwargs: Any) -
 
 @lru_cache(maxsize=64)
 def convention_of(function: Any) -> RotaryConvention | None:
-    """The convention that reproduces ``function``; None when none does."""
+    """Finds the convention that reproduces ``function``; None without one."""
     parameters = signature(function).parameters
     known = next((names for names in TABLES if all(name in parameters for name in names)), None)
     if known is None:
@@ -303,7 +304,7 @@ def convention_of(function: Any) -> RotaryConvention | None:
         return None
     tables = tuple(name for name in places if name in known)
     for convention in _conventions(tuple(places[:first]), tables, is_multimodal="mrope_section" in parameters):
-        # Where a call may give the heads' dim, both positions have to be right.
+        # Where a call may pass the heads' dim, both positions have to be right.
         dims = (1, 2) if "unsqueeze_dim" in parameters else (convention.heads_dim,)
         if all(_reproduces(function, replace_in(convention, heads_dim=dim)) for dim in dims):
             narrow = replace_in(convention, partial=True)
@@ -334,7 +335,7 @@ def _conventions(
 
 
 def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> bool:
-    """True if the convention gives the outputs and gradients of the function, on tables whose halves differ."""
+    """True if the convention has the same outputs and gradients as the function, on tables whose halves differ."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, TOKENS, WIDTH) if convention.heads_dim == 1 else (BATCH, TOKENS, HEADS, WIDTH)
     width = WIDTH // 2 if convention.half_tables else WIDTH - 4 if convention.partial else WIDTH
@@ -367,8 +368,8 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
             try:
                 outputs = function(**named)
             except Exception:
-                # Whatever the model's function raises on these shapes: it has another convention. An attention without
-                # any keeps its own forward, with that reason in explain.
+                # Any error of the model's function on these shapes means another convention. An attention without any
+                # keeps its original forward, and explain shows that reason.
                 return None
         else:
             arguments = _arguments(named, convention)

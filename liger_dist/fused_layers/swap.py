@@ -1,7 +1,7 @@
 """Swaps the forward of one module, reversibly: by a subclass of its class, set on the instance.
 
 Parameters, names, state dict, ``isinstance`` and the class's name stay; only the instance changes. A swapped forward
-falls back to the module's own wherever the module is not what it was when it was matched.
+falls back to the original one wherever the module has changed since it was matched.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _MISSING = object()
 _LINEAR_FORWARD = nn.Linear.forward
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FRAMEWORKS = ("torch.distributed.", "deepspeed.")
-"""whose hooks unshard, move and free tensors, and change no number"""
+"""modules whose hooks unshard, move and free tensors, and change no value"""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""fp64 models keep their own arithmetic to the last digit"""
+"""dtypes with kernels; fp64 models keep their original arithmetic to the last digit"""
 
 
 class LeftAloneError(Exception):
-    """A module keeps its own forward; the message says why. Never leaves this package."""
+    """Raised for a module that keeps its original forward; the message is the reason. Never leaves this package."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of layer that kernels compute. A new kind is a file that defines one, and an entry in
+    """Kind of layer that kernels compute. A new kind is a file that defines one, and an entry in
     :data:`liger_dist.fused_layers.KINDS`."""
 
     name: str
     is_candidate: Callable[[nn.Module], bool]
     """True if a module looks like one of this kind"""
     match: Callable[[nn.Module, Backend], Any]
-    """Probes the candidate's own forward and returns the options of its kernel, whose ``str`` is shown by ``explain``.
-    Raises :class:`LeftAloneError` if the module computes something else."""
+    """Probes the candidate's original forward and returns the options of its kernel, whose ``str`` is shown by
+    ``explain``. Raises :class:`LeftAloneError` if the module computes something else."""
     compute: Callable[..., Any]
     """Computes the layer from the module, its match and the arguments of its forward; ``NotImplemented`` where the
-    module's own forward has to run."""
+    original forward has to run."""
     absent: str
-    """what ``explain`` shows where no module of a model is a candidate, as a clause"""
+    """clause that ``explain`` shows where no module of a model is a candidate"""
     is_expected: Callable[[nn.Module], bool] = lambda model: True
     """False for models in which ``explain`` need not mention that the kind is absent"""
 
@@ -64,7 +64,7 @@ class Kind:
         return self
 
     def __reduce__(self) -> Any:
-        """By name: copies of a model keep the classes of the original."""
+        """Pickles by name: copies of a model keep the classes of the original."""
         module = sys.modules[self.match.__module__]
         return _kind_named, (module.__name__, next(name for name, value in vars(module).items() if value is self))
 
@@ -75,20 +75,20 @@ def _kind_named(module: str, name: str) -> Kind:
 
 
 class Swapped:
-    """Mixed into the classes that :func:`swap_forward` makes."""
+    """Mixin of the classes that :func:`swap_forward` creates."""
 
     _liger_dist_kind: Kind
     _liger_dist_base: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle cannot name a class made at run time.
+        # A pickle cannot name a class defined at run time.
         return _blank, (self._liger_dist_kind, self._liger_dist_base), vars(self)
 
 
 @contextmanager
 def probing(module: nn.Module) -> Iterator[None]:
-    """Within: what the module's own code raises on probe values is a reason to leave it alone. Random number generators
-    and the module's attributes are restored afterwards."""
+    """Turns errors of the module's code on probe values into :class:`LeftAloneError` within the context. Random number
+    generators and the module's attributes are restored afterwards."""
     before = dict(vars(module))
     try:
         with torch.random.fork_rng([]):
@@ -124,7 +124,7 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
 
 
 def restore_forward(module: nn.Module, *, owner: str) -> None:
-    """Undoes :func:`swap_forward` of the same owner."""
+    """Undoes :func:`swap_forward` of the same ``wrap`` call."""
     if vars(module).get(_OWNER) != owner:
         return
     swapped: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
@@ -135,7 +135,8 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
 
 @contextmanager
 def suspended_forwards(model: nn.Module, *, owner: str) -> Iterator[None]:
-    """Within, the modules of ``model`` that :func:`swap_forward` of this owner has swapped run their own forward."""
+    """Restores the original forwards of modules that :func:`swap_forward` of this owner has swapped, within the
+    context."""
     swapped = [(m, type(m), match_of(m)) for m in model.modules() if vars(m).get(_OWNER) == owner]
     try:
         for module, _, _ in swapped:
@@ -149,23 +150,24 @@ def suspended_forwards(model: nn.Module, *, owner: str) -> Iterator[None]:
 
 
 def match_of(module: nn.Module) -> Any:
-    """The module's match, or None after :func:`restore_forward` (a caller may still hold the old bound method)."""
+    """Returns the module's match, or None after :func:`restore_forward` (a caller may still hold the old bound
+    method)."""
     return vars(module).get(_MATCH)
 
 
 def original_forward(module: nn.Module) -> Forward:
-    """The forward of the module's class before the swap."""
+    """Returns the forward of the module's class before the swap."""
     cls: Any = type(module)
     forward: Forward = cls._liger_dist_base.forward
     return forward
 
 
 def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None], *, tolerance: float) -> bool:
-    """True if a module's own code and the kernel that is to replace it have the same outputs and gradients.
+    """True if a module's original code and the kernel that will replace it have the same outputs and gradients.
 
     Args:
-        run: returns outputs and the leaves that they were computed from, for True by the module's own code, for False
-            by the kernel; None if the code computes something else.
+        run: returns outputs and the leaves that they were computed from, for True by the module's code, for False by
+            the kernel; None if the code computes something else.
         tolerance: relative L2 error of each output and gradient.
     """
     results: list[list[Any]] = []
@@ -185,7 +187,7 @@ def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None],
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The numbers, strings and flags on a module that its forward may read."""
+    """Returns the values, strings and flags on a module that its forward may read."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -207,7 +209,7 @@ def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
 
 @lru_cache(maxsize=256)
 def _defaults_of(cls: Any) -> frozenset[str]:
-    """Names for which a class has a value, and of which every module may not have its own."""
+    """Returns names of the class attributes of a class, except those of every module."""
     return frozenset(dir(cls)) - _OF_EVERY_MODULE
 
 
@@ -244,16 +246,16 @@ def is_local(tensor: object) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """True for torch's own ``F.linear`` of full ordinary tensors alone: no subclass, no hooks, no patches."""
+    """True if only torch's ``F.linear`` of full ordinary tensors runs: no subclass, no hooks, no patches."""
     is_linear = type(module) is nn.Linear and "forward" not in vars(module) and nn.Linear.forward is _LINEAR_FORWARD
-    # DeepSpeed and others put functions in Python there.
+    # DeepSpeed and others replace it by a Python function.
     is_linear = is_linear and isinstance(F.linear, BuiltinFunctionType)
     return is_linear and is_local(module.weight) and next(_hooks(module), None) is None
 
 
 def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
-    """True if a layer with this input runs its own code: while it is compiled (the compiler fuses it itself), under
-    torch.func, under autocast if the layer behaves differently there, and for dtypes without kernels."""
+    """True if a layer with this input runs its original code: while it is compiled (the compiler fuses it itself),
+    under torch.func, under autocast if the layer behaves differently there, and for dtypes without kernels."""
     if torch.compiler.is_compiling() or is_transformed() or not is_local(tensor):
         return True
     assert isinstance(tensor, Tensor)
@@ -265,7 +267,7 @@ def _class_for(kind: Kind, base: Any) -> Any:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         match, current = match_of(self), base.forward
-        # Other code may have exchanged the class's forward, or hold this one after the module was restored.
+        # Other code may have exchanged the class's forward, or still hold this one after the module was restored.
         result = (
             NotImplemented if match is None or current is not probed else kind.compute(self, match, *args, **kwargs)
         )

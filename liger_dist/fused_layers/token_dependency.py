@@ -1,20 +1,19 @@
-"""Runs a model's own forward without its weights, to find the module by which a token depends on tokens of another
-document other than through attention: a recurrence, a causal convolution.
+"""Runs a model's original forward without its weights, to detect a module that, other than by attention, makes a token
+depend on another document: a recurrence, a causal convolution.
 
 [Note: a run without weights]
 
-Two pairs of documents differ in their first one alone. A module whose inputs agree on both second documents, and whose
-outputs there do not, carries the first document into the second. In such a run:
+Two pairs of documents differ only in their first one. If a module's inputs agree on both second documents, and its
+outputs there do not, it carries the first document into the second. In such a run:
 
-- linear maps and embeddings are computed token by token with numbers that are made up. Their weights are not read: a
+- linear maps and embeddings are computed token by token with made-up values. Their weights are not read: a
   model on the meta device, sharded, quantised or of 100B parameters takes as long as a small one;
-- a token attends to its own key alone, and to keys that are not one per token (sinks, compressed ones). An
+- a token attends only to its key, and to keys that are not one per token (sinks, compressed ones). An
   attention without a softmax keeps its scores, and its mask keeps documents apart where it does so in the model;
-- of the decoder layers only as many run as it takes to have one of each kind, and the first module that is found ends
-  the run;
+- only as many decoder layers run as are needed for one of each kind, and the first such module ends the run;
 - hooks, compiled calls and dropout do not run, and no collective does.
 
-The model is the same afterwards: attributes, parameters, buffers, hooks, config and random number generators.
+The run restores the model: attributes, parameters, buffers, hooks, config and random number generators.
 
 Legend: S tokens of a row, K keys.
 """
@@ -43,19 +42,20 @@ DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""
 PAIR = sum(DOCUMENTS)
 TOLERANCE = 1e-4
-"""of the largest output of a module; rounding in fp32 stays below"""
+"""tolerance relative to the largest output of a module; rounding in fp32 stays below"""
 SMALL = 2**16
-"""numbers; a smaller parameter gets values that differ, a larger one is a single value, expanded"""
+"""elements; a smaller parameter gets different values, a larger one is a single value, expanded"""
 FRAMEWORKS = ("transformers.", "accelerate.", "torch.")
-"""whose patched forwards move, gather and reduce tensors around the forward of the class"""
+"""modules whose patched forwards move, gather and reduce tensors around the forward of the class"""
 EAGER = "eager"
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
-"""settings of transformers' configs; under "eager" the code of the model's own file runs, which no host replaces"""
+"""settings of transformers' configs; under "eager" the model's file computes, which no host replaces"""
 UNLIKELY = -1e30
-"""scores of masked keys are below"""
+"""bound above the scores of masked keys"""
 CHUNK = 16
 CHUNKS = ("chunk_size", "block_size")
-"""tokens that a scan computes at once, and their names: padding a row to more would take most of the time"""
+"""tokens that a scan computes at once, and attributes with that number: padding a row to more would take most of the
+time"""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -68,15 +68,16 @@ _HOOKS = (
 
 
 class CannotRunError(Exception):
-    """The model's code does not run without its weights; the message says why. Never leaves this package."""
+    """Raised if the model's code does not run without its weights; the message is the reason. Never leaves this
+    package."""
 
 
 class _FoundError(Exception):
-    """Ends a run; carries the class name of the module that was found."""
+    """Ends a run; carries the class name of the mixing module."""
 
 
 POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
-"""the arguments of a model that tell packed documents apart; with :data:`LENGTHS` come three more of FlashAttention"""
+"""arguments of a model that separate packed documents; :data:`LENGTHS` comes with three more of FlashAttention"""
 
 
 def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str]) -> str | None:
@@ -84,19 +85,19 @@ def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collec
 
     Args:
         layers: the decoder layers of ``model``.
-        told_by: names of the arguments that tell documents apart: :data:`POSITIONS`, :data:`LENGTHS`,
+        told_by: names of the arguments that separate documents: :data:`POSITIONS`, :data:`LENGTHS`,
             :data:`SEQ_IDX`. Without any, a row is one text.
 
     Returns:
         The name of its class; None if documents stay apart.
 
     Raises:
-        CannotRunError: the model's forward raised, does not take an argument, or made NaN or Inf.
+        CannotRunError: the model's forward raised, does not accept an argument, or computed NaN or Inf.
     """
     # Some forwards need all layers: they count them, or keep their parts in several lists.
     attempts: list[tuple[Sequence[nn.Module], bool]] = [(layers, False), ((), False)]
     if LENGTHS in told_by:
-        # Kernels take lengths for a single row only.
+        # Kernels accept lengths for a single row only.
         attempts.append((layers, True))
     failures = []
     for kept, in_one_row in attempts:
@@ -111,14 +112,14 @@ def _found_in_both_modes(
     model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
 ) -> str | None:
     found = _found(model, layers, told_by, in_one_row, training=False)
-    # Other functions serve in training, with and without lengths.
+    # Training runs other functions, with and without lengths.
     return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
 
 
 def _found(
     model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
 ) -> str | None:
-    # Kernels of other packages need the device that the model will run on; on the CPU torch's operations serve.
+    # Kernels of other packages need the device that the model will run on; on the CPU torch's operations run.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
     generators = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
@@ -146,7 +147,7 @@ def _found(
 
 
 def _documents(told_by: Collection[str], in_one_row: bool) -> dict[str, Tensor | int]:
-    """The arguments that tell the documents apart: a pair in each of two rows, or both pairs in one row."""
+    """Builds the arguments that separate the documents: a pair in each of two rows, or both pairs in one row."""
     arguments: dict[str, Tensor | int] = {}
     if POSITIONS in told_by:
         arguments[POSITIONS] = torch.cat([torch.arange(length) for length in DOCUMENTS]).expand(2, -1)
@@ -167,7 +168,7 @@ def _compare_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     outputs = _second_documents(output if isinstance(output, tuple | list) else [output])
     if not all(bool(tensor.isfinite().all()) for tensor in outputs):
         raise CannotRunError(f"{type(module).__name__} gives NaN or Inf for weights that are made up")
-    # A Conv1d or Linear has no name that says what it is for; that of the module around it does.
+    # The name of a Conv1d or Linear does not show its purpose; that of the module around it does.
     if type(module).__module__.startswith("torch.") or _agree(outputs):
         return
     if _agree(_second_documents([*args, *kwargs.values()])):
@@ -175,7 +176,8 @@ def _compare_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _second_documents(values: Sequence[Any]) -> list[Tensor]:
-    """``[2, 6, ...]`` of the tensors of tokens among ``values``. One number for each key is none: a mask follows."""
+    """Slices ``[2, 6, ...]`` of the second documents from the per-token tensors among ``values``; skips ``[..., S,
+    S]``, masks."""
     found = []
     for value in values:
         is_of_numbers = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
@@ -200,7 +202,7 @@ def _arguments(model: nn.Module, packed_by: dict[str, Tensor | int], device: tor
 
 
 def _token_ids(model: nn.Module) -> Tensor:
-    """``[2, 13]``: ids that no config names, since those may stand for images. The first documents differ."""
+    """Builds ids ``[2, 13]`` that no config contains, since those may stand for images. The first documents differ."""
     special = set(_numbers(getattr(model, "config", None)))
     first, other_first, second = (
         torch.tensor([number for number in range(4, 400) if number not in special][start:][:length])
@@ -218,7 +220,7 @@ def _numbers(config: Any) -> Iterator[int]:
 
 
 class _TokenByToken(TorchFunctionMode):
-    """Computes linear maps, embeddings and attention token by token; see the note above.
+    """Computes linear maps, embeddings and attention token by token; see [Note: a run without weights].
 
     Args:
         length: tokens of a row.
@@ -251,13 +253,13 @@ class _TokenByToken(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
     def _of_own_key(self, scores: Tensor) -> Tensor:
-        """Scores ``[..., S, K]`` without those of the keys of other tokens; any other tensor as it is."""
+        """Masks the scores ``[..., S, K]`` of other tokens' keys; returns any other tensor unchanged."""
         if scores.shape[-2] != self._length or scores.shape[-1] < self._length:
             return scores
         own = torch.eye(*scores.shape[-2:], dtype=torch.bool, device=scores.device)
         shared = scores[..., self._length :]
-        # Not the score of its own key, which may be masked as well. As likely as all others: some functions have
-        # subtracted the largest score of all keys.
+        # Not the score of the token's key, which may be masked as well. The value equals the largest other score,
+        # because some functions have subtracted the largest score of all keys.
         likely = torch.zeros_like(scores[..., :1]) if shared.shape[-1] == 0 else shared.amax(-1, keepdim=True)
         likely = likely.masked_fill(likely < UNLIKELY, 0.0)
         return torch.cat([torch.where(own, likely, -torch.inf)[..., : self._length], shared], -1)
@@ -268,7 +270,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _mapped(x: Tensor, size: int) -> Tensor:
-    """``[..., size]``: a linear map of the last dimension of ``x`` that reads all of it, by one product each."""
+    """Computes ``[..., size]``: a linear map of the last dimension of ``x`` that reads all of it, by one product
+    each."""
     rows = -(-x.shape[-1] // size)
     padded = F.pad(x, (0, rows * size - x.shape[-1])) if rows > 1 else x.repeat_interleave(-(-size // x.shape[-1]), -1)
     folded: Tensor = padded[..., : rows * size].unflatten(-1, (rows, size)).sum(-2)
@@ -280,19 +283,20 @@ def _embedded(ids: Tensor, size: int) -> Tensor:
 
 
 def _values(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Different numbers between 0.3 and 1.1."""
+    """Returns different values between 0.3 and 1.1."""
     numbers = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32)
     return (0.3 + 0.8 * (numbers * 0.618034 % 1.0)).reshape(tuple(shape))
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """True for what :func:`_parameter` makes of a large parameter, and for parts of it."""
+    """True for the value of :func:`_parameter` for a large parameter, and for parts of it."""
     return tensor.dim() > 0 and not any(tensor.stride())
 
 
 @contextmanager
 def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Within: the modules of ``model`` have made-up parameters and no hooks, and ``layers`` are one of each kind."""
+    """Gives the modules of ``model`` made-up parameters and no hooks within the context; keeps one of ``layers`` of
+    each kind."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     configs = {id(config): config for _, state in before if _is_config(config := state.get("config"))}
     with ExitStack() as stack:
@@ -312,7 +316,7 @@ def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torc
 
 
 def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Attributes of a module for a run without weights."""
+    """Builds the attributes of a module for a run without weights."""
     made_up: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
     for kind, make in (("_parameters", _parameter), ("_buffers", _buffer)):
         made_up[kind] = {name: None if own is None else make(own, device) for name, own in state[kind].items()}
@@ -346,8 +350,8 @@ def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> No
 
 @contextmanager
 def _eager(config: Any) -> Iterator[None]:
-    """Within: attention and experts of a config are computed by the model's own file. "sdpa" may be another package's
-    function by now, with collectives: DeepSpeed's sequence parallelism."""
+    """Makes the model's file compute attention and experts of a config within the context. "sdpa" may be another
+    package's function by now, with collectives: DeepSpeed's sequence parallelism."""
     own = {name: getattr(config, name, None) for name in IMPLEMENTATIONS}
     changed = {name: value for name, value in own.items() if value not in (None, EAGER)}
     try:

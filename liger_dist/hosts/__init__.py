@@ -1,4 +1,4 @@
-"""How hosts ask for a loss in their own words: what :func:`liger_dist.wrap` gives to a model's swapped forward."""
+"""Loss calls of host frameworks: the readers that :func:`liger_dist.wrap` passes to a model's swapped forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Stands in for logits: answers ``gather`` and ``logsumexp`` from precomputed per-token values.
 
 The trainers of :data:`.trainer_frames.READERS` call a model without labels and compute log-probabilities of the input
-ids from the logits. A wrapped model computes those in its lm_head, and returns an object that answers their reads.
+ids from the logits. A wrapped model computes these in its lm_head, and returns an object that answers the trainers'
+reads.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _GRADIENT = (
 )
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _CLASS_0 = 0
-"""the class that trainers name where they mask the result"""
+"""class that trainers gather where they mask the result"""
 LOGITS, LOG_PROBS = "logits", "log-probabilities"
 _OF_COPIES = ("__copy__", "__deepcopy__", "__setstate__")
 SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
-"""outputs of a wrapped model that every object has; of ``log_prob_at`` class 0 alone"""
+"""outputs of a wrapped model that every object has; ``log_prob_at`` of class 0 alone"""
 
 
 class _Constant(torch.autograd.Function):
-    """Identity for numbers whose gradient was not computed: it has to cancel, as that of a log-sum-exp does in the
-    difference of a logit and it."""
+    """Identity for values whose gradient was not computed. The gradient has to cancel, as that of a log-sum-exp does in
+    the difference to a logit."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, log_prob: Tensor) -> Tensor:
@@ -53,11 +54,11 @@ class _Constant(torch.autograd.Function):
 
 
 class ScoredLogits:
-    """Stands for logits ``[..., V]``, or for what trainers compute of them for each class."""
+    """Stand-in for logits ``[..., V]``, or for the log-probabilities that trainers compute from them."""
 
     @staticmethod
     def of(ids: Tensor, outputs: dict[str, Tensor], vocab_size: int) -> ScoredLogits:
-        """``ids`` ``[...]``, and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others."""
+        """Wraps ``ids`` ``[...]`` and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others."""
         values = dict(outputs)
         values["log_prob_at"] = values["log_prob_at"][..., 0]
         log_prob = values["log_prob"]
@@ -67,7 +68,7 @@ class ScoredLogits:
         return ScoredLogits(ids, values, vocab_size)
 
     def __init__(self, ids: Tensor, outputs: dict[str, Tensor], vocab_size: int, *, kind: str = LOGITS) -> None:
-        """All tensors are ``[...]``."""
+        """Stores ids and outputs, all ``[...]``."""
         self._ids, self._outputs, self._vocab_size, self._kind = ids, outputs, vocab_size, kind
 
     @property
@@ -91,11 +92,11 @@ class ScoredLogits:
 
     @property
     def is_cuda(self) -> bool:
-        """False on every device: no kernel can read these."""
+        """False on every device: no kernel can read these logits."""
         return False
 
     def stride(self, dim: int) -> int:
-        """0, which no kernel takes for dense logits."""
+        """Returns 0, which no kernel accepts for dense logits."""
         return 0
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class ScoredLogits:
             raise AttributeError(name)
         raise LogitsNotComputedError(f"{name} of {self._kind} was read: {NOT_COMPUTED}")
 
-    # Of tokens, not of classes.
+    # Operations over tokens.
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> ScoredLogits:
         outputs = {name: change(values) for name, values in self._outputs.items()}
@@ -163,7 +164,7 @@ class ScoredLogits:
     def chunk(self, chunks: int, dim: int = 0) -> tuple[ScoredLogits, ...]:
         return self.split(-(-self.shape[dim] // chunks), dim)
 
-    # Over the classes.
+    # Reductions over the classes.
 
     def _output(self, name: str, *kinds: str) -> Tensor:
         if self._kind not in (kinds or (LOGITS,)) or name not in self._outputs:
@@ -185,7 +186,7 @@ class ScoredLogits:
         return dim
 
     def mean(self, dim: int | None = None) -> Tensor:
-        """Over the classes for ``dim`` -1, ``[...]``; over all tokens and classes for None, 0-d."""
+        """Averages over the classes for ``dim`` -1, ``[...]``; over all tokens and classes for None, 0-d."""
         mean_logit = self._output("mean_logit", LOGITS, LOG_PROBS)
         if self._kind == LOG_PROBS:
             mean_logit = mean_logit - self._outputs["log_sum_exp"]
@@ -195,7 +196,7 @@ class ScoredLogits:
         return mean_logit
 
     def nansum(self) -> Tensor:
-        """0-d."""
+        """Sums over all tokens and classes, 0-d."""
         return self._output("mean_logit").nansum() * self._vocab_size
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> ScoredLogits:
@@ -204,13 +205,13 @@ class ScoredLogits:
         return found if dtype is None else found.to(dtype)
 
     def logsumexp(self, dim: int) -> Tensor:
-        """``[...]``"""
+        """Reduces over the classes: ``[...]``."""
         self._over_classes(dim)
         return self._output("log_sum_exp")
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
-        """``[..., 1]``: logits or log-probabilities of the next tokens, or of class 0, which ``index`` ``[..., 1]`` has
-        to name."""
+        """Gathers ``[..., 1]``: logits or log-probabilities of the next tokens, or of class 0; ``index`` ``[..., 1]``
+        must contain one of the two."""
         self._over_classes(dim)
         if index.shape != (*self._ids.shape, 1):
             raise LogitsNotComputedError(
@@ -223,7 +224,7 @@ class ScoredLogits:
         return (log_prob if self._kind == LOG_PROBS else log_prob + self._outputs["log_sum_exp"])[..., None]
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
-        """0-d mean over the tokens that are not ignored."""
+        """Computes the 0-d mean over the tokens that are not ignored."""
         ignore_index = options.pop("ignore_index", -100)
         usual = {"weight": None, "label_smoothing": 0.0, "reduction": "mean", "size_average": None, "reduce": None}
         if any(value != usual[name] for name, value in options.items()):
@@ -262,7 +263,7 @@ _OPERATORS = """
     lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil
     contains setitem delitem array
 """
-"""what Python looks up on a class and not through ``__getattr__``"""
+"""operators that Python looks up on a class and not through ``__getattr__``"""
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from types import FrameType
 def returns_logits() -> bool:
     """True inside a ``prediction_step`` of a Trainer that returns logits, for ``compute_metrics`` and ``predict``.
 
-    The model is called with the same arguments as for the loss alone; what the step is for is one of its arguments.
+    The model's arguments are the same as for the loss alone; an argument of the step says what it returns.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -29,16 +29,16 @@ READERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("llamafactory.train.dpo.trainer", "concatenated_forward"): _SUMS,
     ("llamafactory.train.kto.trainer", "forward"): _SUMS,
 }
-"""Functions of trainers, by module and name, that call their model without labels, and what they read of the logits:
-numbers of the next input tokens, named as outputs of a wrapped model."""
+"""Functions of trainers, by module and name, that call their model without labels, and the values of the next input
+tokens that they read from the logits, named as outputs of a wrapped model."""
 _MODULES = {module for module, _ in READERS}
 _BETWEEN = ("torch", "transformers", "accelerate", "deepspeed", "peft", "contextlib", "functools", "liger_dist")
-"""packages that wrap a model or its forward: their functions may stand between a trainer's and the model's"""
+"""packages that wrap a model or its forward: their frames may lie between a trainer's and the model's"""
 
 
 def outputs_read_of_logits() -> tuple[str, ...] | None:
-    """What the trainer that makes this call will read of its logits; None for calls by others than :data:`READERS`, and
-    where a Trainer returns logits."""
+    """Returns the outputs that the calling trainer will read from its logits; None for callers outside :data:`READERS`,
+    and where a Trainer returns logits."""
     if not _MODULES & sys.modules.keys():
         return None
     frame: FrameType | None = sys._getframe(1)

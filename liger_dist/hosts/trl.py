@@ -2,8 +2,8 @@
 labels.
 
 TRL 1.x patches the forward of its models (``trl.trainer.utils.add_fused_lm_head``), which then returns per-token
-log-probabilities instead of logits. A wrapped model answers those calls itself, with what the trainer has asked TRL's
-head for: it is read from the variables of the patched forward.
+log-probabilities instead of logits. A wrapped model answers those calls itself. It reads the outputs that the trainer
+requested of TRL's head from the variables of the patched forward.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class CallOfTRL:
     kwargs: dict[str, Any]
     """keywords of a wrapped model for the same call"""
     fields: tuple[str, ...]
-    """fields of TRL's output that are asked for"""
+    """requested fields of TRL's output"""
     label_mask: Tensor
     """bool ``[B, S - 1]``, or ``[B, S]`` for shifted labels: True for a token with a label"""
     is_aligned: bool
-    """True for labels that are shifted already"""
+    """True for labels that were shifted already"""
 
     def answer(self, output: Any) -> Any:
-        """TRL's output from that of the wrapped model."""
+        """Builds TRL's output from that of the wrapped model."""
         from trl.trainer.utils import FusedCausalLMOutput
 
         values: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ class CallOfTRL:
         if "log_sum_sq_probs" in values:
             values["log_sum_sq_probs"] = torch.where(self.label_mask, values["log_sum_sq_probs"].detach(), 1.0).log()
         aux_loss = getattr(output, "aux_loss", None)
-        # 0 for a batch without labels, as with TRL's own head.
+        # 0 for a batch without labels, as with TRL's head.
         loss = torch.where(self.label_mask.any(), output.loss, torch.zeros_like(output.loss))
         return FusedCausalLMOutput(loss=loss, label_mask=self.label_mask, aux_loss=aux_loss, **values)
 
@@ -69,7 +69,7 @@ def read_call(model: nn.Module, named: dict[str, Any], kwargs: dict[str, Any], v
     """Reads the call of a trainer; None if it is not one.
 
     Raises:
-        LigerDistError: the flag without TRL's head or without labels, or a field that is not known here.
+        LigerDistError: the flag without TRL's head or without labels, or an unknown field.
     """
     if not kwargs.get(FLAG):
         return None
@@ -112,18 +112,18 @@ def read_call(model: nn.Module, named: dict[str, Any], kwargs: dict[str, Any], v
 
 @dataclass(frozen=True)
 class ScoredCall:
-    """One call without labels of a trainer that reads numbers of the next tokens from the logits."""
+    """One call without labels of a trainer that reads values of the next tokens from the logits."""
 
     only_fused: ClassVar[bool] = True
     kwargs: dict[str, Any]
     """keywords of a wrapped model for the same call"""
     next_ids: Tensor
-    """``[B, S]``: the token after each; the first one after the last"""
+    """``[B, S]``: the next token of each; the first one after the last"""
     outputs: tuple[str, ...]
     vocab_size: int
 
     def answer(self, output: Any) -> Any:
-        """The output with logits that stand for those of the call."""
+        """Returns the output with stand-ins for the logits of the call."""
         values = {name: getattr(output, name) for name in self.outputs}
         return with_logits(output, ScoredLogits.of(self.next_ids, values, self.vocab_size))
 
@@ -131,11 +131,11 @@ class ScoredCall:
 def read_scored_call(
     model: nn.Module, named: dict[str, Any], kwargs: dict[str, Any], vocab_size: int
 ) -> ScoredCall | None:
-    """Reads the call of such a trainer; None if it is not one. Every token is scored, padding too, whose logits are in
-    the trainer's means."""
+    """Reads the call of such a trainer; None if it is not one. Scores every token, including padding, because the
+    trainer's means include its logits."""
     ids: Any = named.get("input_ids")
     is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    # Of a whole sequence without a cache, as a ModelOutput.
+    # Calls on full sequences without a cache, which return a ModelOutput.
     has_rest = any(named.get(name) is not None for name in ("labels", *CACHES))
     keeps_some = isinstance(named.get("logits_to_keep"), Tensor) or named.get("logits_to_keep")
     if ids is None or not is_decoder or has_rest or keeps_some or named.get("return_dict") is False:
@@ -157,8 +157,8 @@ def read_scored_call(
 
 
 def _asked_of_head(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The arguments of ``add_fused_lm_head``, from the forward that it has put on the model. Accelerate may have
-    wrapped that forward since."""
+    """Yields the arguments of ``add_fused_lm_head`` from the patched forward of the model. Accelerate may have wrapped
+    that forward since."""
     functions: list[Any] = [model.forward, original_forward_of(model)]
     while functions:
         function = functions.pop(0)

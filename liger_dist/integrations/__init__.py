@@ -1,2 +1,2 @@
-"""One file per host framework. Each puts :func:`liger_dist.wrap` into the right place of its host; no other module of
-liger_dist imports them."""
+"""Integrations, one file per host framework. Each calls :func:`liger_dist.wrap` at the right point of its host; no
+other module of liger_dist imports them."""

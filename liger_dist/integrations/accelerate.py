@@ -43,7 +43,7 @@ def prepare(
     config: WrapConfig | None = None,
     lm_head: LMHead = "gather",
 ) -> nn.Module | tuple[object, ...]:
-    """``accelerator.prepare(model, *others)`` of a model that computes its loss fused, under the accelerator's own
+    """Prepares a model with the fused loss, as ``accelerator.prepare(model, *others)``, under the accelerator's
     settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Args:
@@ -53,7 +53,7 @@ def prepare(
         LigerDistError: see :func:`liger_dist.wrap`.
     """
     groups = [group for one in others if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
-    # By name, so that only the optimizers keep references to the parameters that are about to be sharded.
+    # By name, so that only the optimizers keep references to the parameters before sharding.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     used = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
     wrap_for(accelerator.state, model, config, lm_head)
@@ -69,11 +69,11 @@ def prepare(
 def wrap_for(
     state: AcceleratorState, model: nn.Module, config: WrapConfig | None = None, lm_head: LMHead = "gather"
 ) -> None:
-    """Wraps a model that an accelerator is going to prepare, and keeps its loss in fp32 under FSDP2. With a
+    """Wraps a model before an accelerator prepares it, and keeps its loss in fp32 under FSDP2. With a
     vocab-parallel lm_head the model is sharded here, as Accelerate would; Accelerate leaves a sharded model as it is.
 
     Raises:
-        LigerDistError: see :func:`liger_dist.wrap`; or settings that do not fit a vocab-parallel lm_head.
+        LigerDistError: see :func:`liger_dist.wrap`; or settings that a vocab-parallel lm_head does not support.
     """
     check_choice("lm_head", lm_head, get_args(LMHead))
     plugin: Any = state.fsdp_plugin if state.distributed_type == DistributedType.FSDP else None
@@ -115,9 +115,9 @@ def _shard(state: AcceleratorState, plugin: Any, model: nn.Module, config: WrapC
         reduce_dtype=policy.reduce_dtype or torch.float32,
         reshard_after_forward=bool(plugin.reshard_after_forward),
     )
-    # From the names of classes, which sharding changes.
+    # Reads names of classes, which sharding changes.
     plugin.set_auto_wrap_policy(model)
-    # Trained parameters have fp32 masters, as Accelerate makes them.
+    # Trained parameters have fp32 masters, as under Accelerate.
     widened = [p for p in model.parameters() if p.requires_grad and state.mixed_precision != "no"]
     dtypes = [parameter.dtype for parameter in widened]
     try:

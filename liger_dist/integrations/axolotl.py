@@ -27,20 +27,22 @@ PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 
 
 class LigerDistArgs(BaseModel):
-    """The section of Axolotl's configuration, with the keys of a DeepSpeed JSON's."""
+    """Section of Axolotl's configuration, with the keys of the section in a DeepSpeed JSON."""
 
     liger_dist: dict[str, Any] | None = None
 
 
 class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
-    """The model of Axolotl's trainer computes its loss fused, or the log-probabilities of policy and reference (rl:
-    dpo, ipo, kto, orpo, simpo), or the loss of soft labels (KDPlugin), under DDP, FSDP1, FSDP2 or DeepSpeed."""
+    """Plugin with which the model of Axolotl's trainer computes its loss fused, or the log-probabilities of policy and
+    reference (rl: dpo, ipo, kto, orpo, simpo), or the loss of soft labels (KDPlugin), under DDP, FSDP1, FSDP2 or
+    DeepSpeed."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{LigerDistArgs.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """
+        """Checks Axolotl's configuration.
+
         Raises:
             LigerDistError: the configuration lets other code compute the loss. No model has been loaded then.
         """
@@ -49,7 +51,7 @@ class LigerDistPlugin(BasePlugin):  # type: ignore[misc]
                 raise LigerDistError(f"{objection}, or set liger_dist.enabled to false.")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Of the policy and of the reference: TRL's trainers shard references as soon as they get them."""
+        """Wraps the policy and the reference: TRL's trainers shard a reference as soon as they get it."""
         config = as_config(dict(cfg.liger_dist or {}))
         if config is not None and cfg.rl:
             wrap(model, config=config)

@@ -31,7 +31,7 @@ def soft_labels_of(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def distil(trainer: Any) -> None:
-    """Makes a trainer of Axolotl's KDPlugin, whose model is fused, compute ``kd_alpha`` times the forward KL divergence
+    """Makes a trainer of Axolotl's KDPlugin with a fused model compute ``kd_alpha`` times the forward KL divergence
     of the K classes plus ``kd_ce_alpha`` times the cross entropy in one call of the model."""
     weight, hard_weight = trainer.args.kd_alpha or 0.0, trainer.args.kd_ce_alpha or 0.0
     temperature = trainer.args.kd_temperature or 1.0
@@ -60,7 +60,7 @@ def distil(trainer: Any) -> None:
 
 
 def objections(cfg: Mapping[str, Any]) -> list[str]:
-    """Lists what of a configuration with ``kd_trainer`` is not computed by soft labels."""
+    """Lists the settings of a configuration with ``kd_trainer`` that soft labels do not compute."""
     found = []
     if cfg.get("kd_online_server_base_url"):
         found.append(

@@ -1,7 +1,7 @@
-"""DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
+"""DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is built.
 
-In your own code, :func:`initialize` instead of ``deepspeed.initialize``. Where others call it (Trainer, Accelerate),
-:func:`install` once before, or ``liger-dist deepspeed`` before the usual command:
+In your code, call :func:`initialize` instead of ``deepspeed.initialize``. If Trainer or Accelerate calls it, call
+:func:`install` once before, or put ``liger-dist deepspeed`` before the usual command:
 
     liger-dist deepspeed deepspeed --num_gpus 4 train.py --deepspeed zero3.json
     liger-dist deepspeed torchrun --nproc-per-node 4 train.py --deepspeed zero3.json
@@ -35,12 +35,12 @@ _own: Callable[..., tuple[Any, ...]] = deepspeed.initialize
 def initialize(
     *args: Any, **kwargs: Any
 ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer, Iterable[object] | None, object]:
-    """``deepspeed.initialize`` with the model wrapped as the section says; without one, or with ``"enabled": false``,
-    nothing but ``deepspeed.initialize``.
+    """Wraps the model with the section's options, then calls ``deepspeed.initialize``. Without a section, or with
+    ``"enabled": false``, only calls ``deepspeed.initialize``.
 
     Raises:
-        LigerDistError: a section that does not fit, see :func:`.deepspeed_section.read_section`, or a model that does
-            not; the model is as it was then.
+        LigerDistError: a section or a model that is refused, see :func:`.deepspeed_section.read_section`; the model is
+            unchanged.
     """
     given = inspect.signature(_own).bind(*args, **kwargs).arguments
     wanted = config_of(given)
@@ -61,10 +61,10 @@ def initialize(
 
 
 def config_of(given: dict[str, Any]) -> WrapConfig | None:
-    """Reads the section of what ``deepspeed.initialize`` was given."""
+    """Reads the section from the arguments of ``deepspeed.initialize``."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(config, str):
-        # A path, or the JSON itself in base64, as the launchers hand it on; DeepSpeed says what is wrong with others.
+        # A path, or the JSON itself in base64, as the launchers pass it; DeepSpeed itself reports errors in others.
         is_path = os.path.exists(config)
         try:
             config = hjson.loads(Path(config).read_text() if is_path else base64.urlsafe_b64decode(config).decode())
@@ -74,7 +74,8 @@ def config_of(given: dict[str, Any]) -> WrapConfig | None:
 
 
 def install() -> None:
-    """Makes ``deepspeed.initialize`` this module's, for callers that look it up there. A second call does nothing."""
+    """Replaces ``deepspeed.initialize`` by this module's, for callers that look it up there. A second call does
+    nothing."""
     deepspeed.initialize = initialize
 
 
@@ -83,8 +84,7 @@ def uninstall() -> None:
 
 
 def run(command: Sequence[str]) -> NoReturn:
-    """Replaces this process by ``command``, in which, and in whose children, :func:`install` follows the import of
-    DeepSpeed.
+    """Replaces this process by ``command``. In it and in its children, :func:`install` follows the import of DeepSpeed.
 
     Raises:
         LigerDistError: there is no such program.

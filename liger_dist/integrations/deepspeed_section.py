@@ -15,7 +15,7 @@ from liger_dist.losses.spec import as_output_names
 
 NAME = "liger_dist"
 KEYS = ("enabled", *(field.name for field in fields(WrapConfig) if field.name != "token_mean"))
-"""of the section: the fields of :class:`WrapConfig` that DeepSpeed's engine does not compute itself"""
+"""keys of the section: the fields of :class:`WrapConfig` that DeepSpeed's engine does not compute itself"""
 
 
 def read_section(config: Mapping[str, Any]) -> WrapConfig | None:
@@ -23,7 +23,7 @@ def read_section(config: Mapping[str, Any]) -> WrapConfig | None:
 
     Raises:
         LigerDistError: unknown keys, values out of their range, or parts of DeepSpeed that compute the loss themselves.
-            The message has the path in the JSON, what stands there and what was expected.
+            The message has the path in the JSON, the value there and what was expected.
     """
     if NAME not in config:
         return None
@@ -61,7 +61,7 @@ def as_config(section: Any) -> WrapConfig | None:
 
 
 def _conflicts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Paths and values that would compute the loss elsewhere."""
+    """Lists paths and values with which DeepSpeed would compute the loss elsewhere."""
     tensor_parallel = config.get("tensor_parallel") or {}
     found = []
     for key, usual in (("autotp_size", (0, 1)), ("vocab_parallel_lm_head", (False,))):

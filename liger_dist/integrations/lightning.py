@@ -22,7 +22,7 @@ def wrap_in(
 ) -> nn.Module:
     """Wraps ``model`` for the strategy of ``module``'s trainer: one device, DDP, FSDP (``FSDPStrategy``), FSDP2
     (``ModelParallelStrategy``, sharded here) or DeepSpeed. Lightning calls ``configure_model`` more than once; the
-    second time nothing is done.
+    second call does nothing.
 
     Args:
         fsdp2: options for ``ModelParallelStrategy``; its mesh is Lightning's.
@@ -43,7 +43,7 @@ def wrap_in(
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, config: WrapConfig | None = None, *, fsdp2: FSDP2 = DEFAULTS
 ) -> nn.Module:
-    """FSDP2 over the data-parallel axis of Lightning's mesh; the ``parallelize_fn`` of Fabric's
+    """Wraps ``model`` by FSDP2 over the data-parallel axis of Lightning's mesh: the ``parallelize_fn`` of Fabric's
     ``ModelParallelStrategy``.
 
     Raises:

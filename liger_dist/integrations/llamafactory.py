@@ -35,7 +35,7 @@ def run_exp(
     lm_head: LMHead = "gather",
     **options: Any,
 ) -> None:
-    """``llamafactory.train.tuner.run_exp`` with :func:`fused_trainers`; ``options`` are those of a
+    """Runs ``llamafactory.train.tuner.run_exp`` under :func:`fused_trainers`; ``options`` are fields of
     :class:`liger_dist.WrapConfig`."""
     with fused_trainers(WrapConfig(**options), lm_head=lm_head):
         tuner.run_exp(args, callbacks)
@@ -43,8 +43,8 @@ def run_exp(
 
 @contextmanager
 def fused_trainers(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
-    """Within, the models of LLaMA-Factory's trainers compute their loss fused (stages pt and sft), or the
-    log-probabilities of policy and reference (dpo with all its losses, kto), under DDP, FSDP1, FSDP2 or DeepSpeed.
+    """Patches LLaMA-Factory's trainers within the context: their models compute the loss fused (stages pt and sft), or
+    the log-probabilities of policy and reference (dpo with all its losses, kto), under DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Args:
         lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings, and token losses, only.
@@ -79,7 +79,7 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
 def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
     @functools.wraps(own)
     def run(*args: Any, **kwargs: Any) -> None:
-        # LLaMA-Factory imports it here too: not every release of TRL has what its module needs.
+        # LLaMA-Factory imports it here too: not every release of TRL has the names that its module needs.
         trainer = getattr(import_module(f"llamafactory.train.{stage}.trainer"), PREFERENCES[stage])
         with models_wrapped_for(trainer, config, lm_head):
             own(*args, **kwargs)
@@ -92,7 +92,8 @@ def _has_varlen(model: Any) -> bool:
 
 
 def _without_dense_mask(collator: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """The collator of ``neat_packing`` with positions that restart at each document instead of a 4-D mask."""
+    """Wraps the collator of ``neat_packing`` to return positions that restart at each document instead of a 4-D
+    mask."""
     collator.block_diag_attn = False
 
     @functools.wraps(collator.__call__)

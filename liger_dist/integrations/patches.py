@@ -1,4 +1,4 @@
-"""Changes to the classes of hosts, for the length of a ``with`` block."""
+"""Patches of host classes within a ``with`` block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_dist.wrap import is_wrapped, wrap
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within: ``owner.name`` is ``value``."""
+    """Sets ``owner.name`` to ``value`` within the context."""
     own = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -29,8 +29,8 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead) -> Iterator[None]:
-    """Within, trainers of this class get a wrapped ``model`` and ``ref_model``. Their constructors copy and shard
-    reference models, so both are wrapped before those run."""
+    """Patches a trainer class within the context, so that its trainers get a wrapped ``model`` and ``ref_model``. Their
+    constructors copy and shard reference models, so both are wrapped before those run."""
     own = trainer.__init__
 
     @functools.wraps(own)

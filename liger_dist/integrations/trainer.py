@@ -16,19 +16,19 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 def fuse(trainer: AnyTrainer, config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> AnyTrainer:
-    """Makes the trainer's model compute its loss fused, under the trainer's own settings: one process, DDP, FSDP1,
-    FSDP2 or DeepSpeed. Evaluation computes no logits where it returns the loss alone; for metrics and ``predict`` it
+    """Makes the trainer's model compute its loss fused, under the trainer's settings: one process, DDP, FSDP1,
+    FSDP2 or DeepSpeed. Evaluation that returns only the loss computes no logits; for metrics and ``predict`` it
     computes full ones, as before.
 
     Args:
-        trainer: one that has not trained yet.
+        trainer: a Trainer that has not trained yet.
         lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Returns:
         The same trainer.
 
     Raises:
-        LigerDistError: its arguments let other code compute the loss, or see :func:`liger_dist.wrap`. Nothing has been
+        LigerDistError: its arguments let other code compute the loss, or see :func:`liger_dist.wrap`. Nothing is
             changed then.
     """
     for objection in _objections(trainer):

@@ -1,8 +1,8 @@
 """TRL's trainers: ``with fused_heads(): trainer = SFTTrainer(…)``.
 
-TRL 1.x gives its models another lm_head (``add_fused_lm_head``), which is asked for per-token log-probabilities by
-``model(..., labels=labels, fused_lm_head=True)``. A wrapped model answers those calls (``fused_head/trl_calls.py``), so
-all there is to do is to wrap each model that a trainer gives that head.
+TRL 1.x patches lm_head of its models (``add_fused_lm_head``), and gets per-token log-probabilities by ``model(...,
+labels=labels, fused_lm_head=True)``. A wrapped model answers those calls (:mod:`liger_dist.hosts.trl`), so each model
+that TRL patches only needs to be wrapped.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WITHOUT_A_HEAD = {"cpo": "CPOTrainer", "orpo": "ORPOTrainer", "online_dpo": "Onl
 
 @contextmanager
 def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather") -> Iterator[None]:
-    """Trainers that are made within (SFT, DPO, KTO, GRPO, RLOO, Distillation, and of ``trl.experimental`` CPO, ORPO,
-    OnlineDPO, GKD, GOLD) score their tokens with this library's lm_head, and so do their reference models and teachers,
-    under the trainers' own settings: one process, DDP, FSDP1, FSDP2 or DeepSpeed. Models that are wrapped already keep
-    their own config.
+    """Patches TRL within the context. Trainers that are built there (SFT, DPO, KTO, GRPO, RLOO, Distillation, and of
+    ``trl.experimental`` CPO, ORPO, OnlineDPO, GKD, GOLD) score their tokens with this library's lm_head, and so do
+    their reference models and teachers. The trainers' settings may be one process, DDP, FSDP1, FSDP2 or DeepSpeed.
+    Models that are wrapped already keep their config.
 
     Args:
         lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
@@ -63,7 +63,7 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
             stack.enter_context(fused_divergences(config, lm_head))
             yield
     finally:
-        # Also where TRL's modules were first imported within.
+        # Also in modules of TRL that were first imported within the context.
         _put(own, instead_of=add_fused_lm_head)
 
 

@@ -1,8 +1,9 @@
 """TRL's trainers with a teacher: DistillationTrainer, and of ``trl.experimental`` GKDTrainer and GOLDTrainer.
 
 Their ``compute_loss`` calls student and teacher one after the other and compares full logits, or reads the weight of
-both lm_heads from outside. Here it is replaced by one call of :func:`liger_dist.distillation_loss`. Under FSDP2 the
-teacher is sharded as well: Accelerate leaves a model that is prepared for evaluation on every rank in full.
+both lm_heads from outside. Here one call of :func:`liger_dist.distillation_loss` replaces it. Under FSDP2 the teacher
+is sharded as
+well: Accelerate leaves a model that is prepared for evaluation on every rank in full.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IMAGES = (
 
 
 def _divergence(beta: float) -> dict[str, Any]:
-    """TRL's beta: 0 is the forward KL divergence, 1 the reverse one."""
+    """Converts TRL's beta: 0 is the forward KL divergence, 1 the reverse one."""
     if beta in (0.0, 1.0):
         return {"divergence": "reverse_kl" if beta else "forward_kl"}
     return {"divergence": "jsd", "beta": beta}
@@ -51,7 +52,7 @@ def _divergence(beta: float) -> dict[str, Any]:
 def _on_policy_loss(
     trainer: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """``DistillationTrainer.compute_loss``: over completions that the student has generated."""
+    """Computes the loss of ``DistillationTrainer.compute_loss``, over completions that the student has generated."""
     if trainer.model.training and inputs.get("num_items_in_batch") is not None:
         num_items_in_batch = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     counts = inputs["completion_mask"]
@@ -79,14 +80,15 @@ def _on_policy_loss(
 def _gkd_loss(
     trainer: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """``GKDTrainer.compute_loss``, whose temperature is that of generation alone."""
+    """Computes the loss of ``GKDTrainer.compute_loss``; its temperature is that of generation alone."""
     return _offline_loss(trainer, model, inputs, return_outputs, num_items_in_batch, temperature=1.0)
 
 
 def _gold_loss(
     trainer: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """``GOLDTrainer.compute_loss`` of models with one tokenizer; with two, TRL's own on full logits."""
+    """Computes the loss of ``GOLDTrainer.compute_loss`` for models with one tokenizer; with two, calls TRL's on full
+    logits."""
     if trainer.use_uld_loss and trainer.teacher_tokenizer is not None:
         return type(trainer).compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     images = trainer._get_model_forward_kwargs(inputs)
@@ -122,12 +124,12 @@ DISTILLERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "trl.experimental.gkd.gkd_trainer": ("GKDTrainer", _gkd_loss),
     "trl.experimental.gold.gold_trainer": ("GOLDTrainer", _gold_loss),
 }
-"""trainers by module, and what computes their loss"""
+"""trainers by module, and the functions that compute their loss"""
 
 
 @contextmanager
 def fused_divergences(config: WrapConfig | None, lm_head: LMHead) -> Iterator[None]:
-    """Within, trainers of :data:`DISTILLERS` wrap both models and compute their loss by
+    """Patches the trainers of :data:`DISTILLERS` within the context: they wrap both models and compute their loss by
     :func:`liger_dist.distillation_loss`."""
     with ExitStack() as stack:
         for module_name, (name, compute_loss) in DISTILLERS.items():
@@ -141,7 +143,7 @@ def fused_divergences(config: WrapConfig | None, lm_head: LMHead) -> Iterator[No
 def _wrapping(
     trainer: Any, module: Any, compute_loss: Callable[..., Any], config: WrapConfig | None, lm_head: LMHead
 ) -> Callable[..., None]:
-    """The constructor of ``trainer`` with both models wrapped before they are prepared."""
+    """Returns the constructor of ``trainer`` that wraps both models before they are prepared."""
     own = trainer.__init__
 
     @functools.wraps(own)
@@ -172,7 +174,7 @@ def _wrapping(
 
 
 def _preparing_teachers(own: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
-    """``Accelerator.prepare_model`` that wraps a model that is prepared for evaluation, and shards it under FSDP2."""
+    """Returns ``Accelerator.prepare_model`` that wraps a model prepared for evaluation, and shards it under FSDP2."""
 
     @functools.wraps(own)
     def prepare_model(
@@ -192,7 +194,7 @@ def _preparing_teachers(own: Callable[..., Any], config: WrapConfig | None) -> C
 
 
 def _preparing_for_deepspeed(own: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
-    """TRL's ``prepare_deepspeed`` that wraps the teacher."""
+    """Returns TRL's ``prepare_deepspeed`` that wraps the teacher."""
 
     @functools.wraps(own)
     def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> Any:

@@ -25,8 +25,8 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def device_for(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a small tensor must be to take part in a collective of ``group`` (None: the default group): the CPU if
-    it can."""
+    """Returns the device of small tensors in a collective of ``group`` (None: the default group): the CPU if
+    possible."""
     config = get_backend_config(group)
     if "gloo" in config or "mpi" in config:
         return torch.device("cpu")
@@ -34,7 +34,7 @@ def device_for(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def device_assert(condition: Tensor, sentence: str) -> None:
-    """Ends the program by an assertion on the device where ``condition`` (0-d bool) is False; the host does not wait.
+    """Ends the program by a device-side assertion if ``condition`` (0-d bool) is False, without synchronising the host.
 
     The sentence has at most 254 characters.
     """
@@ -42,7 +42,7 @@ def device_assert(condition: Tensor, sentence: str) -> None:
 
 
 def require(condition: Tensor, sentence: str, detail: Callable[[], str] = str) -> None:
-    """Refuses what ``condition`` (0-d bool) is False for: on a GPU by an assertion on the device.
+    """Raises if ``condition`` (0-d bool) is False; on a GPU by a device-side assertion.
 
     Args:
         sentence: at most 254 characters.
@@ -58,11 +58,11 @@ def require(condition: Tensor, sentence: str, detail: Callable[[], str] = str) -
 
 
 def agree(group: dist.ProcessGroup, count: int, asked: str) -> list[int]:
-    """All-gathers a number of tokens from every rank of ``group`` on the hosts, and checks that all ranks are about to
-    do the same, which ``asked`` describes.
+    """All-gathers token counts over ``group`` on the hosts, and checks that all ranks have the same description
+    ``asked`` of their next computation.
 
     Raises:
-        LigerDistError: on every rank alike, where they are not.
+        LigerDistError: on every rank, if they differ.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise LigerDistError(

@@ -2,8 +2,8 @@
 
 Legend: T tokens, D hidden, V vocabulary, K chosen classes of each token.
 
-The loops over chunks of tokens and tiles of the vocabulary would be unrolled into the graph, which would then hold for
-one number of them: a graph for every few hundred tokens. An op takes any number.
+The loops over chunks of tokens and tiles of the vocabulary would be unrolled into the graph, which would then be valid
+for one number of them: a graph for every few hundred tokens. An op supports any number.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _RECOMPUTE_SCHEMA = (
 
 
 def pack_options(options: LossOptions) -> tuple[list[float], float | None]:
-    """Returns the numbers of the loss, and the soft-cap, as arguments of an op."""
+    """Returns the options of the loss, and the soft-cap, as arguments of an op."""
     numbers = [options.label_smoothing, options.z_loss, options.logit_scale, options.temperature, options.soft_weight]
     return numbers, options.softcap
 
 
 def unpack_options(numbers: list[float], softcap: float | None) -> LossOptions:
-    """Returns the record that :func:`pack_options` took."""
+    """Rebuilds the options from :func:`pack_options`."""
     smoothing, z_loss, scale, temperature, soft_weight = numbers
     return LossOptions(
         label_smoothing=smoothing,
@@ -74,7 +74,7 @@ def _pack_scoring(scoring: Scoring, needs: GradientNeeds) -> tuple[Any, ...]:
 
 
 def _unpack_scoring(class_weight: Tensor | None, packed: tuple[Any, ...]) -> tuple[Scoring, GradientNeeds]:
-    """Returns the records that :func:`_pack_scoring` took."""
+    """Rebuilds the records from :func:`_pack_scoring`."""
     numbers, softcap, flags, top_k, memory_budget, backend = packed
     entropy, sum_sq_prob, mean_logit, hidden, weight, bias, is_fp32 = flags
     scoring = Scoring(
@@ -159,7 +159,7 @@ def _score(
     returned = _without_aliases([fields[name] for name in names])
     if logits is None:
         return returned
-    # With the columns between its rows, whose numbers are not initialised: no view may be returned.
+    # Includes the columns between its rows, whose values are not initialised: an op may not return a view.
     return [logits.as_strided((len(hidden), row_stride(len(weight))), logits.stride()), *returned]
 
 
@@ -185,7 +185,7 @@ def _(
 
 
 def _empty(name: str, hidden: Tensor, weight: Tensor, targets: TokenTargets, top_k: int) -> Tensor:
-    """Makes a tensor of the shape and dtype of a field."""
+    """Allocates a tensor of the shape and dtype of a field."""
     # len() would fix the number of tokens.
     T, dtype = hidden.shape[0], statistics_dtype(hidden.dtype)
     if name == "d_hidden_TD":
@@ -221,7 +221,7 @@ def _recompute(
     head, scored = HeadSlice.full(weight, bias), TokenTargets(*targets)  # type: ignore[arg-type]
     known = GradientCoefficients(*coefficients)  # type: ignore[arg-type]
     if logits is not None:
-        # A compiled graph decides itself what it keeps.
+        # A compiled graph decides itself which tensors it keeps.
         gradients = gradients_of_logits(
             logits, hidden, head, scored, known, scoring=scoring, needs=needs, overwrite=False
         )

@@ -1,8 +1,8 @@
-"""Registers the passes over given logits as custom ops, opaque to torch.compile.
+"""Registers the passes over full logits as custom ops, opaque to torch.compile.
 
 Legend: T tokens, V vocabulary.
 
-Inductor writes a kernel's source anew, without the named tuples that these kernels pass to their parts.
+Inductor regenerates a kernel's source, without the named tuples that these kernels pass to device functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _pack(rows: RowOptions) -> tuple[Any, ...]:
 
 
 def _unpack(logits: Tensor, packed: tuple[Any, ...]) -> RowOptions:
-    """Returns the record that :func:`_pack` took."""
+    """Rebuilds the record from :func:`_pack`."""
     class_weight, numbers, softcap, (entropy, sum_sq_prob, mean_logit), backend = packed
     return RowOptions(
         vocab_size=logits.shape[1],
@@ -50,17 +50,17 @@ def _unpack(logits: Tensor, packed: tuple[Any, ...]) -> RowOptions:
 
 
 def _present(rows: RowOptions) -> list[bool]:
-    """Returns which statistics are computed."""
+    """Returns flags of the statistics that are computed."""
     return [True, True, True, rows.outputs.entropy, rows.sums_logits, rows.outputs.sum_sq_prob]
 
 
 def _packed_statistics(statistics: SoftmaxStatistics) -> Tensor:
-    """``[F, T]``: those that are there, in a tensor of their own."""
+    """Stacks the statistics that are not None in a new tensor ``[F, T]``."""
     return torch.stack([field for field in statistics if field is not None])
 
 
 def _statistics(fields_FT: Tensor, rows: RowOptions) -> SoftmaxStatistics:
-    """Returns what :func:`_packed_statistics` took."""
+    """Rebuilds the statistics from :func:`_packed_statistics`."""
     fields = iter(fields_FT)
     return SoftmaxStatistics(*[next(fields) if present else None for present in _present(rows)])  # type: ignore[arg-type]
 

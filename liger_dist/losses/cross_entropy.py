@@ -1,7 +1,7 @@
-"""Cross entropy on given logits, which are not overwritten unless the caller allows it.
+"""Cross entropy on full logits, which are not overwritten unless the caller allows it.
 
-Legend: T tokens, V vocabulary. The gradient of a scalar loss is made together with the loss, in one pass over
-the logits, and only scaled in the backward. Where per-token outputs carry gradients, the backward reads the logits
+Legend: T tokens, V vocabulary. The forward computes the gradient of a scalar loss together with the loss, in one pass
+over the logits; the backward only scales it. Where per-token outputs carry gradients, the backward reads the logits
 again.
 """
 
@@ -109,7 +109,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _with_gradient(
     logits_TV: Tensor, problem: _Problem, token_logits_TK: Tensor | None
 ) -> tuple[SoftmaxStatistics, Tensor]:
-    """The statistics, and the gradient of a scalar loss, over the logits where the caller allows it."""
+    """Computes the statistics and the gradient of a scalar loss, which overwrites the logits if the caller allows
+    it."""
     targets, rows, overwrites = problem.targets, problem.rows, problem.execution.overwrite_logits
     upstream = problem.scales.upstream(targets.labels_T)
     if torch.compiler.is_compiling():
@@ -121,13 +122,13 @@ def _with_gradient(
         logits_TV, targets, upstream, rows, token_logits_TK=token_logits_TK, out_TV=d_logits_TV
     )
     if overwrites:
-        # Autograd then refuses a backward of whatever else was computed from these logits.
+        # Autograd then refuses the backward of anything else computed from these logits.
         torch.autograd.graph.increment_version(logits_TV)
     return statistics, d_logits_TV
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execution: Execution) -> LossOutput:
-    """:func:`liger_dist.cross_entropy` with its arguments as records."""
+    """Computes :func:`liger_dist.cross_entropy` with its arguments as records."""
     check_not_dtensor("logits", logits)
     if logits.dim() < 1 or not logits.is_floating_point():
         raise LigerDistError(

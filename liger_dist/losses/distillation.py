@@ -1,4 +1,4 @@
-"""Inputs of a distillation loss beside a student's own logits: a teacher's hidden states and lm_head.
+"""Inputs of a distillation loss besides the student's logits: a teacher's hidden states and lm_head.
 
 Legend: E hidden of the teacher, V its vocabulary.
 """
@@ -20,7 +20,7 @@ class Teacher:
     """A teacher's hidden states and its full lm_head, without gradients."""
 
     hidden: Tensor
-    """the labels' shape and E"""
+    """``[..., E]``, the labels' shape and E"""
     weight: Tensor
     """``[V, E]``"""
     bias: Tensor | None = None
@@ -32,7 +32,7 @@ class Teacher:
         """Refuses hidden states that are not one vector for each label, or that are on another device.
 
         Raises:
-            LigerDistError: with what does not fit.
+            LigerDistError: with the shapes or devices.
         """
         if self.hidden.shape[:-1] != labels_shape or self.hidden.shape[-1] != self.weight.shape[-1]:
             raise LigerDistError(
@@ -46,14 +46,13 @@ class Teacher:
             )
 
     def with_operands(self, hidden_TE: Tensor, dtype: torch.dtype | None) -> Teacher:
-        """Replaces the hidden states by those of the tokens that are scored, and casts lm_head to their dtype or
-        ``dtype``."""
+        """Replaces the hidden states by those of scored tokens, and casts lm_head to their dtype or ``dtype``."""
         dtype = hidden_TE.dtype if dtype is None else dtype
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         return replace(self, hidden=hidden_TE.detach().to(dtype), weight=self.weight.detach().to(dtype), bias=bias)
 
     def head(self) -> TeacherHead:
-        """Makes the kernels' record of the lm_head."""
+        """Builds the kernels' record of the lm_head."""
         return TeacherHead(weight_VE=self.weight, bias_V=self.bias)
 
 
@@ -64,13 +63,13 @@ class Distillation:
     teacher: Teacher
     divergence: Divergence = "forward_kl"
     beta: float = 0.5
-    """of "jsd" """
+    """weight of the teacher in the mixture of "jsd", in (0, 1)"""
     temperature: float = 1.0
-    """divisor of the logits of both in the divergence"""
+    """divisor of both models' logits in the divergence"""
     hard_weight: float = 0.0
 
     def __str__(self) -> str:
-        """Options and shapes, which ranks that share a loss compare."""
+        """Formats options and shapes, for the comparison between ranks that share a loss."""
         teacher = self.teacher
         return (
             f"{self.divergence} (beta {self.beta}, temperature {self.temperature}, hard_weight {self.hard_weight}) to "
@@ -79,7 +78,7 @@ class Distillation:
         )
 
     def options(self, student: LossOptions) -> DivergenceOptions:
-        """Makes the kernels' options, from those of the student's logits."""
+        """Builds the kernels' options from those of the student's logits."""
         of_teacher: dict[str, Any] = {"softcap": self.teacher.softcap, "logit_scale": self.teacher.logit_scale}
         return DivergenceOptions(
             divergence=self.divergence,

@@ -1,11 +1,11 @@
-"""Vocab-parallel embedding lookup by token exchange: each rank has its own tokens and its own rows.
+"""Vocab-parallel embedding lookup by token exchange: each rank has different tokens and a row shard.
 
 Legend: T tokens of this rank, m tokens of each rank at once, G ranks, D hidden, V rows of this rank.
 
-The ids of all ranks are all-gathered, every rank looks up the ids in its rows, and an all-to-all sends each rank the
+The ids of all ranks are all-gathered, and every rank looks up the ids in its rows. An all-to-all sends each rank the
 vectors of its tokens (one vector and zeros, which are summed). The backward all-gathers the gradients; they are
-complete for the own rows. A rank sends ``8 * T * (G - 1)`` bytes of ids, ``T * D * itemsize * (G - 1)`` of vectors, and
-as many of their gradients.
+complete for the rows of this rank. A rank sends ``8 * T * (G - 1)`` bytes of ids, ``T * D * itemsize * (G - 1)`` of
+vectors, and as many of their gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .collectives import device_assert, gather
 from .token_exchange import ExchangedRowShard
 
 BUFFER_BYTES = 2**28
-"""of the vectors that this rank looks up at once"""
+"""bytes of the vectors that this rank looks up at once"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,18 @@ class _Lookup:
     padding_idx: int | None
 
     def pieces(self) -> Iterator[int]:
-        """First token of each piece."""
+        """Yields the first token of each piece."""
         return iter(range(0, self.most, self.at_once))
 
     def padded(self, values_T: Tensor, start: int, fill: int) -> Tensor:
-        """``[m, ...]``: this rank's values from ``start`` on, padded."""
+        """Slices this rank's values from ``start`` on and pads them: ``[m, ...]``."""
         own = values_T[start : start + self.at_once]
         padded = own.new_full((self.at_once, *own.shape[1:]), fill)
         padded[: len(own)] = own
         return padded
 
     def own_rows(self, ids_Gm: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Row of this rank for each id, any row for ids of other ranks, and a mask of this rank's ids."""
+        """Returns the row of this rank for each id, any row for ids of other ranks, and a mask of this rank's ids."""
         rows = ids_Gm.reshape(-1) - self.shard.start
         is_own = (rows >= 0) & (rows < num_rows)
         # Spread over the rows, so that the backward does not accumulate into one.
@@ -101,17 +101,16 @@ class _ExchangedEmbedding(torch.autograd.Function):
 def exchanged_embedding(
     ids: Tensor, weight_local: Tensor, *, shard: ExchangedRowShard, dtype: torch.dtype, padding_idx: int | None = None
 ) -> Tensor:
-    """``[..., D]`` of ``dtype``: :func:`torch.nn.functional.embedding` in the full weight.
+    """Looks up ids in the full weight, as :func:`torch.nn.functional.embedding`: ``[..., D]`` of ``dtype``.
 
     Args:
         ids: ``[...]`` integers in ``[0, shard.vocab_size)``, of any shape on each rank.
-        weight_local: ``[V, D]``, this rank's rows; there may be none. Its gradient is the sum over all ranks' tokens,
+        weight_local: ``[V, D]``, this rank's rows, possibly none. Its gradient is the sum over all ranks' tokens,
             divided by ``shard.divide_factor``.
-        padding_idx: an id whose row gets no gradient.
+        padding_idx: id of a row without gradient.
 
     Raises:
-        LigerDistError: an id out of range, for ids on the CPU, on every rank; on a GPU an assertion on the device
-            fails.
+        LigerDistError: an id out of range, for ids on the CPU, on every rank; on a GPU a device-side assertion fails.
     """
     ids_T = ids.reshape(-1).long()
     in_range = ((ids_T >= 0) & (ids_T < shard.vocab_size)).all()

@@ -1,4 +1,4 @@
-"""How a loss is computed."""
+"""Execution options of a loss."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .spec import PendingGradients
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a loss is computed. Nothing here changes the result beyond rounding, except the groups of the mean."""
+    """Options for computing a loss. None of them changes the result beyond rounding, except the groups of the mean."""
 
     backend: Backend = "auto"
     memory_budget: int | None = None
     overwrite_logits: bool = False
-    """True if the gradient of given logits may be written into their memory"""
+    """True to allow writing the gradient of the logits into their memory"""
     label_summary: LabelSummary | None = None
     pending: PendingGradients | None = None
-    """the losses of one model; None for a loss of its own"""
+    """losses of one model that may hold gradients; None for a single loss"""
     max_valid_tokens: int | None = None
-    """number of tokens to compute when the host does not know how many have a label; None for all"""
+    """number of tokens to compute when the host does not know how many have a label; None for all tokens"""
     logits_dtype: LogitsDtype = None
     is_first: bool = False
     """True for the first loss of a model: checks over ranks are read at once instead of asserted on the device"""

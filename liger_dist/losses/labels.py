@@ -35,7 +35,7 @@ class LabelSummary:
 
     @staticmethod
     def start(labels: Tensor, ignore_index: int, backend: Backend = "auto") -> LabelSummary | None:
-        """Starts the copy for labels on a GPU; None for others, and in a CUDA graph."""
+        """Starts the copy for labels on a GPU; returns None for others, and in a CUDA graph."""
         if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         if labels.numel() == 0 or labels.is_floating_point():
@@ -43,7 +43,7 @@ class LabelSummary:
         return LabelSummary(labels, ignore_index, backend)
 
     def read(self) -> tuple[int, int, int]:
-        """``(count, smallest, largest)``."""
+        """Waits for the copy and returns ``(count, smallest, largest)``."""
         self._done.synchronize()
         count, smallest, largest = self._host.tolist()
         return count, smallest, largest
@@ -51,7 +51,7 @@ class LabelSummary:
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens that a loss is computed for."""
+    """Tokens of a loss, with their labels."""
 
     labels_T: Tensor
     """int64, on the device of the hidden states; -1 for an ignored token"""
@@ -61,16 +61,16 @@ class Targets:
     """number of labels that are not ignored, but at least 1; 0-d fp32 where only the device knows it"""
 
     def take(self, values_T: Tensor) -> Tensor:
-        """``[K, ...]``: the rows of these tokens; differentiable."""
+        """Selects the rows of these tokens, ``[K, ...]``; differentiable."""
         return values_T if self.index_T is None else take_rows(values_T, self.index_T)
 
     def of_tokens(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """``[K, ...]``: the values of these tokens, from values in the labels' ``shape`` (and more)."""
+        """Selects the values of these tokens, ``[K, ...]``, from values in the labels' ``shape`` (and further dims)."""
         values = values.to(self.labels_T.device)
         return self.take(values.reshape(shape.numel(), *values.shape[len(shape) :]))
 
     def spread(self, values_K: Tensor, shape: torch.Size) -> Tensor:
-        """``values_K`` ``[K, ...]`` in the labels' ``shape``, zero for all other tokens."""
+        """Scatters ``values_K`` ``[K, ...]`` to the labels' ``shape``, zero for all other tokens."""
         if self.index_T is not None:
             values_K = put_rows(values_K, self.index_T, shape.numel())
         return values_K.reshape((*shape, *values_K.shape[1:]))
@@ -83,7 +83,7 @@ class AlignedLabels:
     labels: Tensor
     """``[B, S]``"""
     of_next: Tensor | None
-    """the same labels before they were shifted; None where they came aligned"""
+    """the same labels before they were shifted; None for labels that were aligned already"""
 
     def shift(self, values: Tensor) -> Tensor:
         """Moves ``values`` ``[B, S]``, one for each label of the call, along with the labels."""
@@ -105,7 +105,7 @@ def align_labels(
         are_aligned: True for labels that belong to the logits at their positions already.
         mask: ``[B, S]``; labels where it is 0 are ignored. None for all. Not for aligned labels.
         shape: of the tokens.
-        vocab_size: of labels on the CPU that are checked to be classes; None for no such check.
+        vocab_size: checks that labels on the CPU are classes; None for no check.
 
     Raises:
         LigerDistError: they are not one class for each token.
@@ -150,12 +150,12 @@ def select_targets(
     may_drop: bool = True,
     backend: Backend = "auto",
 ) -> Targets:
-    """Flattened labels of the tokens that count (with ``may_drop=False``: of all), checked to lie in ``[0,
+    """Flattens the labels of valid tokens (with ``may_drop=False``: of all tokens), and checks that they lie in ``[0,
     vocab_size)``.
 
-    Labels on a GPU without a ``summary`` are not read by the host: an assertion on the device guards their range. None
-    of them is dropped, unless ``max_valid_tokens`` is given: then that many are kept, whatever the labels are, so that
-    a CUDA graph can be replayed with others; another assertion guards their number.
+    The host does not read labels on a GPU without a ``summary``: a device-side assertion checks their range. None of
+    them is dropped without ``max_valid_tokens``. With it, that many are kept for any labels, so that a CUDA graph can
+    be replayed with others; another assertion checks their number.
     """
     labels_T = labels.reshape(-1).long()
     if labels_T.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -210,7 +210,7 @@ def _check_range(smallest: int, largest: int, vocab_size: int, ignore_index: int
 
 
 class _TakeRows(torch.autograd.Function):
-    """Indexing whose backward writes each row once; torch's own sorts the indices to accumulate."""
+    """Indexing whose backward writes each row once; torch's index_select sorts the indices to accumulate."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, index_K: Tensor) -> Tensor:
@@ -225,13 +225,13 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x_TD: Tensor, index_K: Tensor) -> Tensor:
-    """``[K, ...]``: the rows ``index_K`` of ``x_TD``; differentiable."""
+    """Selects the rows ``index_K`` of ``x_TD``: ``[K, ...]``; differentiable."""
     taken: Tensor = _TakeRows.apply(x_TD, index_K)  # type: ignore[no-untyped-call]
     return taken
 
 
 def put_rows(values_K: Tensor, index_K: Tensor, num_rows: int) -> Tensor:
-    """``[num_rows, ...]``: ``values_K`` in the rows ``index_K``, zeros elsewhere; differentiable."""
-    # The last row takes the padding.
+    """Writes ``values_K`` to the rows ``index_K``, zeros elsewhere: ``[num_rows, ...]``; differentiable."""
+    # The last row is for padding.
     rows = values_K.new_zeros((num_rows + 1, *values_K.shape[1:]))
     return rows.index_copy_(0, torch.where(index_K < 0, num_rows, index_K), values_K)[:num_rows]

@@ -2,12 +2,11 @@
 
 Legend: T tokens with a label, D hidden, V vocabulary.
 
-A scalar loss makes its gradients in the forward and only scales them in the backward. When per-token outputs carry
-gradients (``reduction="none"``, log-probabilities, entropies) their coefficients are unknown in the forward: the
-logits are kept for the backward where all of them fit the memory budget, and computed again elsewhere. So does a
-scalar loss whose model has an earlier one that still holds its gradients: see
-:class:`.spec.PendingGradients`; and one inside a checkpoint, which would drop the gradients of its first
-forward.
+A scalar loss computes its gradients in the forward and only scales them in the backward. When per-token outputs carry
+gradients (``reduction="none"``, log-probabilities, entropies), their coefficients are unknown in the forward. The
+logits are kept for the backward if all of them fit the memory budget, and recomputed otherwise. A scalar loss also
+recomputes if an earlier loss of its model still holds gradients, see :class:`.spec.PendingGradients`; and inside a
+checkpoint, which would drop the gradients of its first forward.
 """
 
 from __future__ import annotations
@@ -100,10 +99,11 @@ def fused_linear_cross_entropy(
     execution: Execution,
     rows: HeadRows | None = None,
 ) -> LossOutput:
-    """:func:`linear_cross_entropy` with its arguments as records, checked by the caller, for the sharding adapters.
+    """Computes :func:`linear_cross_entropy` with its arguments as records, checked by the caller, for sharding
+    adapters.
 
     Args:
-        rows: which rows ``weight`` and ``bias`` are; None for all of them. A row shard may have any floating dtype:
+        rows: rows of ``weight`` and ``bias`` in lm_head; None for all rows. A row shard may have any floating dtype:
             products round it to that of ``hidden_states``, its gradient is not rounded.
     """
     rows = HeadRows(vocab_size=weight.shape[0]) if rows is None else rows

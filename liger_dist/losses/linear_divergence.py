@@ -1,4 +1,4 @@
-"""Divergence of a student from a teacher, with the student's gradients made in the forward, where both weights are
+"""Divergence of a student from a teacher, whose forward computes the student's gradients, while both weights are
 unsharded; the backward needs no teacher and only scales them.
 
 Legend: T tokens with a label, D hidden, V vocabulary.
@@ -59,7 +59,7 @@ def linear_divergence_loss(
     *,
     spread: Callable[[Tensor], Tensor],
 ) -> LossOutput:
-    """The loss of ``problem.distillation``; ``spread`` gives per-token values the labels' shape.
+    """Computes the loss of ``problem.distillation``; ``spread`` scatters per-token values to the labels' shape.
 
     Raises:
         LigerDistError: inside ``torch.utils.checkpoint``, whose second forward has no teacher.

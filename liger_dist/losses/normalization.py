@@ -1,6 +1,6 @@
 """Normalisation: the factor of each token's terms in the loss, and the divisor of a mean (``num_items_in_batch``).
 
-Legend: T tokens. All of it stays on the device.
+Legend: T tokens. The host reads none of them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .spec import LossSpec, Reduction
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Reduction and token weight as one factor per term: ``[T]``, or 0-d for all tokens. The terms of ignored tokens
-    are 0."""
+    """Factors of the loss's terms from reduction and token weight: ``[T]``, or 0-d for all tokens. The terms of ignored
+    tokens are 0."""
 
     cross_entropy: Tensor
     z_loss: Tensor | None
     """None without a z-loss"""
     factor: Tensor | None = None
-    """0-d common factor that gradients get in the backward only; None for 1"""
+    """0-d common factor that gradients are multiplied by in the backward only; None for 1"""
 
     def upstream(self, labels_T: Tensor, gradient: Tensor | None = None) -> TokenGradients:
-        """Gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
+        """Computes gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
 
         def of_tokens(scale: Tensor | None) -> Tensor | None:
             if scale is None:
@@ -42,7 +42,7 @@ class Scales:
         return TokenGradients(of_tokens(self.cross_entropy), of_tokens(self.z_loss))
 
     def total(self, values_T: Tensor) -> Tensor:
-        """The sum or mean of ``values_T``, 0-d, as of the cross entropy."""
+        """Reduces ``values_T`` to a 0-d sum or mean with the factors of the cross entropy."""
         return self._total(self.cross_entropy, values_T)
 
     def _total(self, scale: Tensor, values_T: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Scales:
         return total if self.factor is None else total * self.factor
 
     def reduce(self, terms: TokenTerms, reduction: Reduction) -> tuple[Tensor, Tensor | None]:
-        """The loss and the z-loss part of it (None for 0): 0-d, or ``[T]`` for "none"."""
+        """Reduces the terms to the loss and its z-loss part (None for 0): 0-d, or ``[T]`` for "none"."""
         if reduction == "none":
             loss = self.cross_entropy * terms.cross_entropy_T
             z_loss = None if self.z_loss is None else self.z_loss * terms.z_loss_T
@@ -69,10 +69,10 @@ def token_scales(
     *,
     common_divisor: float | None = None,
 ) -> Scales:
-    """Scales of the tokens of ``targets``, in fp32, or fp64 for an fp64 ``dtype``.
+    """Computes the scales of the tokens of ``targets``, in fp32, or fp64 for an fp64 ``dtype``.
 
-    For an fp16 ``dtype`` the divisor is kept apart as ``factor``. A ``common_divisor``, alike on all ranks, replaces it
-    there.
+    For an fp16 ``dtype`` the divisor becomes the separate ``factor``. A ``common_divisor``, equal on all ranks,
+    replaces it there.
     """
     keeps_apart = dtype == torch.float16 and spec.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -128,14 +128,14 @@ def denominator(
     groups: Sequence[dist.ProcessGroup] = (),
     divide_factor: float = 1.0,
 ) -> Tensor:
-    """0-d tensor that the sum of token losses is divided by.
+    """Computes the 0-d divisor of the sum of token losses.
 
-    A mean divides by ``num_items_in_batch`` when given, otherwise by the weights of the valid tokens (1 each without
-    ``weights_T``, as :func:`torch.nn.functional.cross_entropy`). A mean over no token divides by 1: its loss is 0, not
-    NaN, so that a rank without labels does not spoil the gradients of the others.
+    A mean divides by ``num_items_in_batch`` if it is not None, otherwise by the weights of the valid tokens (1 each
+    without ``weights_T``, as :func:`torch.nn.functional.cross_entropy`). A mean over no token divides by 1: its loss is
+    0, not NaN, so that a rank without labels does not spoil the gradients of the others.
 
-    With ``groups``, the tokens of all their ranks are counted (one all-reduce of one number per group), and the count
-    is divided by ``divide_factor``, as the framework divides summed gradients afterwards. Nothing is read by the host.
+    With ``groups``, the tokens of all their ranks are counted (one all-reduce of one value per group), and the count
+    is divided by ``divide_factor``, as the framework divides summed gradients afterwards. The host reads nothing.
 
     Args:
         count: number of valid tokens, but at least 1; None to count them. A tensor of another ``dtype`` is not used.
@@ -161,7 +161,7 @@ def denominator(
 
 
 def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
-    """A gradient made in the forward, times its upstream gradient (0-d), in ``dtype``. To be called in a backward.
+    """Multiplies a gradient of the forward by its upstream gradient (0-d), in ``dtype``. Call it in a backward.
 
     The saved gradient is scaled in place and returned when the graph is not retained: no second backward can read it.
     """
@@ -174,6 +174,6 @@ def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend
 
 
 def keeps_graph() -> bool:
-    """True if the running backward retains its graph; also where torch has no name for it, which costs a copy."""
+    """True if the running backward retains its graph; also if torch has no such query, which costs a copy."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

@@ -1,7 +1,7 @@
-"""Outputs of the losses' autograd functions, and the :class:`LossOutput` that callers get.
+"""Outputs of the losses' autograd functions, and the :class:`LossOutput` for callers.
 
 Legend: T tokens, K chosen classes of each token. A function that returns None in a place cannot be compiled, because
-Dynamo fails at its backward: so only what was asked for is returned, in the order of :func:`tensor_names`.
+Dynamo fails at its backward: so only requested outputs are returned, in the order of :func:`tensor_names`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """A loss with the further outputs that were asked for (None otherwise).
+    """Loss and requested outputs (None otherwise).
 
     ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others carry
     none. Tokens without a target have 0 (False) everywhere.
@@ -44,9 +44,9 @@ class LossOutput:
     entropy: Tensor | None = None
     """entropy of each token's distribution in nats, the labels' shape"""
     is_top1: Tensor | None = None
-    """bool, the labels' shape: no class has a larger logit than the label"""
+    """bool, the labels' shape: True if no class has a larger logit than the label"""
     z_loss: Tensor | None = None
-    """the z-loss part of ``loss``, reduced alike"""
+    """z-loss part of ``loss``, reduced as ``loss``"""
     mean_logit: Tensor | None = None
     """mean of each token's transformed logits over the vocabulary, the labels' shape"""
     log_sum_exp: Tensor | None = None
@@ -56,9 +56,9 @@ class LossOutput:
     sum_sq_prob: Tensor | None = None
     """sum of the squared probabilities over the vocabulary, the labels' shape"""
     top_k: TopK | None = None
-    """the most likely classes of each token"""
+    """most likely classes of each token"""
     divergence: Tensor | None = None
-    """of a distillation loss: the part of the teacher, reduced as ``loss``"""
+    """of a distillation loss: the divergence from the teacher, reduced as ``loss``"""
     hard_loss: Tensor | None = None
     """of a distillation loss: the cross entropy of the labels; 0 where it has no weight"""
 
@@ -69,7 +69,7 @@ _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
 
 
 def token_outputs(spec: LossSpec) -> TokenOutputs:
-    """The outputs that need a sum of their own over the vocabulary."""
+    """Returns the outputs that need a further sum over the vocabulary."""
     names = spec.outputs
     spreads = spec.soft is not None and spec.soft.remainder == "spread"
     return TokenOutputs(
@@ -78,14 +78,14 @@ def token_outputs(spec: LossSpec) -> TokenOutputs:
 
 
 def tensor_names(spec: LossSpec) -> tuple[str, ...]:
-    """Names of the tensors that an autograd function returns."""
+    """Lists names of the tensors that an autograd function returns."""
     asked = tuple(name for name in _ASKED_FOR if name in spec.outputs)
     return _ALWAYS + asked + (_TOP_K if "top_k" in spec.outputs else ())
 
 
 def saved_terms(terms: TokenTerms) -> tuple[Tensor | None, ...]:
-    """The fields of ``terms`` that a backward reads, for :func:`terms_of_saved`. Those that callers get too are copied,
-    because they may change them in place."""
+    """Returns the fields of ``terms`` that a backward reads, for :func:`terms_of_saved`. Fields that callers get too
+    are copied, because callers may change them in place."""
     returned = (None if field is None else field.clone() for field in (terms.entropy_T, terms.sum_sq_prob_T))
     return terms.max_T, terms.log_total_T, terms.miss_T, *returned
 
@@ -93,7 +93,7 @@ def saved_terms(terms: TokenTerms) -> tuple[Tensor | None, ...]:
 def terms_of_saved(
     max_T: Tensor, log_total_T: Tensor, miss_T: Tensor, entropy_T: Tensor | None, sum_sq_prob_T: Tensor | None
 ) -> TokenTerms:
-    """The terms for a backward, which reads no other fields: those are empty."""
+    """Rebuilds the terms for a backward; fields that it does not read are empty."""
     unread_T = max_T.new_empty(0)
     return TokenTerms(
         cross_entropy_T=unread_T,
@@ -117,12 +117,12 @@ def returned_tensors(
     spec: LossSpec,
     labels_T: Tensor,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The tensors by :func:`tensor_names`, and those among them that carry no gradient."""
+    """Returns the tensors in the order of :func:`tensor_names`, and those among them without gradients."""
     log_sum_exp_T = None
     if z_loss is None and "z_loss" in spec.outputs:
         z_loss = torch.zeros_like(value)
     if "log_sum_exp" in spec.outputs:
-        # The backward reads the others' too.
+        # Ignored tokens are 0 here only: the backward reads ``terms`` of all tokens.
         log_sum_exp_T = torch.where(labels_T >= 0, terms.lse_T, 0.0)
     available = {
         "loss": value,
@@ -153,7 +153,7 @@ def returned_tensors(
 def with_gradients_of_outputs(
     upstream: TokenGradients, gradients: Sequence[Tensor | None], spec: LossSpec
 ) -> TokenGradients:
-    """``upstream`` of the loss with the upstream gradients of the outputs added."""
+    """Adds the upstream gradients of the outputs to ``upstream`` of the loss."""
     given = dict(zip(tensor_names(spec), gradients, strict=True))
     return upstream._replace(
         log_prob_T=given["log_prob"],
@@ -164,7 +164,7 @@ def with_gradients_of_outputs(
 
 
 def as_loss_output(tensors: Sequence[Tensor], spec: LossSpec, spread: Callable[[Tensor], Tensor]) -> LossOutput:
-    """The outputs that ``loss`` names; ``spread`` gives per-token values the labels' shape."""
+    """Builds the outputs in ``spec``; ``spread`` scatters per-token values to the labels' shape."""
     given = dict(zip(tensor_names(spec), tensors, strict=True))
     per_token = spec.reduction == "none"
     value, z_loss = given.pop("loss"), given.pop("z_loss", None)

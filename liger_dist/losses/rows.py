@@ -1,4 +1,4 @@
-"""The rows of lm_head that a rank computes with, and what one loss computes with them.
+"""Rows of lm_head on a rank, and the scoring of one loss on them.
 
 Legend: T tokens with a label, D hidden, V vocabulary.
 """
@@ -48,7 +48,7 @@ Gradients = TokenGradients | GradientCoefficients
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Which rows of lm_head a rank computes with: here all of them. Subclasses share them over a process group."""
+    """Rows of lm_head on a rank: here all of them. Subclasses share them over a process group."""
 
     vocab_size: int
     """rows of the full lm_head"""
@@ -58,7 +58,7 @@ class HeadRows:
     def with_dtype(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias for the products, in ``dtype`` where it is not None.
+        """Casts weight and bias for the products to ``dtype`` if it is not None.
 
         Raises:
             LigerDistError: they and ``hidden_states`` differ in dtype.
@@ -70,30 +70,29 @@ class HeadRows:
 
     @property
     def is_full(self) -> bool:
-        """True if these are all rows, which need no other rank."""
+        """True if these are all rows, so that no other rank participates"""
         return True
 
     @property
     def largest(self) -> int:
-        """Most rows that a rank has, from which all ranks derive the same chunks."""
+        """Largest number of rows on a rank, from which all ranks derive the same chunks."""
         return self.vocab_size
 
     def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
-        """The rows for the kernels."""
+        """Wraps the rows for the kernels."""
         return HeadSlice.full(weight_VD, bias_V)
 
     def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> TokenChunks:
-        """The tokens that are scored against these rows."""
+        """Returns the tokens to score against these rows."""
         if gradients is None:
             return LocalTokens(hidden_TD, problem.targets)
-        # What is recomputed has all tokens of a chunk in a tile of a few classes.
+        # Recomputation has all tokens of a chunk in a tile of a few classes.
         columns = self.largest if isinstance(gradients, TokenGradients) else min(self.largest, SMALLEST_TILE)
         budget, trains = problem.execution.memory_budget, problem.needs.weight
         return LocalTokens.planned(hidden_TD, problem.targets, gradients, budget, columns, trains=trains)
 
     def keeps_logits(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> bool:
-        """True if all logits are kept, from which the backward makes the gradients without computing them again: where
-        they fit the memory budget."""
+        """True if all logits are kept, so that the backward need not recompute them: if they fit the memory budget."""
         if not problem.may_keep_logits or len(hidden_TD) == 0:
             return False
         # fp32 logits need another buffer for their gradient.
@@ -110,8 +109,8 @@ class HeadRows:
         problem: Problem,
         upstream: TokenGradients | None = None,
     ) -> tuple[LinearCrossEntropyResult, Tensor | None]:
-        """The terms of this rank's tokens, with ``upstream`` gradients of a scalar loss also those of the inputs; and
-        all logits, if :meth:`keeps_logits`."""
+        """Computes the terms of this rank's tokens, with ``upstream`` gradients of a scalar loss also gradients of the
+        inputs. Also returns all logits if :meth:`keeps_logits`."""
         head, targets = self.head(weight_VD, bias_V, problem), problem.targets
         scoring, needs = problem.scoring, problem.needs
         keeps_logits = self.keeps_logits(hidden_TD, weight_VD, problem)
@@ -137,8 +136,8 @@ class HeadRows:
         coefficients: GradientCoefficients,
         logits_TV: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient; from
-        ``logits_TV`` of :meth:`score`, which are overwritten unless the graph is retained."""
+        """Computes gradients of hidden states, weight and bias for known ``coefficients`` of the logits' gradient.
+        ``logits_TV`` of :meth:`score` are overwritten unless the graph is retained."""
         head, targets = self.head(weight_VD, bias_V, problem), problem.targets
         scoring, needs = problem.scoring, problem.needs
         if torch.compiler.is_compiling() and self.is_full:
@@ -160,7 +159,7 @@ class HeadRows:
     def diverge(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
     ) -> LinearDivergenceResult:
-        """The divergence of this rank's tokens from their teacher, and the gradients of the inputs."""
+        """Computes the divergence of this rank's tokens from their teacher, and the gradients of the inputs."""
         distillation = problem.distillation
         assert distillation is not None
         upstream = problem.scales.upstream(problem.targets.labels_T) if problem.needs.any else None
@@ -179,7 +178,7 @@ class HeadRows:
     def token_pairs(
         self, hidden_TD: Tensor, teacher_TE: Tensor, problem: Problem, gradients: TokenGradients | None
     ) -> tuple[TokenChunks, TokenChunks]:
-        """The student's tokens and the teacher's, in the same chunks."""
+        """Returns the student's tokens and the teacher's, in the same chunks."""
         itemsize = bytes_of_class(hidden_TD.dtype, teacher_TE.dtype, problem.scoring)
         budget = problem.execution.memory_budget
         if problem.needs.any:
@@ -192,17 +191,17 @@ class HeadRows:
         )
 
     def common_divisor(self, num_tokens: int) -> float | None:
-        """A divisor that is the same on all ranks, where the gradients of several ranks' tokens are summed; None where
-        each rank may have its own."""
+        """Returns a divisor that is equal on all ranks, if the gradients of several ranks' tokens are summed; None if
+        ranks may have different ones."""
         return None
 
     def check_upstream(self, gradient: Tensor) -> None:
-        """Refuses the upstream gradient of a scalar loss for which :meth:`score` did not make the gradients."""
+        """Refuses an upstream gradient of a scalar loss that the gradients of :meth:`score` do not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything the autograd function needs that carries no gradient."""
+    """Inputs of the autograd function that carry no gradient."""
 
     targets: TokenTargets
     scales: Scales
@@ -212,23 +211,23 @@ class Problem:
     needs: GradientNeeds
     rows: HeadRows
     number: int
-    """of the loss among those of its model"""
+    """index of the loss among those of its model"""
     gradients_in_forward: bool
-    """True for a scalar loss whose gradients are made in the forward"""
+    """True for a scalar loss that computes its gradients in the forward"""
     may_keep_logits: bool = False
     """True if the backward may read logits that the forward has kept"""
     distillation: Distillation | None = None
-    """of these tokens; None without a teacher"""
+    """distillation of these tokens; None without a teacher"""
 
     def coefficients(self, terms: TokenTerms, upstream: TokenGradients) -> GradientCoefficients:
-        """Of the logits' gradient, for upstream gradients of the terms."""
+        """Computes coefficients of the logits' gradient for upstream gradients of the terms."""
         return gradient_coefficients(terms, upstream, self.targets, self.scoring.row_options(self.rows.vocab_size))
 
 
 def scaled_gradients(
     problem: Problem, saved: Sequence[Tensor | None], d_loss: Tensor | None, dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:
-    """Gradients made in the forward, times the upstream gradient of the loss (0-d, or None), in ``dtypes``."""
+    """Multiplies gradients of the forward by the upstream gradient of the loss (0-d, or None), in ``dtypes``."""
     if d_loss is None:
         return [None] * len(saved)
     if problem.scales.factor is not None:
@@ -242,14 +241,15 @@ def scaled_gradients(
 
 
 def operand_dtype(hidden_states: Tensor, execution: Execution) -> torch.dtype | None:
-    """The dtype that operands are converted to: fp32 if that was asked for, or autocast's; None to leave them."""
+    """Returns the dtype that operands are cast to: fp32 for "fp32_operands", or autocast's; None to keep their
+    dtype."""
     if execution.logits_dtype == "fp32_operands" and hidden_states.dtype != torch.float64:
         return torch.float32
     return _autocast_dtype(hidden_states)
 
 
 def _autocast_dtype(hidden_states: Tensor) -> torch.dtype | None:
-    """The dtype of products under autocast; None without it and for fp64."""
+    """Returns the dtype of products under autocast; None without it and for fp64."""
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type) or hidden_states.dtype == torch.float64:
         return None
@@ -257,10 +257,10 @@ def _autocast_dtype(hidden_states: Tensor) -> torch.dtype | None:
 
 
 def check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuses tensors that are no full hidden states, weight and bias on one device.
+    """Refuses tensors that are not full hidden states, weight and bias on one device.
 
     Raises:
-        LigerDistError: with what does not fit.
+        LigerDistError: with the shapes or devices.
     """
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
         if tensor is not None:
@@ -292,7 +292,7 @@ def check_dtypes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def check_not_dtensor(name: str, tensor: Tensor) -> None:
-    """Refuses a DTensor, of which every rank holds another part."""
+    """Refuses a DTensor: each rank holds a different part of it."""
     if hasattr(tensor, "placements"):
         raise LigerDistError(
             f"{name} is a DTensor with placements {tensor.placements}; expected a full local tensor. Wrap the model "

@@ -1,4 +1,4 @@
-"""Soft labels: probabilities of some classes of each token, as a teacher gives them.
+"""Soft labels: probabilities of some classes of each token, such as a teacher's top k.
 
 Legend: T tokens, K classes of each token, V vocabulary.
 """
@@ -19,25 +19,25 @@ from .collectives import require
 
 Remainder = Literal["drop", "renormalize", "spread"]
 MOST_PROBABILITY = 1.001
-"""sum of a token's probabilities, with room for rounding"""
+"""largest sum of a token's probabilities, with room for rounding"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftLabels:
-    """The cross entropy ``sum_k p_k * (lse - z_k)`` is mixed with that of the labels."""
+    """Soft labels and their options: the cross entropy ``sum_k p_k * (lse - z_k)`` is mixed with that of the labels."""
 
     ids: Tensor
-    """the labels' shape and K: classes, negative for none; a class may be named twice, its probabilities add up"""
+    """``[..., K]``, the labels' shape and K: classes, negative for none; probabilities of one class are summed"""
     probs: Tensor
-    """their probabilities, fp32 or fp64"""
+    """probabilities of the classes, fp32 or fp64"""
     weight: float = 1.0
-    """of this cross entropy; that of the labels has ``1 - weight``"""
+    """weight of this cross entropy; that of the labels is ``1 - weight``"""
     remainder: Remainder = "drop"
     """how the missing probability mass is treated: dropped, renormalised, or spread evenly over the other classes"""
 
     def check(self, *, vocab_size: int, labels_shape: torch.Size) -> None:
-        """Refuses ids and probabilities that are not K of each label; on a GPU their values are guarded by assertions
-        on the device.
+        """Refuses ids and probabilities that are not K of each label; on a GPU, device-side assertions check their
+        values.
 
         Raises:
             LigerDistError: with the value, what was expected and the way out.
@@ -80,8 +80,8 @@ class SoftLabels:
     def factors(
         self, ids_TK: Tensor, probs_TK: Tensor, *, vocab_size: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """``[T, K]`` and ``[T]``: factors of ``lse - z`` of the named classes, and of every class in addition (None for
-        0), with ``weight`` in them."""
+        """Computes factors of ``lse - z``: ``[T, K]`` for the named classes, and ``[T]`` for every class in addition
+        (None for 0). Both include ``weight``."""
         is_none_TK = ids_TK < 0
         probs_TK = probs_TK.to(dtype).masked_fill(is_none_TK, 0.0)
         if self.remainder == "drop":

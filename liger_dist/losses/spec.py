@@ -1,4 +1,4 @@
-"""What defines a loss (:class:`LossSpec`), and which losses of one model hold gradients."""
+"""Definition of a loss (:class:`LossSpec`), and the losses of one model that hold gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIFFERENTIABLE_OUTPUTS = frozenset({"log_prob", "log_prob_at", "entropy", "sum_s
 
 
 class LossKeywords(TypedDict, total=False):
-    """The keywords of a loss: the fields of :class:`LossSpec` up to ``differentiable``, which has their meaning."""
+    """Keywords of a loss: fields of :class:`LossSpec` up to ``differentiable``, which documents them."""
 
     ignore_index: int
     label_smoothing: float
@@ -58,7 +58,7 @@ class LossKeywords(TypedDict, total=False):
 
 
 KEYWORDS_OF_MODELS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
-"""what transformers' models pass to their losses"""
+"""keywords that transformers' models pass to their losses"""
 CALL_KEYWORDS = (
     "label_smoothing",
     "z_loss",
@@ -74,12 +74,12 @@ CALL_KEYWORDS = (
     "differentiable",
     "logits_dtype",
 )
-"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have beside those"""
+"""options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have in addition"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """What defines a loss: its keywords, checked, and what a model adds to them. Everything here changes the result.
+    """Definition of a loss: its checked keywords, and the options that a model adds. Every field changes the result.
 
     Raises:
         LigerDistError: a keyword out of its range; :meth:`check` compares them with the tensors of a call.
@@ -96,8 +96,8 @@ class LossSpec:
     logit_scale: float = 1.0
     """factor of the raw logits"""
     temperature: Tensor | Sequence[float] | float = 1.0
-    """divisor of the transformed logits: a number, or an fp32 or fp64 tensor of the labels' shape or of its first
-    dimensions, above 0, without gradient; a list of numbers is such a tensor"""
+    """divisor of the transformed logits, above 0: a number, or an fp32 or fp64 tensor of the labels' shape or of its
+    first dimensions, without gradient. A list of numbers becomes such a tensor"""
     class_weight: Tensor | None = None
     """``[V]``; weighs each token by its label, and the mean with it"""
     token_weight: Tensor | None = None
@@ -106,9 +106,9 @@ class LossSpec:
     """"none" (each token's loss), "sum", or "mean": divided by ``num_items_in_batch`` or the number of valid tokens
     (the sum of their class weights); the mean of no token is 0"""
     num_items_in_batch: Tensor | float | None = None
-    """divisor of the mean, a number or a tensor of one element (never read by the host)"""
+    """divisor of the mean, a number or a tensor of one element (the host never reads it)"""
     outputs: Sequence[str] = ()
-    """names among :data:`OUTPUTS` to return beside the loss"""
+    """names among :data:`OUTPUTS` to return with the loss"""
     token_ids: Tensor | None = None
     """``[..., K]``, the labels' shape and K class indices, negative for none; for the output ``log_prob_at``"""
     top_k: int | None = None
@@ -116,26 +116,26 @@ class LossSpec:
     soft_labels: tuple[Tensor, Tensor] | None = None
     """``(ids, probs)``, both ``[..., K]`` (the labels' shape and K), integers and fp32 or fp64: probabilities of some
     classes of each token, for the cross entropy ``sum_k probs_k * (lse - z_k)`` (Hinton et al. 2015, arXiv:1503.02531).
-    A negative id is none; probabilities of one id add up. Tokens with ``ignore_index`` have none"""
+    A negative id means none; probabilities of one id are summed. Tokens with ``ignore_index`` have none"""
     soft_weight: float | None = None
     """weight of this cross entropy, in [0, 1]; that of the labels has ``1 - soft_weight``. None for 1"""
     remainder: Remainder | None = None
-    """how the probability mass that a token's ``probs`` leave is treated: "drop" (None) leaves it out, "renormalize"
-    divides by the sum, "spread" gives all classes without an id equal parts of it"""
+    """how the probability mass that a token's ``probs`` leave is treated: "drop" (None) drops it, "renormalize" divides
+    by the sum, "spread" spreads it evenly over all classes without an id"""
     differentiable: bool = True
     """False if ``outputs`` carry no gradients, and cost no recomputation"""
 
     logit_bias: Tensor | None = None
-    """``[V]``, added to the logits in addition to lm_head's bias; a constant"""
+    """``[V]``, added to the logits besides lm_head's bias; a constant"""
     distillation: Distillation | None = None
-    """a divergence from a teacher instead of the cross entropy; None without a teacher"""
+    """divergence from a teacher instead of the cross entropy; None without a teacher"""
 
     options: LossOptions = field(init=False)
-    """the numbers among the keywords, as the kernels take them"""
+    """scalar options of the kernels"""
     token_temperature: Tensor | None = field(init=False)
-    """the temperature, if it is a tensor"""
+    """temperature, if it is a tensor"""
     soft: SoftLabels | None = field(init=False)
-    """the soft labels with their options"""
+    """soft labels with their options"""
 
     def __post_init__(self) -> None:
         for name in ("class_weight", "token_weight", "token_ids"):
@@ -168,13 +168,13 @@ class LossSpec:
 
     @property
     def differentiable_outputs(self) -> frozenset[str]:
-        """The outputs that carry gradients."""
+        """Outputs that carry gradients."""
         return DIFFERENTIABLE_OUTPUTS.intersection(self.outputs) if self.differentiable else frozenset()
 
     def token_targets(
         self, targets: Targets, shape: torch.Size, *, vocab_size: int, dtype: torch.dtype
     ) -> TokenTargets:
-        """What each token of ``targets`` is scored with, for labels of ``shape`` and numbers of ``dtype``."""
+        """Builds the targets of each token of ``targets``, for labels of ``shape`` and statistics of ``dtype``."""
         ids_TK, soft_TK, uniform_T, temperature_T = self.token_ids, None, None, self.token_temperature
         if temperature_T is not None:
             missing = len(shape) - temperature_T.dim()
@@ -225,13 +225,13 @@ class LossSpec:
 
 
 class PendingGradients:
-    """Numbers the losses of one model. The first after a backward makes its gradients in its forward and holds them
-    until its own backward; those that follow recompute their logits in the backward, which costs a fourth product and
+    """Numbers the losses of one model. The first loss after a backward computes its gradients in its forward and holds
+    them until its backward. Those that follow recompute their logits in the backward, which costs a fourth product and
     holds nothing.
 
-    A holder that never sees its backward is given up when a later loss has had its own; until its graph is freed, a
-    second gradient may then be held. All of this follows from the
-    order of calls, which is the same on every rank; nothing depends on what the garbage collector has freed.
+    A holder without a backward stops counting when a later loss runs its backward; until its graph is freed, a second
+    gradient may then be held. All of this depends on the order of calls, which is the same on every rank, and not on
+    the garbage collector.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class PendingGradients:
         self._holder: int | None = None
 
     def begin(self) -> tuple[int, bool]:
-        """The number of a new loss, and True if it may hold a gradient."""
+        """Starts a loss; returns its number, and True if it may hold a gradient."""
         self._last += 1
         may_hold = self._holder is None
         if may_hold:
@@ -247,7 +247,7 @@ class PendingGradients:
         return self._last, may_hold
 
     def has_begun_backward(self, number: int) -> None:
-        """The backward of a loss runs."""
+        """Records that the backward of a loss runs."""
         if self._holder is not None and number >= self._holder:
             self._holder = None
 
@@ -255,7 +255,7 @@ class PendingGradients:
 def _as_soft_labels(
     soft_labels: tuple[Tensor, Tensor] | None, weight: float | None, remainder: Remainder | None
 ) -> SoftLabels | None:
-    """Soft labels with the defaults of their options.
+    """Builds soft labels with the defaults of their options.
 
     Raises:
         LigerDistError: options without soft labels, or soft labels that are not two tensors.
@@ -282,10 +282,10 @@ SMALLEST_TEMPERATURE = 1e-6
 
 
 def _as_temperature(temperature: Tensor | Sequence[float] | float) -> Tensor | float:
-    """A number, or an fp32 tensor for a list of numbers.
+    """Converts a list of numbers to an fp32 tensor; returns tensors and numbers as they are.
 
     Raises:
-        LigerDistError: it is neither, or a number that is too small.
+        LigerDistError: it is none of these, or a number that is too small.
     """
     expected = (
         "expected a number above 0, a list of numbers, or an fp32 tensor: one for the call, each sequence or token"
@@ -307,7 +307,7 @@ def _as_temperature(temperature: Tensor | Sequence[float] | float) -> Tensor | f
 
 
 def as_output_names(outputs: Sequence[str]) -> tuple[str, ...]:
-    """``outputs`` as a tuple; a single string counts as one name."""
+    """Converts ``outputs`` to a tuple; a single string counts as one name."""
     if not isinstance(outputs, Sequence):
         raise LigerDistError(f"outputs is {outputs!r}; expected a sequence of names among {', '.join(OUTPUTS)}.")
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)
@@ -325,7 +325,7 @@ def _check_weight(name: str, weight: Tensor | None, shape: torch.Size, meaning: 
 
 
 def _check_constant(name: str, values: Tensor) -> None:
-    """Refuses what is not floating, and what requires a gradient."""
+    """Refuses values that are not floating, or that require a gradient."""
     if not values.is_floating_point():
         raise LigerDistError(f"{name} has dtype {values.dtype}; expected a floating dtype. Convert it with .float().")
     if values.requires_grad:
@@ -336,8 +336,8 @@ def _check_constant(name: str, values: Tensor) -> None:
 
 
 def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> None:
-    """Refuses a temperature that is not one number above 0 for each token, sequence or call; on a GPU its numbers are
-    guarded by an assertion on the device."""
+    """Refuses a temperature that is not one number above 0 for each token, sequence or call; on a GPU, a device-side
+    assertion checks its values."""
     if temperature is None:
         return
     _check_constant("temperature", temperature)
@@ -363,8 +363,7 @@ def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> N
 
 
 def check_token_ids(token_ids: Tensor | None, labels_shape: torch.Size, vocab_size: int) -> None:
-    """Refuses ids that are not K classes for each token; on a GPU their range is guarded by an assertion on the
-    device."""
+    """Refuses ids that are not K classes for each token; on a GPU, a device-side assertion checks their range."""
     if token_ids is None:
         return
     has_ids = token_ids.dim() > 0 and token_ids.shape[-1] > 0 and token_ids.shape[:-1] == labels_shape

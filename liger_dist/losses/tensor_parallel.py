@@ -1,12 +1,12 @@
-"""Fused linear cross entropy of row shards, for ranks that see the same tokens (tensor parallelism).
+"""Fused linear cross entropy of row shards, for ranks that have the same tokens (tensor parallelism).
 
 Legend: T tokens of this rank with a label, V rows of this rank, D hidden, G ranks.
 
-Every rank scores the same tokens against its own rows. One all-gather of the softmax statistics per chunk (three
-numbers per token; five with entropy and label smoothing) makes the loss exact and the gradient of the own rows
+Every rank scores the same tokens against its row shard. One all-gather of the softmax statistics per chunk (three
+values per token; five with entropy and label smoothing) makes the loss exact and the gradient of the row shard
 complete. This is the vocabulary-parallel loss of Shoeybi et al. 2019, "Megatron-LM", section 3, without full logits.
 
-The tokens are the same on all ranks (tensor parallelism; :class:`RowShard`), or each rank has its own, which are
+The tokens are the same on all ranks (tensor parallelism; :class:`RowShard`), or each rank has different ones, which are
 exchanged (:class:`.token_exchange.ExchangedRowShard`).
 """
 
@@ -41,7 +41,7 @@ from .spec import LossSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RowShard(HeadRows):
-    """This rank's rows of lm_head, for tokens that every rank of the group has."""
+    """Row shard of lm_head on this rank, for tokens that every rank of the group has."""
 
     group: dist.ProcessGroup
 
@@ -52,7 +52,7 @@ class RowShard(HeadRows):
     def with_dtype(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Unchanged: products round row shards themselves."""
+        """Returns them unchanged: products round row shards themselves."""
         return weight, bias
 
     @property
@@ -60,7 +60,8 @@ class RowShard(HeadRows):
         return False
 
     def keeps_logits(self, hidden_TD: Tensor, weight_VD: Tensor, problem: Problem) -> bool:
-        """False: whether a rank's tokens fit would depend on their number, and all ranks call the same collectives."""
+        """Returns False: the decision would depend on a rank's number of tokens, but all ranks must issue the same
+        collectives."""
         return False
 
     def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
@@ -119,14 +120,14 @@ def vocab_parallel_linear_cross_entropy(
     execution: Execution,
     sums_gradient: bool = True,
 ) -> LossOutput:
-    """The loss over the rows of all ranks, the same on every rank of ``shard.group``.
+    """Computes the loss over the rows of all ranks, equal on every rank of ``shard.group``.
 
     Args:
         hidden_states: ``[..., D]``, the same on every rank of the group.
-        weight_local: ``[V_local, D]``, this rank's rows; there may be none.
+        weight_local: ``[V_local, D]``, this rank's rows, possibly none.
         bias_local: ``[V_local]``.
         labels: ``[...]`` in ``[0, V)`` or ``ignore_index``, the same on every rank of the group.
-        sums_gradient: all-reduce the hidden states' gradient over the group; otherwise it stays a partial sum.
+        sums_gradient: True to all-reduce the hidden states' gradient over the group; otherwise it stays a partial sum.
     """
     if sums_gradient:
         hidden_states = SumGradient.apply(hidden_states, shard.group)  # type: ignore[no-untyped-call]
@@ -138,14 +139,14 @@ def vocab_parallel_linear_cross_entropy(
 def check_same_tokens(
     hidden_states: Tensor, labels: Tensor, group: dist.ProcessGroup, *, spec: LossSpec, waits: bool
 ) -> None:
-    """Refuses tokens that differ between ranks of a tensor-parallel group: their labels, temperatures, token_ids, soft
-    labels and outputs exactly, their hidden states beyond rounding. One all-gather of twelve numbers.
+    """Refuses tokens that differ between ranks of a tensor-parallel group: labels, temperatures, token_ids, soft labels
+    and outputs exactly, hidden states beyond rounding. One all-gather of twelve values.
 
     Args:
-        waits: read the result now; otherwise, on a GPU, an assertion on the device fails.
+        waits: True to read the result now; otherwise, on a GPU, a device-side assertion fails.
 
     Raises:
-        LigerDistError: on every rank of the group alike.
+        LigerDistError: on every rank of the group.
     """
     gathered_GF = gather(
         torch.cat([_fingerprint(hidden_states, labels), _checksums(spec, hidden_states.device)]), group
@@ -171,7 +172,8 @@ def check_same_tokens(
 
 
 def _checksums(spec: LossSpec, device: torch.device) -> Tensor:
-    """``[5]``: of the options and outputs, the temperatures, the token ids and the soft labels of a loss."""
+    """Computes checksums ``[5]`` of the options and outputs, the temperatures, the token ids and the soft labels of a
+    loss."""
     soft = spec.soft
     given = (spec.token_temperature, spec.token_ids, *((None, None) if soft is None else (soft.ids, soft.probs)))
     shapes = [None if values is None else tuple(values.shape) for values in given]
@@ -188,11 +190,11 @@ def _checksums(spec: LossSpec, device: torch.device) -> Tensor:
 
 
 def _fingerprint(hidden_states: Tensor, labels: Tensor) -> Tensor:
-    """``[7]``: number and checksum of the labels; norm and four projections of the hidden states."""
+    """Computes ``[7]``: number and checksum of the labels; norm and four projections of the hidden states."""
     hidden_TD = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
     device = hidden_TD.device
     positions = torch.arange(1, labels.numel() + 1, device=labels.device)
-    # Filled on the device: copying a number there would make the host wait.
+    # Filled on the device: copying a value to it would synchronise the host.
     count = torch.full((), labels.numel(), dtype=torch.int64, device=labels.device)
     counted = torch.stack([count, (labels.reshape(-1) * positions).sum()])
 

@@ -1,20 +1,21 @@
-"""Token exchange: each rank has its own tokens and its own rows of lm_head, and the tokens are sent to the rows.
+"""Token exchange: each rank has different tokens and a row shard of lm_head, and all-gathers the tokens of all ranks.
 
 Legend: T tokens of this rank with a label, G ranks, K chunks, m tokens of each rank in one chunk, c = G * m, D hidden.
 
 Per chunk the hidden states are all-gathered, every rank scores all c tokens against its rows, and an all-to-all sends
-each rank the parts of its tokens' gradient, which it adds up in fp32. A rank sends ``2 * T * D * (G - 1)`` bytes of
-16-bit hidden states and as many of their gradient, and 12 to 24 bytes per token of labels and upstream gradients;
-neither the weight nor its gradient is sent.
+each rank the parts of its tokens' gradient, which it sums in fp32. A rank sends ``2 * T * D * (G - 1)`` bytes of 16-bit
+hidden states and as many of their gradient, and 12 to 24 bytes per token of labels and upstream gradients; neither the
+weight nor its gradient is sent.
 
 All ranks cut their tokens into the same number of chunks and pad them to ``m``.
 
 [Note: Streams and communicators of the token exchange]
 Two communicators are in flight at once. The large collectives (all-gather of the next chunk's hidden states, all-to-all
-of the last chunk's gradient) run asynchronously on ``tokens_group``, beside the products of the current chunk. The
-small all-gather of a chunk's softmax statistics runs on the group of FSDP2's own mesh, because on ``tokens_group`` it
-would queue after the next chunk's hidden states. NCCL asks that all ranks enqueue collectives of both communicators in
-the same order on the host, which holds because every rank runs the same loop over the same number of chunks.
+of the last chunk's gradient) run asynchronously on ``tokens_group``, overlapped with the products of the current chunk.
+The small all-gather of a chunk's softmax statistics runs on the group of FSDP2's mesh, because on ``tokens_group``
+it would queue after the next chunk's hidden states. NCCL requires that all ranks enqueue collectives of both
+communicators in the same order on the host, which holds because every rank runs the same loop over the same number of
+chunks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .tensor_parallel import RowShard
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How the tokens of all ranks are cut into chunks, from numbers that all ranks know."""
+    """Chunks of the tokens of all ranks, from counts that all ranks know."""
 
     counts: tuple[int, ...]
     """tokens of each rank"""
@@ -44,7 +45,7 @@ class ExchangePlan:
 
     @staticmethod
     def of(counts: Sequence[int], *, bytes_of_token: int, memory_budget: int) -> ExchangePlan:
-        """As few chunks as fit ``memory_budget``."""
+        """Plans as few chunks as fit ``memory_budget``."""
         rows = max(memory_budget // max(bytes_of_token, 1) // len(counts), 1)
         return ExchangePlan(counts=tuple(counts), num_chunks=-(-max(counts) // rows))
 
@@ -54,22 +55,22 @@ class ExchangePlan:
         return -(-max(self.counts) // self.num_chunks) if self.num_chunks else 0
 
     def share(self, rank: int, chunk: int) -> tuple[int, int]:
-        """The range of a rank's tokens in a chunk, end excluded."""
+        """Returns the range of a rank's tokens in a chunk, end excluded."""
         count = self.counts[rank]
         return count * chunk // self.num_chunks, count * (chunk + 1) // self.num_chunks
 
 
 def numbers_of_token(num_rows: int, hidden_size: int) -> int:
-    """Numbers that a rank holds per token of a chunk: logits of ``num_rows``; hidden states of this chunk and the next;
-    parts of their gradient, sent and received."""
+    """Counts the values that a rank holds per token of a chunk: logits of ``num_rows``; hidden states of this chunk and
+    the next; parts of their gradient, sent and received."""
     return num_rows + 4 * hidden_size
 
 
 class ExchangedTokens:
-    """The tokens of all ranks of ``group``; implements :class:`liger_dist_kernels.TokenChunks`.
+    """Tokens of all ranks of ``group``; implements :class:`liger_dist_kernels.TokenChunks`.
 
-    The all-gather of the next chunk's hidden states is started before a chunk is computed, and the all-to-all of its
-    gradient while the next one is. See [Note: Streams and communicators of the token exchange].
+    The all-gather of the next chunk's hidden states starts before a chunk is computed, and the all-to-all of its
+    gradient overlaps the next chunk. See [Note: Streams and communicators of the token exchange].
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class ExchangedTokens:
         group: dist.ProcessGroup,
         gradient_scale: float,
     ) -> None:
-        """``gradient_scale`` multiplies the upstream gradients that are sent, and is divided out of the hidden states'
-        gradient again: it remains in the gradients of the rows."""
+        """Scales the upstream gradients that are sent by ``gradient_scale``, and divides the hidden states' gradient by
+        it again: it remains in the gradients of the rows."""
         self.num_chunks, self._plan, self._group, self._scale = plan.num_chunks, plan, group, gradient_scale
         self._rank, self._size = group.rank(), group.size()
         self.rows = self._size * plan.rows
         self._hidden_TD = hidden_TD
         self._places_Km = self._padded_places(hidden_TD.device)
-        # Padding is an ignored token without classes, whose temperature does no harm.
+        # Padding is an ignored token without classes, with a harmless temperature.
         fields: list[Any] = list(map(self._gathered, targets, (-1, 1, -1, 0, 0)))
         self._targets = TokenTargets(*fields)
         self._gradients: Gradients | None = None
@@ -103,7 +104,7 @@ class ExchangedTokens:
         self._d_hidden_TD: Tensor | None = None
 
     def _padded_places(self, device: torch.device) -> Tensor | None:
-        """``[K, m]``: positions of this rank's tokens, -1 for padding; None where they are ``0, 1, 2, …``."""
+        """Computes positions ``[K, m]`` of this rank's tokens, -1 for padding; None where they are ``0, 1, 2, …``."""
         K, m = self.num_chunks, self._plan.rows
         if self._plan.counts[self._rank] == K * m:
             return None
@@ -114,7 +115,7 @@ class ExchangedTokens:
         return places_Km.to(device, non_blocking=True)
 
     def _padded(self, values_T: Tensor, fill: int) -> Tensor:
-        """``[K, m, ...]`` from ``[T, ...]``."""
+        """Pads and splits ``[T, ...]`` into chunks ``[K, m, ...]``."""
         if self._places_Km is None:
             return values_T.view(self.num_chunks, self._plan.rows, *values_T.shape[1:])
         if len(values_T) == 0:
@@ -123,13 +124,13 @@ class ExchangedTokens:
         return torch.where(is_padding_Km, fill, values_T[self._places_Km.clamp_min(0)])
 
     def _gathered(self, values_T: Tensor | None, fill: int) -> Tensor | None:
-        """``[G, K, m, ...]`` from ``[T, ...]``."""
+        """All-gathers ``[T, ...]`` to ``[G, K, m, ...]``."""
         if values_T is None or not self.num_chunks:
             return values_T
         return gather(self._padded(values_T, fill), self._group)
 
     def _all_gathered(self, gradients: Gradients) -> Gradients:
-        """Each field ``[G, K, m, ...]``; those of one number for each token in one all-gather."""
+        """All-gathers each field to ``[G, K, m, ...]``; fields of one value per token in one all-gather."""
         fields: list[Any] = list(gradients)
         places = [place for place, field in enumerate(fields) if field is not None and field.dim() == 1]
         if places and self.num_chunks:
@@ -143,7 +144,7 @@ class ExchangedTokens:
         return type(gradients)(*fields)
 
     def _own_hidden(self, chunk: int) -> Tensor:
-        """``[m, D]``: this rank's hidden states of a chunk, padded with zeros."""
+        """Returns this rank's hidden states of a chunk, ``[m, D]``, padded with zeros."""
         start, end = self._plan.share(self._rank, chunk)
         if end - start == self._plan.rows:
             return self._hidden_TD[start:end].contiguous()
@@ -202,7 +203,7 @@ class ExchangedTokens:
         self._sent = chunk
 
     def _add_received(self) -> None:
-        """Adds up the parts of the chunk that was sent last, into the gradient of this rank's tokens."""
+        """Sums the parts of the chunk that was sent last into the gradient of this rank's tokens."""
         if self._sent is None:
             return
         self._leaving.wait()
@@ -220,16 +221,16 @@ class ExchangedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangedRowShard(RowShard):
-    """This rank's rows of lm_head, for tokens of which every rank of the group has its own.
+    """Row shard of lm_head on this rank, for ranks with different tokens.
 
-    The gradient of the rows is the sum over all ranks' tokens, each with its own upstream gradient, divided by
-    ``divide_factor``. For a scalar loss it is made in the forward, so all ranks must scale their losses alike.
+    The gradient of the rows is the sum over all ranks' tokens, each with its rank's upstream gradient, divided by
+    ``divide_factor``. For a scalar loss the forward computes it, so all ranks must scale their losses alike.
     """
 
     tokens_group: dist.ProcessGroup
-    """the same ranks, for hidden states and their gradients"""
+    """process group of the same ranks, for hidden states and their gradients"""
     counting_group: dist.ProcessGroup
-    """the same ranks on their hosts, for numbers of tokens"""
+    """process group of the same ranks on their hosts, for token counts"""
     divide_factor: float
 
     def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> ExchangedTokens:
@@ -270,14 +271,14 @@ class ExchangedRowShard(RowShard):
         )
 
     def agree(self, count: int, asked: str) -> list[int]:
-        """:func:`.collectives.agree` among the ranks that share the rows."""
+        """Calls :func:`.collectives.agree` for the ranks that share the rows."""
         return agree(self.counting_group, count, asked)
 
     def common_divisor(self, num_tokens: int) -> float:
         return float(max(1, *self.agree(num_tokens, "the number of tokens")))
 
     def check_upstream(self, gradient: Tensor) -> None:
-        """Refuses upstream gradients that differ between ranks, on a GPU by an assertion on the device."""
+        """Refuses upstream gradients that differ between ranks; on a GPU by a device-side assertion."""
         self._check_same(
             gradient.detach(),
             "scale their losses differently; give num_items_in_batch or token_weight to the model instead",
@@ -291,7 +292,7 @@ class ExchangedRowShard(RowShard):
 
 
 def _described(problem: Problem, gradients: Gradients | None, dtype: torch.dtype, memory_budget: int) -> str:
-    """What one loss is about to compute, for the ranks to compare."""
+    """Describes the next computation of one loss, for the ranks to compare."""
     spec, needs, targets = problem.spec, problem.needs, problem.targets
     given = None if gradients is None else [name for name, g in gradients._asdict().items() if g is not None]
     classes = None if targets.token_ids_TK is None else targets.token_ids_TK.shape[1]

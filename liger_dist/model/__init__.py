@@ -1,1 +1,1 @@
-"""What a Hugging Face model is made of: structure, PEFT layers, classes, and the modes of torch that it runs in."""
+"""Structure of a Hugging Face model, its PEFT layers and classes, and the torch modes that it runs under."""

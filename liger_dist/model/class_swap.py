@@ -1,11 +1,11 @@
 """Classes for swapping: a subclass put below FSDP2's class, and markers of swapped classes.
 
 [Note: Swapping a class below FSDP2's]
-``fully_shard`` gives a module a class ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on the
-instance, and reads nothing from the class but ``FSDPModule``'s methods, so exchanging ``X`` for a subclass of ``X``
+``fully_shard`` sets a module's class to ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on
+the instance, and reads nothing from the class but ``FSDPModule``'s methods. So swapping ``X`` for a subclass of ``X``
 below it changes none of FSDP2's behaviour, and ``isinstance`` holds for all three. :func:`below_wrappers` finds ``X``
-by the order of bases that ``fully_shard`` makes; another order is taken for a class of the user's own, which is then
-subclassed as a whole.
+by the order of bases that ``fully_shard`` makes; another order counts as a user's class, which is then subclassed
+itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class SameLinearMap:
-    """Mixed into a class of lm_head with another forward that computes the same logits as ``nn.Linear``."""
+    """Mixin of lm_head classes with another forward that computes the same logits as ``nn.Linear``."""
 
 
 def below_wrappers(cls: Any) -> Any:
-    """The module's class under the one that FSDP2 makes of it. See [Note: Swapping a class below FSDP2's]."""
+    """Returns the module's class below FSDP2's. See [Note: Swapping a class below FSDP2's]."""
     return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
 
 
 def with_base(cls: type, old: type, new: type) -> Any:
-    """``cls`` with ``new`` instead of ``old``, which is itself or an ancestor."""
+    """Rebuilds ``cls`` with ``new`` instead of ``old``, which is ``cls`` or an ancestor."""
     if cls is old:
         return new
     bases = tuple(with_base(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
@@ -33,8 +33,8 @@ def with_base(cls: type, old: type, new: type) -> Any:
 
 
 def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -> Any:
-    """A subclass of ``mixin`` and ``base`` with the name of ``base``. One that exists already, with equal ``members``
-    that are not functions, is used again: modules of one class then stay of one class."""
+    """Returns a subclass of ``mixin`` and ``base`` with the name of ``base``. Reuses an existing one with equal
+    ``members`` (except ``forward``): modules of one class then stay of one class."""
     members = members or {}
     for found in base.__subclasses__():
         is_same = all(vars(found).get(name) is value for name, value in members.items() if name != "forward")

@@ -1,12 +1,12 @@
-"""Compiles decoder layers one by one, with what they keep for the backward as small as in our own kernels.
+"""Compiles decoder layers one by one, and saves as little for the backward as our kernels.
 
 [Note: What compiled layers keep]
 A compiled layer decides in one place (AOTAutograd's partitioner) which tensors its forward keeps for its backward. By
-default it keeps every input of a matrix product, because the backward has to write those to memory again: outputs of
-norms, and the product of the activation and the up projection. They cost one pass over memory to compute again and a
-third of a layer's activations to keep. Our kernels recompute them, and compiled layers do with the two settings below:
-one GPU, four layers of Llama 8B's shape with lm_head, 8192 tokens, 5.22 GiB above the weights instead of 6.59, in the
-same time (docs/strategies.md).
+default it keeps every input of a matrix product, because the backward would have to write those to memory again:
+outputs of norms, and the product of the activation and the up projection. Recomputing them costs one pass over memory;
+keeping them a third of a layer's activations. Our kernels recompute them, and compiled layers do with the two settings
+below: one GPU, four layers of Llama 8B's shape with lm_head, 8192 tokens, 5.22 GiB above the weights instead of 6.59,
+in the same time (docs/strategies.md).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .peft import base_model_of
 from .structure import find_structure
 
 _PARTITIONER = {"ban_recompute_materialized_backward": False, "ban_recompute_reductions": False}
-"""settings of ``torch._functorch.config``: inputs of products and norms' statistics may be computed again"""
+"""settings of ``torch._functorch.config``: inputs of products and norms' statistics may be recomputed"""
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compiles each decoder layer by ``torch.compile`` (Inductor) when it runs first. Layers of one kind share their
-    code. For a model that is not sharded yet: call it before :func:`wrap`, or let ``FSDP1(compile_layers=True)`` and
+    """Compiles each decoder layer by ``torch.compile`` (Inductor) on its first call. Layers of one kind share their
+    code. Call it before :func:`wrap`, on a model that is not sharded yet, or let ``FSDP1(compile_layers=True)`` and
     ``FSDP2(compile_layers=True)`` do so.
 
-    In compiled layers norms, gated MLPs and rotary embedding are compiled from the model's own code instead of run by
+    Inductor compiles norms, gated MLPs and rotary embedding of these layers from the model's code, instead of the
     kernels. Each new sequence length compiles once more, the second one for all later lengths.
 
     Args:
@@ -62,12 +62,12 @@ def compiled_call(layer: nn.Module) -> Any:
 
 
 def restore_call(layer: nn.Module, call: Any) -> None:
-    """Gives ``layer`` what :func:`compiled_call` returned before."""
+    """Restores the result of an earlier :func:`compiled_call`."""
     layer._compiled_call_impl = call
 
 
 def _compile_graph(graph: Any, inputs: Any) -> Any:
-    """Inductor, under :data:`_PARTITIONER`; see [Note: What compiled layers keep]."""
+    """Calls Inductor under :data:`_PARTITIONER`; see [Note: What compiled layers keep]."""
     from .partitioner import KeepFloat8Weights  # imports Inductor
 
     inductor: Any = torch._dynamo.lookup_backend("inductor")

@@ -1,8 +1,8 @@
 """Decorated functions: transformers puts ``@deprecate_kwarg`` on forwards, so that the function of a class has the code
 and the globals of the decorator.
 
-``inspect.unwrap`` gives the innermost function, ``inspect.signature`` its parameters. This module adds the decorators
-around another function, and the keywords that they rename.
+``inspect.unwrap`` gives the innermost function, ``inspect.signature`` its parameters. This module copies the decorators
+around another function, and reads the keywords that they rename.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def redecorated(function: Any, innermost: FunctionType) -> FunctionType:
         function: a function, or one that ``functools.wraps`` has marked with ``__wrapped__``.
 
     Raises:
-        ValueError: a decorator is no function, or does not hold the function below it in one variable alone.
+        ValueError: a decorator is not a function, or does not hold the function below it in exactly one variable.
     """
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is None:
@@ -44,8 +44,8 @@ def redecorated(function: Any, innermost: FunctionType) -> FunctionType:
 
 
 def renamed_keywords(function: Any) -> dict[str, str]:
-    """Reads the deprecated names of keywords that the decorators of ``function`` still take, with the names that they
-    pass on."""
+    """Reads the deprecated names of keywords that the decorators of ``function`` still accept, with their current
+    names."""
     renamed: dict[str, str] = {}
     while function is not None:
         code = getattr(function, "__code__", None)

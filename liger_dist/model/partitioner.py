@@ -2,9 +2,9 @@
 
 [Note: float8 weights in compiled layers]
 The backward multiplies by a float8 weight in another memory layout. torch's partitioner counts parameters as free to
-keep, but not tensors inside a tensor subclass: its indices of parameters are those from before subclasses are
-unwrapped. So it kept the copies in the other layout instead of the weights, 172 MiB for a layer of Llama 8B's shape,
-and FSDP2 does not reshard copies. Here float8 inputs of a graph are free to keep too.
+keep, but not tensors inside a tensor subclass: its indices of parameters date from before subclasses are unwrapped. So
+it kept copies in the other layout instead of the weights, 172 MiB for a layer of Llama 8B's shape, and FSDP2 does not
+reshard copies. Here float8 inputs of a graph are free to keep too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fn
 
 
 class KeepFloat8Weights(CustomPartitionerFn):
-    """See [Note: float8 weights in compiled layers]."""
+    """Partitioner that counts float8 inputs as free to keep; see [Note: float8 weights in compiled layers]."""
 
     def __call__(
         self, gm: Any, joint_inputs: Any, *, static_lifetime_input_indices: list[int] | None = None, **options: Any

@@ -1,8 +1,8 @@
-"""PEFT on a model and on its lm_head: every name of PEFT that this library reads.
+"""PEFT on a model and on its lm_head: all names of PEFT that this library reads.
 
-LoRA and DoRA give a map that is linear in the hidden states, whatever their ranks, scalings and magnitudes. Its weight
-is the map of the identity, computed by PEFT's own code: every parameter is read inside its own module's call, where
-wrappers have unsharded it, and autograd takes the weight's gradient back to each of them.
+LoRA and DoRA compute a map that is linear in the hidden states, for any ranks, scalings and magnitudes. Its weight is
+the map of the identity, computed by PEFT's code. Every parameter is read inside its module's call, where wrappers have
+unsharded it, and autograd propagates the weight's gradient to each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINED_ROWS = (
 
 
 def base_model_of(model: nn.Module) -> nn.Module:
-    """The base model inside a ``PeftModel``, which contains the PEFT layers; any other model itself."""
+    """Returns the base model inside a ``PeftModel``, which contains the PEFT layers; any other model itself."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model
     return base if isinstance(base, nn.Module) else model
@@ -31,8 +31,8 @@ def base_model_of(model: nn.Module) -> nn.Module:
 
 def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
     """True for a ``PeftModel`` that has parameters outside of ``model``, such as prompts, or calls the forward of
-    ``model`` without its hooks (AdaLoRA, AdaptionPrompt): FSDP2's root is then ``outer``. LoRA layers are inside of
-    ``model``, which may be called as well as ``outer``."""
+    ``model`` without its hooks (AdaLoRA, AdaptionPrompt): FSDP2's root is then ``outer``. LoRA layers are inside
+    ``model``, and both ``model`` and ``outer`` may be called."""
     own = set(model.parameters())
     if any(parameter not in own for parameter in outer.parameters()):
         return True
@@ -44,7 +44,7 @@ def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
 
 
 def adapters_of(*around: nn.Module) -> tuple[object, ...]:
-    """The names of PEFT's adapters on modules that PEFT may be around, and of the active ones; changes when one is
+    """Returns the names of PEFT adapters on modules that PEFT may wrap, and of the active ones; changes when one is
     added."""
     tuners = [getattr(module, "base_model", None) for module in around]
     active = [getattr(tuner, "active_adapter", None) for tuner in tuners if isinstance(tuner, nn.Module)]
@@ -53,20 +53,21 @@ def adapters_of(*around: nn.Module) -> tuple[object, ...]:
 
 
 def learns_prompts(outer: nn.Module) -> bool:
-    """True for a ``PeftModel`` that puts learned tokens before those of a call."""
+    """True for a ``PeftModel`` that prepends learned tokens to those of a call."""
     return bool(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False))
 
 
 def own_loss(outer: nn.Module) -> str | None:
-    """Why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base model."""
+    """Says why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base
+    model."""
     config = getattr(outer, "active_peft_config", None)
     is_cpt = getattr(config, "peft_type", None) == "CPT"
     return "PEFT's CPT weighs the loss of each token itself, from the logits" if is_cpt else None
 
 
 def reads_sharded_weights(outer: nn.Module) -> str | None:
-    """Why a ``PeftModel`` cannot train with sharded parameters, as a clause; None if it reads each of them inside its
-    own module's call."""
+    """Says why a ``PeftModel`` cannot train with sharded parameters, as a clause; None if it reads each parameter
+    inside its module's call."""
     config = getattr(outer, "active_peft_config", None)
     if getattr(config, "peft_type", None) != "ADALORA" or not getattr(config, "orth_reg_weight", 0):
         return None
@@ -79,8 +80,8 @@ def has_lora(head: nn.Module) -> bool:
 
 
 def lora_objection(head: nn.Module) -> str | None:
-    """Why the PEFT layer on ``head`` is not linear in the hidden states, as a clause with the way out; None if it is,
-    or if there is none."""
+    """Says why the PEFT layer on ``head`` is not linear in the hidden states, as a clause with the way out; None if it
+    is, or without a PEFT layer."""
     if not has_lora(head):
         return None
     if not hasattr(head, "lora_A"):
@@ -96,8 +97,8 @@ def reads_base_weight(layer: nn.Module) -> bool:
 
 
 def only_plain_adapter(layer: Any) -> str | None:
-    """The name of the one active adapter of a LoRA layer, if its forward adds ``scaling * B(A(x))`` now: not disabled,
-    not merged, no variant of LoRA, no dropout that is active."""
+    """Returns the name of the one active PEFT adapter of a LoRA layer, if its forward now adds ``scaling * B(A(x))``:
+    not disabled, not merged, no variant of LoRA, no active dropout."""
     if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return None
     (name,) = layer.active_adapters
@@ -116,7 +117,7 @@ def has_active_dropout(head: nn.Module) -> bool:
 
 
 def under_trained_rows(head: nn.Module) -> nn.Module | None:
-    """The lm_head inside a module of PEFT that trains some of its rows; None for any other module."""
+    """Returns the lm_head inside a PEFT module that trains some of its rows; None for any other module."""
     inside = getattr(head, "token_adapter", head)  # PEFT puts the adapter of TrainableTokensConfig there itself.
     if not isinstance(inside, nn.Module) or not hasattr(inside, "get_merged_weights"):
         return None
@@ -125,7 +126,8 @@ def under_trained_rows(head: nn.Module) -> nn.Module | None:
 
 
 def active_head(module: nn.Module) -> nn.Module:
-    """The module that the model's forward calls as lm_head: inside FSDP1's wrapper and PEFT's ``modules_to_save``."""
+    """Returns the module that the model's forward calls as lm_head, inside FSDP1's wrapper and PEFT's
+    ``modules_to_save``."""
     module = without_fsdp1(module)
     saved = getattr(module, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict):
@@ -136,17 +138,17 @@ def active_head(module: nn.Module) -> nn.Module:
 
 
 def trains_copy(module: nn.Module) -> bool:
-    """True for PEFT's module around an lm_head of which ``modules_to_save`` trains a copy."""
+    """True for the PEFT module around an lm_head, if ``modules_to_save`` trains a copy of it."""
     return isinstance(getattr(without_fsdp1(module), "modules_to_save", None), nn.ModuleDict)
 
 
 def base_head(head: nn.Module) -> nn.Module:
-    """The base layer of a LoRA layer; any other module itself."""
+    """Returns the base layer of a LoRA layer; any other module itself."""
     return without_fsdp1(head.get_base_layer()) if has_lora(head) else head  # type: ignore[operator]
 
 
 def heads_at(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Every module that may be called at lm_head's place: a LoRA layer and its base layer, or an original module and
+    """Returns every module that may be called as lm_head: a LoRA layer and its base layer, or an original module and
     those of ``modules_to_save``."""
     module = without_fsdp1(module)
     saved = getattr(module, "modules_to_save", None)
@@ -159,23 +161,23 @@ def heads_at(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def without_fsdp1(module: nn.Module) -> nn.Module:
-    """The module inside an FSDP1 unit; any other module itself."""
+    """Returns the module inside an FSDP1 unit; any other module itself."""
     return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 @dataclass(frozen=True)
 class EffectiveHead:
-    """The linear map of an lm_head with LoRA: ``weight`` ``[V, D]`` and ``bias`` ``[V]``, with their graph."""
+    """Linear map of an lm_head with LoRA: ``weight`` ``[V, D]`` and ``bias`` ``[V]``, with their graph."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 def effective_head(lora: nn.Module, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> EffectiveHead:
-    """The weight of ``forward`` of the LoRA layer ``lora``: its outputs for the rows of the identity.
+    """Computes the weight of ``forward`` of the LoRA layer ``lora``: its outputs for the rows of the identity.
 
-    A bias is added to every row and would round the weight to its own size. So the rows are scaled by a power of two,
-    compared with which the bias is small, and their outputs are scaled back, both exactly.
+    A bias is added to every row, and a large one would round the weight. So the rows are scaled by a power of two,
+    which makes the bias small in comparison, and their outputs are scaled back, both exactly.
     """
     D = hidden_states.shape[-1]
     inputs = torch.eye(D, dtype=hidden_states.dtype, device=hidden_states.device)

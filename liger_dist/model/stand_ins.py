@@ -1,4 +1,4 @@
-"""Stand-ins for a model's modules while its own forward is probed: same attributes, no weight is read."""
+"""Stand-ins for a model's modules while its original forward is probed: same attributes, no weight is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 class StandIn(nn.Module):
-    """Responds to calls instead of ``real``; its attributes are those of ``real``, and modules among them stand-ins."""
+    """Stand-in that answers calls instead of ``real``; its attributes are those of ``real``, and modules among them
+    stand-ins."""
 
     def __init__(self, real: nn.Module, respond: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -38,8 +39,8 @@ class StandIn(nn.Module):
 
 
 def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """Responds with ``hidden_states``: a model with its usual output, any other module with the tensor."""
-    # Not from the top-level package, whose lazy namespace keeps every name that was asked for.
+    """Returns a response with ``hidden_states``: a model's usual output for models, the tensor for any other module."""
+    # Not from the top-level package, whose lazy namespace caches every name that was read.
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.modeling_utils import PreTrainedModel
 
@@ -56,8 +57,8 @@ def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, .
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Within, tensors are made on the CPU in fp32 and record gradients, whatever the caller of ``wrap`` has set: what a
-    probe finds is kept for calls under other settings."""
+    """Resets defaults of torch within the context: tensors are on the CPU in fp32 and record gradients. A probe's
+    result is used for calls under other settings than those of the caller of ``wrap``."""
     dtype = torch.get_default_dtype()
     with torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         torch.set_default_dtype(torch.float32)
@@ -68,7 +69,7 @@ def torch_defaults() -> Iterator[None]:
 
 
 def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's own code, without the hooks around it."""
+    """Runs the forward of a module without its hooks."""
     return real.forward(*args, **kwargs)
 
 
@@ -76,7 +77,7 @@ def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def stand_ins(
     model: nn.Module, head_name: str, *, head: nn.Module, hidden_states: Tensor, training: bool
 ) -> Iterator[None]:
-    """Within: only the modules on the path from ``model`` to its lm_head run their own code, in the given mode;
+    """Runs only the modules on the path from ``model`` to its lm_head within the context, in the given training mode;
     ``head`` replaces lm_head, and all other modules return ``hidden_states``."""
     respond = hidden_states_of(hidden_states)
     path = head_name.split(".")
@@ -99,7 +100,7 @@ def stand_ins(
 
 @contextmanager
 def swapped(mapping: dict[str, Any], key: str, value: Any) -> Iterator[None]:
-    """Within: ``mapping[key] = value``. A key that was absent is absent again afterwards."""
+    """Sets ``mapping[key] = value`` within the context. A key that was absent is absent again afterwards."""
     missing = object()
     before = mapping.get(key, missing)
     mapping[key] = value

@@ -1,5 +1,5 @@
-"""Structure of a Hugging Face model: decoder layers, final norm, embeddings, lm_head, and how it initialises a
-module."""
+"""Structure of a Hugging Face model: decoder layers, final norm, embeddings, lm_head, and initialisation of its
+modules."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from .peft import TRAINED_ROWS, active_head, base_head, lora_objection, under_tr
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The modules of a causal language model that are sharded and fused in different ways."""
+    """Modules of a causal language model that are sharded and fused in different ways."""
 
     head_name: str
-    """name of lm_head in the model; PEFT may have put its own module there"""
+    """name of lm_head in the model; a PEFT module may have that name"""
     head: nn.Linear
-    """lm_head itself, inside of PEFT's module"""
+    """lm_head itself, inside the PEFT module"""
     vocab_size: int
     """rows of the full weight of lm_head"""
     hidden_size: int
     """columns of the full weight of lm_head"""
     tied_to: tuple[nn.Module, ...]
-    """the input embeddings whose weight is the parameter of lm_head"""
+    """input embeddings that share the parameter of lm_head"""
     layers: tuple[nn.Module, ...]
-    """the decoder layers, in order; empty when the model keeps no list of them"""
+    """decoder layers, in order; empty when the model has no list of them"""
     unfusable: str | None
-    """why no loss can be fused into this lm_head, although the model works with it; None if one can"""
+    """reason why no loss can be fused into this lm_head, although the model works with it; None if one can"""
     decoder: nn.Module
-    """the text decoder around ``layers``: the module that takes ``inputs_embeds``"""
+    """text decoder around ``layers``: the module with the argument ``inputs_embeds``"""
     other_stacks: tuple[tuple[nn.Module, ...], ...]
-    """the layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
+    """layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
     final_norm: nn.Module | None
-    """the norm between the last layer and lm_head, found by its position and name; None if it was not found"""
+    """norm between the last layer and lm_head, identified by its position and name; None if there is none"""
 
     @property
     def all_layers(self) -> tuple[nn.Module, ...]:
-        """The layers of the decoder and of every encoder."""
+        """Layers of the decoder and of every encoder."""
         return (*self.layers, *chain(*self.other_stacks))
 
     @property
@@ -58,8 +58,8 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
     """Reads the structure of a Hugging Face model.
 
     Args:
-        fused_loss: False takes an lm_head of any class, and of a model without one, such as a classifier, its last
-            ``nn.Linear`` in the place of lm_head.
+        fused_loss: False to accept an lm_head of any class; the last ``nn.Linear`` replaces it in a model without one,
+            such as a classifier.
 
     Raises:
         LigerDistError: no lm_head, or one that is not an ``nn.Linear``.
@@ -105,7 +105,7 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
 
 
 def _last_linear(model: nn.Module) -> nn.Module | None:
-    """The last ``nn.Linear`` outside the layers, such as that of a classifier."""
+    """Returns the last ``nn.Linear`` outside the layers, such as that of a classifier."""
     layers, _ = _find_layers(model, _decoder_of(model))
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in inside]
@@ -143,13 +143,13 @@ def _check_head(name: str, in_use: nn.Module, head: nn.Module, *, fused_loss: bo
 
 
 def weight_of(head: nn.Module) -> Tensor | None:
-    """The weight that ``head`` stores, whichever framework shards it; None for one that its parametrizations compute:
-    outside of the call of ``head`` they would read what a framework has freed."""
+    """Returns the weight that ``head`` stores, under any framework; None for one that its parametrizations compute:
+    outside the call of ``head`` they would read what a framework has freed."""
     return head._parameters.get("weight", vars(head).get("weight"))
 
 
 def stored_parameter(head: nn.Module) -> Tensor:
-    """The weight that ``head`` stores, or the first of the parameters from which it is computed."""
+    """Returns the weight that ``head`` stores, or the first of the parameters that it is computed from."""
     weight = weight_of(head)
     return next(head.parameters(), torch.empty(0)) if weight is None else weight
 
@@ -160,7 +160,7 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
-    """The other modules of ``model`` whose weight is the parameter of ``head``."""
+    """Returns the other modules of ``model`` that share the weight of ``head``."""
     weight = weight_of(head)
     if weight is None:
         return ()
@@ -171,8 +171,8 @@ def tied_modules(model: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def head_shape(head: nn.Module) -> tuple[int, int]:
-    """``(V, D)`` of the full weight of ``head``: read from the weight, also where FSDP2, TP or ZeRO-3 shard it. PEFT
-    makes tied heads whose ``in_features`` and ``out_features`` are swapped."""
+    """Returns ``(V, D)`` of the full weight of ``head``, read from the weight, also under FSDP2, TP or ZeRO-3: PEFT
+    builds tied heads with swapped ``in_features`` and ``out_features``."""
     weight = weight_of(head)
     shape = () if weight is None else full_shape(weight)
     if len(shape) == 2:
@@ -188,8 +188,8 @@ def is_linear_map(head: nn.Linear) -> bool:
 
 
 def is_linear_forward(forward: object) -> bool:
-    """True for a forward on an lm_head that other code has set and that computes the same linear map: of transformers'
-    tensor parallelism, which only moves and gathers, or of TRL's fp32 head."""
+    """True for a patched forward of an lm_head that computes the same linear map: that of transformers' tensor
+    parallelism, which only moves and gathers, or of TRL's fp32 head."""
     module = getattr(forward, "__module__", None) or ""
     is_tensor_parallel = module.startswith("transformers.") and module.endswith(".tensor_parallel")
     return is_tensor_parallel or is_fp32_forward(forward)
@@ -202,7 +202,7 @@ def is_fp32_forward(forward: object) -> bool:
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
-    """That of the model, or of the only model inside it that has one."""
+    """Returns the output embedding of the model, or of the only model inside it that has one."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     if isinstance(head, nn.Module):
@@ -212,7 +212,7 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def input_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The model's input embedding, if no other module uses its weight."""
+    """Returns the model's input embedding, if no other module uses its weight."""
     embedding = embedding_of(model)
     if not isinstance(embedding, nn.Embedding):
         return None
@@ -221,7 +221,7 @@ def input_embedding(model: nn.Module) -> nn.Embedding | None:
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
-    """The model's ``get_input_embeddings()``; None when it has none, or several."""
+    """Returns the model's ``get_input_embeddings()``; None when it has none, or several."""
     try:
         embedding = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -230,7 +230,7 @@ def embedding_of(model: nn.Module) -> nn.Module | None:
 
 
 def _decoder_of(model: nn.Module) -> nn.Module | None:
-    """The text decoder from the model's ``get_decoder()``, if it contains a list of decoder layers.
+    """Returns the text decoder from the model's ``get_decoder()``, if it contains a list of decoder layers.
 
     A vision-language model declares the classes of its vision blocks as well, and often has more of those than of text
     layers, so length alone does not identify the decoder.
@@ -243,8 +243,8 @@ def _decoder_of(model: nn.Module) -> nn.Module | None:
 
 
 def _find_layers(model: nn.Module, decoder: nn.Module | None) -> tuple[tuple[nn.Module, ...], nn.Module]:
-    """The longest stack of ``decoder`` (of the model without one), with its owner; of an encoder-decoder, all stacks of
-    declared classes, with the owner of the last."""
+    """Returns the longest stack of ``decoder`` (of the model without one), with its owner; for an encoder-decoder, all
+    stacks of declared classes, with the owner of the last."""
     declared = _declared(model)
     best: tuple[tuple[nn.Module, ...], nn.Module] = ((), model)
     for stack, owner in _stacks(decoder or model, declared):
@@ -256,7 +256,7 @@ def _find_layers(model: nn.Module, decoder: nn.Module | None) -> tuple[tuple[nn.
 
 
 def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.Module, ...], ...]:
-    """Stacks of declared classes outside the decoder. Of a stack inside another one's layers, the outer counts."""
+    """Returns the stacks of declared classes outside the decoder; skips stacks inside another stack's layers."""
     declared = _declared(model)
     if not declared or _is_encoder_decoder(model):
         return ()
@@ -270,7 +270,7 @@ def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.M
 
 
 def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module]]:
-    """Every list of modules of declared classes (of one class when none is declared) inside ``root``, with its
+    """Yields every list of modules of declared classes (of one class when none is declared) inside ``root``, with its
     owner."""
     for owner in root.modules():
         for child in owner.children():
@@ -281,7 +281,8 @@ def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[n
 
 
 def _declared(model: nn.Module) -> frozenset[str]:
-    """Names of the layer classes that the model declares unsplittable; transformers adds those of the models inside."""
+    """Returns names of the layer classes that the model declares unsplittable; transformers adds those of nested
+    models."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -290,7 +291,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _is_one_of(layer: nn.Module, declared: frozenset[str]) -> bool:
-    """By the names of all its classes: FSDP2 puts another class on top."""
+    """True if any class in the MRO has a declared name: FSDP2 puts another class on top."""
     return any(cls.__name__ in declared for cls in type(layer).__mro__)
 
 
@@ -304,11 +305,11 @@ def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Mod
 
 
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
-    """A function that initialises one module: ``_init_weights`` of the nearest enclosing pretrained model, or
+    """Returns a function that initialises one module: ``_init_weights`` of the nearest enclosing pretrained model, or
     ``reset_parameters`` of the module where there is none.
 
     Raises:
-        LigerDistError: a module has parameters and neither rule; nothing has been changed then.
+        LigerDistError: a module has parameters and neither rule; nothing is changed.
     """
     rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
 

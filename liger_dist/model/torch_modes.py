@@ -1,4 +1,4 @@
-"""Under which transforms of torch a call runs: torch.compile, torch.func, forward-mode differentiation."""
+"""Transforms of torch that a call runs under: torch.compile, torch.func, forward-mode differentiation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def is_transformed() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """True in what ``torch.utils.checkpoint`` computes twice (``use_reentrant=False``), both times; False in a compiled
-    graph, whose compiler decides what is computed again."""
+    """True inside ``torch.utils.checkpoint`` (``use_reentrant=False``), in the forward and in the recomputation; False
+    in a compiled graph, because its compiler decides what is recomputed."""
     if torch.compiler.is_compiling():
         return False
     ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -1,7 +1,7 @@
-"""References to the module that owns the holder, which do not keep it alive.
+"""Weak references to the module that owns the holder.
 
-What :func:`liger_dist.wrap` leaves on a model refers back to it. Strong references would be a cycle, so that ``del
-model`` would leave its parameters in memory until the garbage collector runs.
+:func:`liger_dist.wrap` sets attributes on a model that refer back to it. Strong references would form a cycle, and
+``del model`` would leave its parameters in memory until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeakReference:
 
 
 class Weakly:
-    """An attribute that is kept as a :class:`WeakReference`."""
+    """Attribute that is stored as a :class:`WeakReference`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_weak_{name}"

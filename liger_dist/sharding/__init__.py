@@ -1,5 +1,5 @@
 """Names of strategies, and the choice of a sharding adapter. One file per framework holds its strategy, its adapter and
-every private name of it that is used."""
+all private names of the framework that are used."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ADAPTERS: tuple[ShardingAdapter, ...] = (
     FSDP1Adapter(),
     Replicated(),
 )
-"""The first that recognises how a weight is stored computes its loss; the last one recognises all."""
+"""Sharding adapters; the first that recognises a weight's storage computes its loss. The last one recognises all."""
 
 
 def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
-    """The strategy object for a name, with ``mesh`` as its option; an object itself.
+    """Returns the strategy object for a name, with ``mesh`` as its option; returns an object as it is.
 
     Raises:
-        LigerDistError: an unknown name, or a mesh that the strategy does not take.
+        LigerDistError: an unknown name, or a mesh for a strategy without that option.
     """
     names = ", ".join(map(repr, STRATEGIES))
     if not isinstance(strategy, str):
@@ -80,10 +80,11 @@ def collect_facts(
     has_lora: bool,
     config: WrapConfig,
 ) -> Facts:
-    """What every rank knows alike of ``head`` inside ``model``. No collectives; valid at rest and inside a forward.
+    """Collects the facts about ``head`` inside ``model`` that are equal on all ranks. No collectives; valid at rest and
+    inside a forward.
 
     Args:
-        tied_to: the embeddings whose weight is the parameter of ``head``.
+        tied_to: embeddings that share the weight of ``head``.
     """
     found = (adapter.storage(head, model, tied_to) for adapter in ADAPTERS)
     return Facts(
@@ -98,10 +99,10 @@ def collect_facts(
 
 
 def choose(facts: Facts) -> ShardingAdapter:
-    """The adapter for the storage of the weight.
+    """Chooses the sharding adapter for the storage of the weight.
 
     Raises:
-        NoAdapterError: it cannot compute the loss with these facts; the message has its reasons and all facts.
+        NoAdapterError: it cannot compute the loss with these facts; the message has the reasons and all facts.
     """
     adapter = facts.storage.adapter
     reasons = adapter.not_supported_reasons(facts)

@@ -1,5 +1,5 @@
-"""Accelerate: every private name of it that is used. Sequence and context parallelism of Accelerate and DeepSpeed, with
-the calls that they compute wrongly without an error; the rounding of outputs; and the mark of prepared models."""
+"""Accelerate: all of its private names that are used. Refuses calls that sequence and context parallelism of Accelerate
+and DeepSpeed compute wrongly without an error; undoes the rounding of outputs; and marks prepared models."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class HostSequences:
     group: dist.ProcessGroup
 
     def is_true_anywhere(self, value: Tensor) -> bool:
-        """One all-reduce of a number, so that all ranks of the group decide alike."""
+        """All-reduces one value, so that all ranks of the group decide alike."""
         number = value.any().int()
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
         return bool(number)
 
 
 def size_in_accelerate(option: str) -> int:
-    """``cp_size`` or ``sp_size`` of the accelerator of this process; 1 without one."""
+    """Returns ``cp_size`` or ``sp_size`` of the accelerator of this process; 1 without one."""
     size = getattr(_accelerate("parallelism_config"), option, 1)
     return size if isinstance(size, int) else 1
 
 
 def active() -> HostSequences | None:
-    """What shards sequences in this process; None if nothing does."""
+    """Returns the ranks over which a host shards sequences in this process; None without sequence sharding."""
     if size_in_accelerate("cp_size") > 1 and _accelerate("device_mesh") is not None:
         return HostSequences("cp_size", _accelerate("device_mesh")["cp"].get_group())
     group = sequence_parallel_group()
@@ -93,7 +93,7 @@ def _restart(positions: Tensor, host: HostSequences, trains: bool) -> bool:
 
 def return_losses_unrounded(model: nn.Module) -> None:
     """Undoes the rounding of a model's outputs that Accelerate's policy asks FSDP2 for, so that losses and
-    log-probabilities stay fp32. To be called within the forward."""
+    log-probabilities stay fp32. Call it within the forward."""
     policy = getattr(_accelerate("fsdp_plugin"), "mixed_precision_policy", None)
     if isinstance(policy, MixedPrecisionPolicy) and policy.output_dtype is not None:
         keep_output_dtype(model, policy)
@@ -101,8 +101,8 @@ def return_losses_unrounded(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class RefusesPrepare:
-    """Value of the attribute from which Accelerate's ``prepare`` recognises a prepared model. Refuses under settings
-    with which Accelerate would put DistributedDataParallel or DeepSpeed around the shards."""
+    """Value of the attribute that marks a model as prepared for Accelerate. Refuses under settings with which
+    ``prepare`` would put DistributedDataParallel or DeepSpeed around the shards."""
 
     strategy: str
 
@@ -119,7 +119,7 @@ class RefusesPrepare:
 
 
 def mark_sharded(model: nn.Module, strategy: str) -> None:
-    """Makes Accelerate's ``prepare`` refuse what would wrap the shards."""
+    """Makes Accelerate's ``prepare`` refuse to wrap the shards."""
     vars(model)[_PREPARED] = RefusesPrepare(strategy)
 
 

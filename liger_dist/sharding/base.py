@@ -1,5 +1,5 @@
 """Protocols of the package: a strategy shards a model, a sharding adapter computes the loss of an lm_head that is
-stored in one way, and facts are what the choice between adapters is made from."""
+stored in one way, and facts decide between adapters."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from liger_dist.losses.spec import LossSpec
 from liger_dist.model.structure import Structure, head_shape
 
 Initializer = Callable[[nn.Module], None]
-"""initialises the parameters and buffers that a module itself owns"""
+"""initialises the parameters and buffers that a module itself has"""
 Wrapper = DistributedDataParallel | FullyShardedDataParallel
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """How :func:`liger_dist.wrap` shards a model. Its options are the fields of the object."""
+    """Strategy by which :func:`liger_dist.wrap` shards a model. Its options are the fields of the object."""
 
     name: ClassVar[str]
     has_collectives: ClassVar[bool]
-    """True if all ranks call ``wrap`` together: they then exchange their refusals first"""
+    """True if all ranks call ``wrap`` together: they then exchange refusals first"""
     shards_parameters: ClassVar[bool]
     """True if the parameters are sharded when ``wrap`` returns"""
 
@@ -55,7 +55,8 @@ class Strategy(Protocol):
         """Refuses a model that this strategy cannot shard. No collectives.
 
         Args:
-            outer: what :meth:`shard` shards: ``model``, or the ``PeftModel`` around it with parameters of its own.
+            outer: the module that :meth:`shard` shards: ``model``, or the ``PeftModel`` around it if that has further
+                parameters.
             unfused: why the loss of the model is not fused; None if it is.
 
         Raises:
@@ -72,31 +73,31 @@ class Strategy(Protocol):
         initialize: Initializer | None,
         undo: ExitStack,
     ) -> nn.Module:
-        """Shards ``outer``, the lm_head in whose ``model`` is fused already, and returns what the caller trains.
+        """Shards ``outer``, after lm_head has been fused, and returns the module that the caller trains.
 
         Args:
             outer: ``model``, or the ``PeftModel`` around it.
-            initialize: the rule for a model on the meta device, which gets storage here; None for any other.
-            undo: callbacks that undo what can be undone when something fails later.
+            initialize: rule that initialises a model on the meta device, which gets storage here; None otherwise.
+            undo: callbacks that undo the changes after a later failure.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a framework stores ``lm_head.weight``; equal on all ranks."""
+    """Storage layout of ``lm_head.weight``; equal on all ranks."""
 
     adapter: ShardingAdapter
-    """computes the loss for this storage"""
+    """adapter that computes the loss for this storage"""
     clause: str
-    """the storage in words"""
+    """storage in words, for messages"""
     weight_shape: tuple[int, int]
-    """of the full weight, ``(V, D)``"""
+    """``(V, D)`` of the full weight"""
     weight_dtype: torch.dtype
     trains: bool = True
     """True if the weight requires a gradient"""
     placements: tuple[str, ...] | None = None
-    """of the weight at rest, one for each mesh axis"""
+    """placements of the weight at rest, one for each mesh axis"""
     mesh_shape: tuple[int, ...] | None = None
     mesh_axes: tuple[str, ...] | None = None
     tensor_parallel: str | None = None
@@ -104,7 +105,7 @@ class Storage:
     tensor_parallel_size: int = 1
     """number of ranks on those axes"""
     apart_from_embedding: bool = False
-    """True if the framework stores the weight apart from the input embedding's, which is wrong for tied ones"""
+    """True if the framework stores the weight separately from the input embedding's, which is wrong for tied ones"""
     padded_in_two_groups: bool = False
     """True if two FSDP2 groups hold the weight, for lm_head and embedding, and the ranks do not divide its rows"""
     zero_quantized: bool = False
@@ -165,7 +166,7 @@ class Facts:
     """``WrapConfig.token_mean``"""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and value of each fact, for tables and messages."""
+        """Lists name and value of each fact, for tables and messages."""
         storage = {f.name: getattr(self.storage, f.name) for f in fields(self.storage)}
         storage["storage"] = storage.pop("clause")
         del storage["adapter"]
@@ -175,16 +176,16 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """How a framework averages gradients over ranks with different tokens."""
+    """Groups and divisor with which a framework averages gradients over ranks with different tokens."""
 
     groups: tuple[dist.ProcessGroup, ...]
-    """one for each mesh axis; a sum over each of them in turn is a sum over all ranks"""
+    """one group for each mesh axis; a sum over each of them in turn is a sum over all ranks"""
     divide_factor: float
     """divisor that the framework applies to summed gradients"""
 
 
 class Head(Protocol):
-    """Weight and bias of lm_head, or the effective ones of a LoRA layer."""
+    """Weight and bias of lm_head, or the effective weight and bias of a LoRA layer."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -210,54 +211,58 @@ class ShardingAdapter(Protocol):
     name: ClassVar[str]
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        """Describes how the weight is stored; None if it is stored in another way than this adapter's. No collectives;
+        """Describes how the weight is stored; None for a storage layout of another adapter. No collectives;
         at rest and in a forward.
 
         Args:
-            tied_to: the embeddings whose weight is the parameter of ``head``.
+            tied_to: embeddings that share the weight of ``head``.
         """
         ...
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
-        """Why this adapter cannot compute the loss with these facts; empty if it can. No collectives."""
+        """Lists the reasons why this adapter cannot compute the loss with these facts; empty if it can. No
+        collectives."""
         ...
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        """The ranks that share a global token mean. No collectives."""
+        """Returns the ranks that share a global token mean. No collectives."""
         ...
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
-        """The loss; called inside the forward of lm_head."""
+        """Computes the loss; called inside the forward of lm_head."""
         ...
 
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        """Input, weight and bias in full, without gradients; called inside the forward of a teacher's lm_head."""
+        """Returns input, weight and bias in full, without gradients; called inside the forward of a teacher's
+        lm_head."""
         ...
 
 
 class FullWeight:
-    """Base of adapters for a weight that is full inside lm_head's call: a framework's hooks have unsharded it there."""
+    """Base of adapters for a weight that the framework's hooks have unsharded before lm_head's forward."""
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        """No ranks: the mean is of this rank's tokens."""
+        """Returns no ranks: the mean is over this rank's tokens."""
         return DataParallel(groups=(), divide_factor=1.0)
 
     def linear_cross_entropy(
         self, hidden_states: Tensor, head: Head, labels: Tensor, *, spec: LossSpec, execution: Execution
     ) -> LossOutput:
-        """The loss on the full weight. Collectives: those of ``execution.mean_groups``."""
+        """Computes the loss on the full weight. Collectives: those of ``execution.mean_groups``."""
         weight = head.weight
         self.check_unsharded(weight)
         return fused_linear_cross_entropy(hidden_states, weight, head.bias, labels, spec=spec, execution=execution)
 
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
-        """The operands as they are."""
+        """Returns the operands unchanged."""
         self.check_unsharded(head.weight)
         return FullHead(hidden_states, head.weight, head.bias)
 
     def check_unsharded(self, weight: Tensor) -> None:
-        """Raises:
-        LigerDistError: the framework's hooks have not run, so that ``weight`` is sharded in lm_head's own forward.
+        """Refuses a weight that is still sharded in lm_head's forward.
+
+        Raises:
+            LigerDistError: the framework's hooks have not run.
         """

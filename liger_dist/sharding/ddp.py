@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the strategy "ddp", and whether one is running. The weight is full on every rank, so the
+"""DistributedDataParallel: the strategy "ddp", and a check for a running one. The weight is full on every rank, so the
 adapter is :class:`.single.Replicated`."""
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class DDP(Unsharded):
 
 
 def averaged_parameters(root: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters whose gradients DDP averages, if :func:`liger_dist.wrap` made ``root``: those that were trained
-    then."""
+    """Returns the parameters whose gradients DDP averages, if :func:`liger_dist.wrap` built ``root``: those that
+    required a gradient then."""
     averaged: tuple[nn.Parameter, ...] = vars(root).get(_AVERAGED, ())
     return averaged
 
 
 def may_be_running() -> bool:
-    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile) and cannot be asked."""
+    """True inside the forward of a DDP, and where its reducer runs in Python (torch.compile) and cannot be queried."""
     dynamo = sys.modules.get("torch._dynamo.config")
     if str(getattr(dynamo, "optimize_ddp", "")).startswith("python_reducer"):
         return True

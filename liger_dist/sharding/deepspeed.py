@@ -1,8 +1,8 @@
 """DeepSpeed: strategy, sharding adapter for ZeRO-3, and its private names.
 
-ZeRO-3's own module hooks all-gather the weight for lm_head's forward and again for its backward, and reduce its
-gradient; the loss adds no collective. ``GatheredParameters`` is not used: inside a forward it frees the weight before
-the backward. ZeRO-0, 1 and 2 keep the full weight on every rank, which :class:`.single.Replicated` serves.
+ZeRO-3's hooks all-gather the weight for lm_head's forward and again for its backward, and reduce its gradient; the loss
+adds no collective. ``GatheredParameters`` is not used: inside a forward it frees the weight before the backward. Under
+ZeRO-0, 1 and 2 every rank keeps the full weight, as for :class:`.single.Replicated`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def is_stored_by_zero3(weight: object) -> bool:
 
 
 def _is_quantized(weight: object) -> bool:
-    """True if ZeRO-3 sends ``weight`` or its gradient quantised (ZeRO++)."""
+    """True if ZeRO-3 communicates ``weight`` or its gradient quantised (ZeRO++)."""
     optimizer = getattr(weight, "_z3_optimizer", None)
     offload = getattr(optimizer, "parameter_offload", None)
     return (
@@ -100,7 +100,7 @@ def has_started() -> bool:
 
 
 def sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks over which DeepSpeed shards sequences; None if it does not."""
+    """Returns the ranks over which DeepSpeed shards sequences; None without sequence parallelism."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     if groups is None or not has_started() or groups._get_sequence_parallel_world_size() == 1:
         return None
@@ -114,7 +114,7 @@ def is_engine(root: nn.Module) -> bool:
 
 
 def backward(engine: Any, loss: Tensor) -> None:
-    """The backward of a micro-batch after which the engine reduces gradients."""
+    """Runs the backward of a micro-batch after which the engine reduces gradients."""
     before = engine._is_gradient_accumulation_boundary
     engine.set_gradient_accumulation_boundary(True)
     try:
@@ -124,7 +124,7 @@ def backward(engine: Any, loss: Tensor) -> None:
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The full gradient of a parameter of an engine (a collective under ZeRO)."""
+    """Returns the full gradient of a parameter of an engine (a collective under ZeRO)."""
     from deepspeed.utils import safe_get_full_grad
 
     gradient: Tensor | None = safe_get_full_grad(parameter)
@@ -132,7 +132,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def clear_gradients(engine: Any) -> None:
-    """Clears what ZeRO and the bf16 optimizer have reduced and keep until the step, without the step."""
+    """Clears the reduced gradients that ZeRO and the bf16 optimizer keep until the step, without the step."""
     optimizer = engine.optimizer
     optimizer.zero_grad()
     if hasattr(optimizer, "clear_hp_grads"):
@@ -154,8 +154,8 @@ def has_unfinished_step(engine: Any) -> bool:
 
 
 def _first_micro_step(optimizer: Any) -> int:
-    """ZeRO-1 and 2 count from -1, so that a backward makes it 0; ZeRO-3 counts from 0 and keeps a flag until the next
-    forward."""
+    """Returns the counter before the first micro-step: -1 under ZeRO-1 and 2, where a backward makes it 0; 0 under
+    ZeRO-3, which keeps a flag until the next forward."""
     return 0 if _is_stage_3(optimizer) else -1
 
 

@@ -2,26 +2,26 @@
 
 FSDP all-gathers a unit's parameters when its forward runs and reduce-scatters their gradients after its backward. A
 rank without images never runs the vision encoder, so its collectives would be missing there. The ranks exchange on the
-host which of them have images; those without call the encoder's units on a scalar that adds zero to the result.
+host which of them have images; those without images call the encoder's units on a scalar that adds zero to the result.
 
 [Note: Order of collectives with and without images]
 A rank that has images leads. Before each unit of an encoder it broadcasts which unit comes next and whether the unit's
 inputs require gradients, before the decoder which units and parameters the decoder's inputs depend on. A rank without
 images repeats that:
 
-- Forward: it calls the same units in the same order through FSDP's own hooks, before its decoder runs. The input
+- Forward: it calls the same units in the same order through FSDP's hooks, before its decoder runs. The input
   embedding, when it is a unit, and the decoder are announced as well, so that the ranks also agree on what comes
   between encoder and embedding.
 - Backward: autograd runs the ready node that was created last. The scalars are created where the leader's activations
   are, between embedding and decoder, so the decoder's units come first, then the encoder's in reverse, then the
   embedding. A unit whose output the leader does not use (Llava skips the last layer) has no backward on either rank.
-- Reduce-scatter: FSDP2 reduces the gradients that there are. A parameter gets zeros on a rank without images if the
+- Reduce-scatter: FSDP2 reduces only existing gradients. A parameter gets zeros on a rank without images if the
   leader's decoder inputs depend on it, and None otherwise. This includes the root's parameters around the encoder
-  (patch embedding, projector). A unit that runs more than once before a backward is reduced once, when autograd adds up
+  (patch embedding, projector). A unit that runs more than once before a backward is reduced once, when autograd sums
   its gradients. Under reentrant activation checkpointing each of its passes has a backward inside the backward, whose
   gradients FSDP2 reduces alone: a rank without images writes the zeros of those parameters in the same nested way, and
-  a rank with images those of parameters that the layer does not use, which the graph does not tell. FSDP1 fails there
-  without images too (its first reduction frees what the second pass needs), which is refused.
+  a rank with images those of parameters that the layer does not use, because the graph does not show them. FSDP1 fails
+  there without images too (its first reduction frees what the second pass needs), which is refused.
 
 No value of a parameter is read, so NaN or Inf do not spread.
 """
@@ -57,7 +57,7 @@ _INSTALLED = "_liger_dist_optional_encoders"
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values", "audio_values")
 _GRAD_ENABLED, _INPUTS_REQUIRE_GRAD = 1, 2
 _UNUSED, _IN_GRAPH, _IN_CHECKPOINT = 0, 1, 2
-"""how the leader's decoder inputs depend on a parameter: not, in its graph, or inside a reentrant checkpoint"""
+"""dependence of the leader's decoder inputs on a parameter: none, in the graph, or inside a reentrant checkpoint"""
 
 
 def install(
@@ -71,12 +71,12 @@ def install(
 ) -> None:
     """Hooks a sharded model whose encoders are FSDP units; does nothing for a model without encoders.
 
-    Creates one gloo group of the mesh's ranks. To be called last, so that the exchange comes before FSDP's hooks.
+    Creates one gloo group of the mesh's ranks. Call it last, so that the exchange comes before FSDP's hooks.
 
     Args:
         mesh: the data-parallel axes.
-        root: what the caller calls, the model itself or FSDP1's wrapper.
-        flat_parameters: the flat parameter of an FSDP1 unit.
+        root: the module that the caller calls: the model, or FSDP1's wrapper.
+        flat_parameters: returns the flat parameter of an FSDP1 unit.
     """
     inputs = _encoder_inputs(model)
     if structure.other_stacks and inputs and mesh.size() > 1:
@@ -94,13 +94,13 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _kind(encoder_input: str) -> str:
-    """The same for inputs of encoders of one kind, such as images and videos."""
+    """Maps an encoder input to its kind, equal for inputs of one kind of encoder, such as images and videos."""
     return next(kind for kind in _ENCODER_INPUTS if kind in encoder_input)
 
 
 def _encoder_inputs(model: nn.Module) -> dict[str, int]:
-    """The parameters of the model's forward that an encoder takes, with their positions; deprecated names of theirs,
-    which transformers' decorators still take, are keywords alone."""
+    """Returns the parameters of the model's forward that are encoder inputs, with their positions. Their deprecated
+    names, which transformers' decorators still accept, are keywords alone."""
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
     names += renamed_keywords(type(model).forward)
     return {
@@ -115,15 +115,15 @@ class _MixedCall:
     """One forward of the model in which some ranks have encoder inputs and others have none."""
 
     leader: int
-    """the global rank that announces its units"""
+    """global rank that announces its units"""
     has_inputs: bool
     """True on ranks that run their encoders themselves"""
     depends_on: list[int] = field(default_factory=list)
-    """for each parameter, how the leader's decoder inputs depend on it; filled before the decoder runs"""
+    """for each parameter, the dependence of the leader's decoder inputs on it; filled before the decoder runs"""
     outputs: list[tuple[int, Tensor]] = field(default_factory=list)
-    """the units' outputs with the units' numbers, in the order of calls"""
+    """outputs of the units with the units' indices, in the order of calls"""
     parameters: list[tuple[int, int, Tensor]] = field(default_factory=list)
-    """unsharded parameters of units that this rank ran itself, with the numbers of unit and parameter"""
+    """unsharded parameters of units that this rank ran itself, with the indices of unit and parameter"""
     is_repeating: bool = False
     """True while a unit runs on a scalar"""
 
@@ -184,7 +184,7 @@ class OptionalEncoders:
             # Before FSDP2 reshards, so that the parameters are those of the graph.
             hooks.append(unit.register_forward_hook(partial(self._after_unit, number), prepend=True))
             if isinstance(unit, FSDPModule):
-                # After FSDP2's own, so that in the backward it comes before the reduction.
+                # After FSDP2's hook, so that in the backward it comes before the reduction.
                 hooks.append(unit.register_forward_pre_hook(partial(self._in_unit, number)))
         return hooks + self._reentrant.install(decoder)
 
@@ -198,7 +198,7 @@ class OptionalEncoders:
         """Exchanges which encoder inputs each rank has (one all-gather on the host).
 
         Raises:
-            LigerDistError: on all ranks, when they differ in a way that FSDP cannot have.
+            LigerDistError: on all ranks, if they differ in a way that FSDP does not support.
         """
         self._call = None
         given = [kwargs.get(n) is not None or (p < len(args) and args[p] is not None) for n, p in self._inputs.items()]
@@ -302,7 +302,7 @@ class OptionalEncoders:
         return args, kwargs | {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
 
     def _announce(self, call: _MixedCall, stop: int, flags: int, dependencies: Sequence[int] = ()) -> None:
-        """Broadcasts what comes next from the leader; other ranks with encoder inputs check that it is theirs."""
+        """Broadcasts the next stop from the leader; other ranks with encoder inputs check that it is theirs."""
         sent = self._broadcast(call, [stop, flags, *dependencies])
         if sent[0] != stop:
             raise LigerDistError(
@@ -312,7 +312,7 @@ class OptionalEncoders:
             )
 
     def _follow(self, call: _MixedCall, *, until: int) -> list[int]:
-        """Runs the leader's units until it comes to ``until``; returns what was sent with that."""
+        """Runs the leader's units up to ``until``; returns the message of that stop."""
         while True:
             stop, flags, *dependencies = self._broadcast(call, [])
             if stop == until:
@@ -331,7 +331,7 @@ class OptionalEncoders:
         return cast(list[int], tensor.tolist())
 
     def _repeat(self, call: _MixedCall, number: int, flags: int) -> None:
-        """Runs one unit with FSDP's hooks on a scalar, which requires a gradient where the leader's inputs do."""
+        """Runs one unit with FSDP's hooks on a scalar that requires a gradient where the leader's inputs do."""
         unit = self._units[number]
         target = without_fsdp1(unit)
         first = self._first_parameter[number]
@@ -355,23 +355,24 @@ class OptionalEncoders:
                 target.forward = own_forward
 
     def _parameters_of(self, unit: nn.Module) -> list[Tensor]:
-        """The leaves of the graph that a unit's forward builds, unsharded inside that forward."""
+        """Returns the leaves of the graph that a unit's forward builds, unsharded inside that forward."""
         if isinstance(unit, FullyShardedDataParallel):
             assert self._flat_parameters is not None
             return self._flat_parameters(unit)
         return list(unit.parameters())
 
     def _root_parameters(self) -> list[Tensor]:
-        """Those of the root's unit outside the decoder, unsharded inside the model's forward."""
+        """Returns the parameters of the root's unit outside the decoder, unsharded inside the model's forward."""
         if isinstance(self._root, FullyShardedDataParallel):
             return self._parameters_of(self._root)
         return [cast(Tensor, owner._parameters[name]) for owner, name in self._in_root]
 
     def _dependencies(self, call: _MixedCall, inputs: Any) -> list[int]:
-        """Which units' outputs the decoder's ``inputs`` depend on (0 or 1), and how on which parameters."""
+        """Computes which units' outputs the decoder's ``inputs`` depend on (0 or 1), and the dependence on each
+        parameter."""
         nodes, leaves = _graph_of(_tensors(inputs))
         used = {number for number, output in call.outputs if output.grad_fn in nodes}
-        # Reentrant checkpointing hides a layer's parameters from the graph: all that train are taken to be used.
+        # Reentrant checkpointing hides a layer's parameters from the graph: all trained ones count as used.
         is_hidden = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         is_used = [int(number in used) for number in range(len(self._units))]
         depends = [_UNUSED] * (self._message_size - 2 - len(self._units))
@@ -391,7 +392,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _graph_of(tensors: Iterator[Tensor]) -> tuple[set[Any], set[int]]:
-    """Every node of the autograd graph of ``tensors``, and the identities of its leaves."""
+    """Returns all nodes of the autograd graph of ``tensors``, and the ids of its leaves."""
     nodes: set[Any] = set()
     ahead: list[Any] = [tensor.grad_fn for tensor in tensors]
     while ahead:
@@ -407,7 +408,7 @@ def _zero(depends_on: list[int], first: int, hidden: Tensor, *parameters: Tensor
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """The scalar 0, with zeros for the gradients of ``hidden`` and of the parameters that ``depends_on`` names."""
+    """The scalar 0, with zero gradients for ``hidden`` and for the parameters used according to ``depends_on``."""
 
     @staticmethod
     def forward(ctx: Any, depends_on: list[int], first: int, hidden: Tensor, *parameters: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ computes for all weights, and FSDP2 all-gathers one byte per element. With "roww
 and every rank casts the full weights.
 
 [Note: Weights of a float8 all-gather]
-torchao casts a shard in FSDP2's pre-all-gather hook, which it hangs on a tensor class of the parameter. Other code must
-not meet that class: a checkpoint that is staged for a background write would copy nothing out of it, and one with its
-pickle needs torchao to be read. So state dicts hold the shard inside it, in the same memory. Two kinds of layers keep
-the usual all-gather: those whose rows the ranks do not divide, because FSDP2 pads their shards and the cast would not,
-and those of DoRA, which reads the weight.
+torchao casts a shard in FSDP2's pre-all-gather hook, which is a method of the parameter's tensor class. Other code must
+not meet that class: a checkpoint that is staged for a background write would copy no data, and a pickled one needs
+torchao to load. So state dicts hold the shard inside it, in the same memory. Two kinds of layers keep the usual
+all-gather: those whose rows the ranks do not divide, because FSDP2 pads their shards and the cast would not, and those
+of DoRA, which reads the weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Recipe = Literal["tensorwise", "rowwise"]
 _MULTIPLE = 16
 """divisor of both sizes of a weight in float8 products"""
 _CAPABILITY = (8, 9)
-"""the first GPUs with float8 products"""
+"""lowest compute capability with float8 products"""
 
 
 def check_float8() -> None:
@@ -58,11 +58,11 @@ def check_float8() -> None:
 def convert(
     layers: Iterable[nn.Module], recipe: Recipe, *, shards: int, numbers_of_experts: frozenset[int], undo: ExitStack
 ) -> None:
-    """Swaps the classes of the linear layers in ``layers`` for torchao's. Before they are sharded.
+    """Swaps the classes of the linear layers in ``layers`` for torchao's. Call it before they are sharded.
 
     Args:
         shards: ranks that share the rows of a weight.
-        numbers_of_experts: sizes of outputs that select experts; such layers are small, and their rounding would send
+        numbers_of_experts: sizes of outputs that select experts; such layers are small, and their rounding would route
             tokens to other experts.
 
     Raises:
@@ -89,14 +89,14 @@ def convert(
 
 
 def numbers_of_experts(config: Any) -> frozenset[int]:
-    """Those that a model's config names."""
+    """Returns the numbers of experts in a model's config."""
     named = {value for name, value in vars(config).items() if name.endswith("experts")}
     return frozenset(value for value in named if isinstance(value, int))
 
 
 def _fitting(layers: Iterable[nn.Module], numbers_of_experts: frozenset[int]) -> list[tuple[nn.Linear, bool]]:
-    """The linear layers in ``layers`` that compute in float8, each once; True with those whose weight is read by
-    another module."""
+    """Returns the linear layers in ``layers`` that compute in float8, each once, with True if another module reads the
+    layer's weight."""
     found = {linear: read for linear, read in _linears(layers) if linear.out_features not in numbers_of_experts}
     if not found:
         raise LigerDistError(
@@ -118,7 +118,8 @@ def _fitting(layers: Iterable[nn.Module], numbers_of_experts: frozenset[int]) ->
 
 
 def _linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Linear, bool]]:
-    """PEFT keeps the matrices of LoRA in dictionaries of modules, which are left out."""
+    """Yields each linear layer, with True if its parent reads the weight; skips LoRA's matrices, which PEFT keeps in a
+    ModuleDict."""
     for layer in layers:
         for parent in layer.modules():
             if isinstance(parent, nn.ModuleDict):
@@ -129,7 +130,7 @@ def _linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Linear, bool]]:
 
 
 def _become(linear: nn.Linear, converted: nn.Module, undo: ExitStack) -> None:
-    """Gives ``linear`` class, options and weight of ``converted``; its identity and its hooks stay."""
+    """Gives ``linear`` the class, options and weight of ``converted``, and keeps its identity and hooks."""
     options = {name: value for name, value in vars(converted).items() if name not in vars(linear)}
     undo.callback(linear.register_parameter, "weight", linear._parameters["weight"])
     undo.callback(setattr, linear, "__class__", type(linear))
@@ -141,7 +142,7 @@ def _become(linear: nn.Linear, converted: nn.Module, undo: ExitStack) -> None:
 
 
 def _replace_by_shard(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Replaces the weight in a state dict by its shard as a plain tensor; see [Note: Weights of a float8
+    """Replaces the weight in a state dict by its shard as a torch.Tensor; see [Note: Weights of a float8
     all-gather]."""
     weight = state.get(f"{prefix}weight")
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
@@ -156,8 +157,8 @@ def _replace_by_shard(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any
 
 
 def precompute_scales(decoder: nn.Module, undo: ExitStack) -> None:
-    """Makes every forward of ``decoder`` compute the scales of all its float8 weights first: one all-reduce, instead of
-    one before each all-gather."""
+    """Hooks ``decoder`` so that every forward first computes the scales of all its float8 weights: one all-reduce,
+    instead of one before each all-gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     @untraced

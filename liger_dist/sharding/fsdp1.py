@@ -1,8 +1,8 @@
 """FSDP1 (``FullyShardedDataParallel``): strategy, sharding adapter, and its private names.
 
 The hooks of the unit that holds lm_head unshard its flat parameter for the forward and again for the backward, and
-reduce-scatter its gradient. Collectives of a step for that unit are FSDP1's own (one or two all-gathers, one
-reduce-scatter); the loss adds none, or one all-reduce of one number per process group with ``token_mean="global"``.
+reduce-scatter its gradient. Collectives of a step for that unit are those of FSDP1 (one or two all-gathers, one
+reduce-scatter); the loss adds none, or one all-reduce of one value per process group with ``token_mean="global"``.
 
 ``summon_full_params`` is not used: around a loss with gradients it raises, or silently loses lm_head's gradient.
 """
@@ -114,7 +114,8 @@ class FSDP1(FullySharded):
 
 
 def _head_unit(model: nn.Module, structure: Structure) -> list[nn.Module]:
-    """lm_head, unless it has several names or another module holds one of its parameters: the root then has both."""
+    """Returns lm_head, unless it has several names or shares a parameter with another module: the root then has
+    both."""
     head = active_head(model.get_submodule(structure.head_name))
     is_shared = structure.tied or shares_parameters(model, [head]) or len(_all_names(model)[head]) > 1
     return [] if is_shared else [head]
@@ -128,7 +129,7 @@ def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 class FSDP1Adapter(FullWeight):
-    """FSDP1's hooks unshard the weight for lm_head's forward; the loss runs inside it on a plain view."""
+    """FSDP1's hooks unshard the weight for lm_head's forward; the loss runs inside it on the unsharded view."""
 
     name: ClassVar[str] = "fsdp1"
 
@@ -178,7 +179,7 @@ def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:
     if embedding is None or weight is None or not is_stored_by_fsdp1(weight):
         return False
     if any(embedding in unit.modules() for unit in _units(model)):
-        return False  # Its own unit unshards it later.
+        return False  # The embedding's unit unshards it later.
     return weight.dim() != 2 or weight.untyped_storage().size() == 0
 
 
@@ -198,7 +199,7 @@ def is_flat(name: str) -> bool:
 
 
 def flat_parameters(unit: FullyShardedDataParallel) -> list[Tensor]:
-    """The flat parameter of a unit, unsharded inside its forward; none for a unit without parameters."""
+    """Returns the flat parameter of a unit, unsharded inside its forward; none for a unit without parameters."""
     return [] if unit._handle is None else [unit._handle.flat_param]
 
 
@@ -207,6 +208,6 @@ def _units(model: nn.Module) -> Sequence[FullyShardedDataParallel]:
 
 
 def _innermost(module: nn.Module, model: nn.Module) -> FullyShardedDataParallel | None:
-    """The smallest unit inside ``model`` that holds ``module``; None for one that only the root holds."""
+    """Returns the smallest unit inside ``model`` that holds ``module``; None if only the root holds it."""
     holding = [unit for unit in _units(model) if module in unit.modules()]
     return min(holding, key=lambda unit: sum(1 for _ in unit.modules()), default=None)

@@ -1,9 +1,10 @@
 """FSDP2 (``fully_shard``): strategy, sharding adapters, and its private names.
 
 With a gathered lm_head its hooks all-gather the weight for lm_head's forward. Collectives of a step for the group that
-holds it are FSDP2's own: one all-gather before the forward, one reduce-scatter after the backward (and one all-reduce
-under HSDP), one more all-gather in the backward if the group is resharded after its forward. The loss adds none, or one
-all-reduce of one number for ``token_mean="global"``. For a vocab-parallel lm_head see :mod:`.vocab_parallel`.
+holds it are those of FSDP2: one all-gather before the forward, one reduce-scatter after the backward (and one
+all-reduce under HSDP), one more all-gather in the backward if the group is resharded after its forward. The loss adds
+none, or one all-reduce of one value for ``token_mean="global"``. For a vocab-parallel lm_head see
+:mod:`.vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -67,20 +68,21 @@ TIED_AND_PADDED = (
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(FullySharded):
     """Shards a model by FSDP2: one group per layer, one for final norm and lm_head, and the root. A last mesh axis
-    named "tp" is tensor-parallel. The ranks of a last axis named "sp" hold parts of the same sequences, which
-    :func:`liger_dist.shard_sequence` cuts, and share parameters with the shard axis."""
+    named "tp" is tensor-parallel. The ranks of a last axis named "sp" hold the sequence shards of
+    :func:`liger_dist.shard_sequence`; parameters are sharded over it too."""
 
     name: ClassVar[str] = "fsdp2"
 
     lm_head: LMHead = "gather"
     """"gather": FSDP2 all-gathers lm_head's weight for the loss. "vocab_parallel": every rank keeps its row shard and
     the tokens are exchanged, so that neither the full weight nor its full gradient exists; all ranks then have to scale
-    their losses alike, and call the model at the same time. docs/vocab_parallel.md has what each sends and holds."""
+    their losses alike, and call the model at the same time. docs/vocab_parallel.md lists communication and memory of
+    both."""
 
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
-    "rowwise" (a scale for each row). Parameters keep their dtype, and lm_head computes as without. The layers are
-    compiled: without that float8 is slower than bf16. CPUs emulate it."""
+    "rowwise" (a scale for each row). Parameters keep their dtype, and lm_head is unchanged. The layers are compiled,
+    because float8 is slower than bf16 otherwise. CPUs emulate it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +151,7 @@ class FSDP2(FullySharded):
     ) -> nn.Module:
         device = compute_device()
         is_flat = len(shape_of(self.mesh, dist.get_world_size())) == 1
-        # PEFT takes a mesh of one axis for tensor-parallel unless that is named "fsdp".
+        # PEFT treats a mesh of one axis as tensor-parallel unless that is named "fsdp".
         names = ("fsdp",) if is_flat else ("replicate", "shard")
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         mesh, tensor_parallel = split_axes(mesh)
@@ -202,7 +204,8 @@ class FSDP2(FullySharded):
         mesh: DeviceMesh,
         ignored: frozenset[nn.Parameter],
     ) -> None:
-        """Masters keep their dtype. ``output_dtype`` stays None, because FSDP2 would round the loss to it."""
+        """Applies ``fully_shard`` to layers, tail and root. Masters keep their dtype. ``output_dtype`` stays None,
+        because FSDP2 would round the loss to it."""
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {
             "mesh": mesh,
@@ -218,13 +221,13 @@ class FSDP2(FullySharded):
         if not (structure.tied or ignored or shares_parameters(model, tail)):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             fully_shard(tail, reshard_after_forward=False, **options)
-        # Cast by a hook instead, which leaves the arguments of the loss alone.
+        # The root's inputs are cast by a hook instead, which leaves the arguments of the loss alone.
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
         fully_shard(root, ignored_params=set(ignored) or None, **options)
         if self.param_dtype is not None:
             root.register_forward_pre_hook(partial(_cast_inputs, self.param_dtype), with_kwargs=True)
         if root is not model:
-            # PEFT calls the base model's own ``generate``, not the root's forward.
+            # PEFT calls ``generate`` of the base model, not the root's forward.
             register_fsdp_forward_method(root, "generate")
         for name, parameter in root.named_parameters():
             # A frozen tensor subclass (of float8) that FSDP2 moves to the GPU comes back trainable.
@@ -234,8 +237,8 @@ class FSDP2(FullySharded):
 def _cast_inputs(
     dtype: torch.dtype, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that casts floating arguments to ``dtype``, as FSDP2 does for its root, but those of the loss:
-    16 bits round a number of items, soft labels and temperatures."""
+    """Casts floating arguments to ``dtype``, as FSDP2 does for its root, except those of the loss: 16 bits would round
+    a number of items, soft labels and temperatures. A forward pre-hook."""
 
     def cast(value: Any) -> Any:
         is_floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -246,7 +249,7 @@ def _cast_inputs(
 
 
 class FSDP2Gathered(FullWeight):
-    """FSDP2's hooks all-gather the weight for lm_head's forward; the loss runs inside it on a plain weight."""
+    """FSDP2's hooks all-gather the weight for lm_head's forward; the loss runs inside it on the full weight."""
 
     name: ClassVar[str] = "fsdp2-gathered"
 
@@ -269,7 +272,8 @@ class FSDP2Gathered(FullWeight):
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
-    """FSDP2 over the data-parallel axes of an lm_head whose rows are sharded over a tensor-parallel axis."""
+    """Adapter for an lm_head whose rows are sharded over a tensor-parallel axis, with FSDP2 over the data-parallel
+    axes."""
 
     name: ClassVar[str] = "fsdp2-tensor-parallel"
 
@@ -285,7 +289,8 @@ class FSDP2TensorParallel(TensorParallelAdapter):
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what FSDP2 keeps unsharded after a forward, of a model that will have no backward. No collectives."""
+    """Frees the parameters that FSDP2 keeps unsharded after a forward, of a model without a following backward. No
+    collectives."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -301,7 +306,7 @@ def is_in_forward(root: object) -> bool:
 
 def finish_forward(root: object) -> None:
     """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
-    without lm_head: FSDP2 would take the next forward of ``root`` for a part of it, and not wait for the optimizer."""
+    without lm_head: FSDP2 would treat the next forward of ``root`` as a part of it, and not wait for the optimizer."""
     assert isinstance(root, FSDPModule)
     context = root._get_fsdp_state()._state_ctx
     if context.iter_forward_root is None:
@@ -326,7 +331,7 @@ def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
 
 
 def _tied_weight_reasons(facts: Facts) -> list[str]:
-    """Why FSDP2 does not keep lm_head and the embedding that it is tied to one parameter."""
+    """Lists the reasons why FSDP2 does not keep lm_head and its tied embedding one parameter."""
     storage = facts.storage
     if facts.tied and storage.apart_from_embedding:
         return [TIED_APART]
@@ -334,7 +339,7 @@ def _tied_weight_reasons(facts: Facts) -> list[str]:
 
 
 def divide_factor(model: nn.Module) -> float:
-    """Divisor that FSDP2 applies to summed gradients, read from the first of the model's groups."""
+    """Returns the divisor that FSDP2 applies to summed gradients, read from the first of the model's groups."""
     return _divide_factor(next(_param_groups(model)))
 
 
@@ -350,7 +355,7 @@ def reduces_over_replicas(model: nn.Module) -> bool:
 
 
 def unfinished_reduction(model: nn.Module) -> str | None:
-    """Why gradients are not fully reduced (gradient accumulation or no-sync), as a clause; None if they are."""
+    """Says why gradients are not fully reduced (gradient accumulation or no-sync), as a clause; None if they are."""
     for group in _param_groups(model):
         if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
             return "FSDP2 holds gradients that it has not reduced yet"
@@ -363,10 +368,10 @@ def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -
     """Reads FSDP2's records of ``head.weight``; None when FSDP2 does not store it. No collectives.
 
     [Note: One parameter in two FSDP2 groups] transformers shards before it ties, so embedding and lm_head end in
-    different groups, and tying gives both modules one sharded parameter. Each group then all-gathers it for its own
-    module and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor
-    that it saw in its first forward, and a shard with fewer rows than the others is replaced there by a padded copy,
-    once in each group: the parameter is a view of the last copy, and the first is never updated.
+    different groups, and tying gives both modules one sharded parameter. Each group then all-gathers it for its module
+    and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor of its
+    first forward, and a shard with fewer rows than the others is replaced there by a padded copy, once in each group:
+    the parameter is a view of the last copy, and the first is never updated.
     """
     found = _find_param(head, model)
     if found is None:
@@ -386,7 +391,7 @@ def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -
 
 
 def _find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
-    """FSDP2's parameter group of ``head.weight`` and its record there; None when FSDP2 does not store it."""
+    """Finds FSDP2's parameter group of ``head.weight`` and its record there; None when FSDP2 does not store it."""
     for group in _param_groups(model):
         for fsdp_param in group.fsdp_params:
             if (head, "weight") in _owners(fsdp_param):
@@ -400,12 +405,12 @@ def _owners(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
 
 
 def managed_parameters(root: nn.Module) -> set[tuple[nn.Module, str]]:
-    """Module and name of each parameter that FSDP2 shards, and whose gradient it reduces."""
+    """Returns module and name of each parameter that FSDP2 shards and reduces the gradient of."""
     return {owner for group in _param_groups(root) for record in group.fsdp_params for owner in _owners(record)}
 
 
 def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
-    """FSDP2 reads the parameter from the module in its first forward, and keeps it from then on."""
+    """Returns the sharded parameter: FSDP2 reads it from the module in its first forward, and keeps it from then on."""
     info = fsdp_param._module_info
     return fsdp_param.sharded_param if group._reset_sharded_params else getattr(info.module, info.param_name)
 
@@ -416,7 +421,7 @@ def _num_shards(weight: DTensor) -> int:
 
 
 def abandon_forward(model: nn.Module) -> None:
-    """Ends a forward that has raised in ``model`` or below it. FSDP2 would take the next forward for a part of it, and
+    """Ends a forward that has raised in ``model`` or below it. FSDP2 would treat the next forward as a part of it, and
     not wait for the optimizer."""
     root: nn.Module = vars(model).get(_ROOT, lambda: model)()
     if isinstance(root, FSDPModule) and is_in_forward(root):
@@ -425,17 +430,17 @@ def abandon_forward(model: nn.Module) -> None:
 
 
 def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Undoes the rounding of outputs that ``policy`` asks of FSDP2 for ``model`` and the modules around it. To be
-    called within the forward; groups with another policy keep theirs."""
+    """Undoes the rounding of outputs that ``policy`` asks of FSDP2 for ``model`` and the modules around it. Call it
+    within the forward; groups with another policy keep theirs."""
     for state in {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}:
-        # With those of the modules around the model, such as PEFT's.
+        # Includes the states of modules around the model, such as PEFT's.
         for shared in (state, *state._state_ctx.all_states):
             if shared._mp_policy == policy:
                 shared._mp_policy = replace(policy, output_dtype=None)
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """Each group once, also where ``fully_shard`` was given a list of modules, which share its state."""
+    """Yields each group once, also where ``fully_shard`` had a list of modules, which share its state."""
     around = vars(model).get(_ROOT, lambda: None)()
     modules = (model if around is None else around).modules()
     states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))

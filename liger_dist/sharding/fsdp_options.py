@@ -36,15 +36,15 @@ class FullySharded:
     mesh: Mesh | None = None
     """A DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; None: all ranks in one shard group."""
     param_dtype: torch.dtype | None = None
-    """Compute dtype, while masters keep theirs (``torch.bfloat16`` is usual); None for the masters' own."""
+    """Compute dtype, while masters keep theirs (``torch.bfloat16`` is usual); None for the masters' dtype."""
     reduce_dtype: torch.dtype = torch.float32
     """Dtype of gradient reduction; a lower one than fp32 loses small gradients as ranks grow."""
     reshard_after_forward: bool = True
-    """Free a decoder layer's full weights between its forward and its backward."""
+    """True to free a decoder layer's full weights between its forward and its backward."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory."""
+    """True to keep shards, gradients and optimizer state in host memory."""
     compile_layers: bool = False
-    """Compile each decoder layer, as :func:`liger_dist.compile_layers`."""
+    """True to compile each decoder layer, as :func:`liger_dist.compile_layers`."""
 
     def __post_init__(self) -> None:
         check_dtype("param_dtype", self.param_dtype)
@@ -52,11 +52,11 @@ class FullySharded:
 
     @property
     def compiles_layers(self) -> bool:
-        """True if an option asks for compiled layers."""
+        """True if an option requires compiled layers."""
         return self.compile_layers
 
     def compile(self, structure: Structure, undo: ExitStack) -> None:
-        """Compiles the decoder layers where that is asked for; before they are sharded."""
+        """Compiles the decoder layers if an option requires it; call it before they are sharded."""
         if self.compiles_layers:
             for layer in structure.layers:
                 undo.callback(restore_call, layer, compiled_call(layer))
@@ -113,8 +113,8 @@ def shares_parameters(model: nn.Module, parts: list[nn.Module]) -> bool:
 
 
 def refuse_shared_by_layers(outer: nn.Module, structure: Structure, strategy: str) -> None:
-    """Refuses a parameter of a layer that another layer, or a module outside of the layers, holds as well: each layer
-    is sharded by itself.
+    """Refuses a parameter that a layer shares with another layer or with a module outside the layers: each layer is
+    sharded alone.
 
     Raises:
         LigerDistError: with the names of both.
@@ -135,8 +135,8 @@ def refuse_shared_by_layers(outer: nn.Module, structure: Structure, strategy: st
 
 
 def refuse_overlaps(outer: nn.Module, strategy: str, way_out: str = "use strategy='ddp', which does not") -> None:
-    """Refuses two parameters in the same memory, as PEFT's ``ensure_weight_tying`` makes them for LoRA on a tied
-    embedding. A strategy that moves parameters gives each its own memory, so that they train apart.
+    """Refuses two parameters in the same memory, as PEFT's ``ensure_weight_tying`` creates them for LoRA on a tied
+    embedding. A strategy that moves parameters gives each separate memory, so that they would train independently.
 
     Raises:
         LigerDistError: with the names of both.
@@ -161,9 +161,9 @@ def refuse_overlaps(outer: nn.Module, strategy: str, way_out: str = "use strateg
 
 
 def _shared(in_storage: list[tuple[int, int, str, Tensor]]) -> tuple[str, str] | None:
-    """Names of two tensors of one storage that have a byte in common; columns of one tensor have none."""
+    """Returns the names of two tensors of one storage that have a byte in common; columns of one tensor have none."""
     first = in_storage[0][0]
-    # For each byte the place of the tensor that it belongs to.
+    # For each byte the index of its tensor.
     owners = torch.full((max(end for _, end, _, _ in in_storage) - first,), -1, dtype=torch.int16, device="cpu")
     for place, (start, _, name, tensor) in enumerate(in_storage):
         size = tensor.element_size()

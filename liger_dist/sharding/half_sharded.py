@@ -14,7 +14,7 @@ _FAILED = "_liger_dist_failed"
 
 
 def storage_state(model: nn.Module) -> tuple[int, int, int]:
-    """Numbers of FSDP units, of DTensor parameters and of parameters on the meta device."""
+    """Counts FSDP units, DTensor parameters and parameters on the meta device."""
     units = sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     parameters = list(model.parameters())
     return units, sum(isinstance(p, DTensor) for p in parameters), sum(p.is_meta for p in parameters)
@@ -23,8 +23,8 @@ def storage_state(model: nn.Module) -> tuple[int, int, int]:
 def refuse_half_sharded(
     model: nn.Module, before: tuple[int, int, int], kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """To be pushed on an ``ExitStack``: after a failure in the middle of sharding or initialising, sharded parameters
-    and those that have storage now cannot be restored, so the model refuses to be wrapped or called.
+    """Makes a half sharded model refuse to be wrapped or called. Push it on an ``ExitStack``: after a failure in the
+    middle of sharding or initialising, sharded or initialised parameters cannot be restored.
 
     Args:
         before: :func:`storage_state` before sharding.
@@ -44,8 +44,10 @@ def refuse_half_sharded(
 
 
 def check_not_failed(model: nn.Module) -> None:
-    """Raises:
-    LigerDistError: a failed wrap has left the model half sharded.
+    """Refuses a model that a failed wrap has left half sharded.
+
+    Raises:
+        LigerDistError: with the cause of the failure.
     """
     if _FAILED in vars(model):
         raise LigerDistError(vars(model)[_FAILED])

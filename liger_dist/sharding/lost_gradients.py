@@ -1,5 +1,5 @@
-"""Models whose gradients a strategy drops or mixes without an error: hooks of parameters that it replaces, and
-experts as modules of which FSDP2 reduces those that ran."""
+"""Models whose gradients a strategy drops or mixes without an error: hooks of parameters that it replaces, and experts
+as modules, of which FSDP2 reduces only those that ran."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _LATER = {
 
 
 def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -> None:
-    """Refuses gradient hooks of ``parameters`` that the strategy replaces by shards, and warns of hooks that only read.
+    """Refuses gradient hooks of ``parameters``, which the strategy replaces by shards, and warns of hooks that only
+    read.
 
     Raises:
         LigerDistError: a trained parameter has a hook of ``register_hook``, which may change its gradient.

@@ -1,6 +1,6 @@
 """Initialises a sharded model that was built on the meta device.
 
-Each decoder layer (or single module) gets full tensors, is initialised by the model's own rule and is sharded again, so
+Each decoder layer (or single module) gets full tensors, is initialised by the model's rule and is sharded again, so
 no rank holds more than its shards and one layer. Values do not depend on the sharding: one seed gives one model under
 every strategy and world size.
 """
@@ -25,7 +25,7 @@ def is_meta(model: nn.Module) -> bool:
     """True if the parameters of ``model`` are on the meta device.
 
     Raises:
-        LigerDistError: some of its parameters have and some have not.
+        LigerDistError: some parameters are and some are not.
     """
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def materialize(
 ) -> None:
     """Gives ``model`` storage on ``device`` and calls ``initialize`` on every module, children first.
 
-    The random numbers come from rank 0's generator (one broadcast of one number), whatever the other ranks' seeds are.
+    The random numbers come from rank 0's generator (one broadcast of one value), whatever the other ranks' seeds are.
     A shared parameter is initialised with the first module that has it.
 
     Raises:
@@ -66,7 +66,7 @@ def materialize(
     if dist.is_initialized():
         seed = seed.to(collective_device())
         dist.broadcast(seed, src=0)
-    # The caller may still be in the context of the meta device, where the model was made.
+    # The caller may still be in the context of the meta device, in which the model was built.
     with torch.device("cpu"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
         _initialize(model, initialize, frozenset(layers), set())
@@ -76,8 +76,8 @@ def materialize(
 
 
 def _check_flags(model: nn.Module, initialize: Initializer, device: torch.device) -> None:
-    """Any bool is a plausible value, so the rule runs once more over the opposite of its result: buffers that it writes
-    come out the same."""
+    """Runs the rule once more over inverted bools: buffers that it writes come out the same. Any bool is a plausible
+    value, so no marker value can show an unwritten one."""
     for owner_name, owner in model.named_modules():
         before = {name: b.clone() for name, b in owner._buffers.items() if b is not None and b.dtype == torch.bool}
         if not before:
@@ -95,8 +95,8 @@ def _check_flags(model: nn.Module, initialize: Initializer, device: torch.device
 
 @contextmanager
 def _throwaway(owner: nn.Module) -> Iterator[None]:
-    """Within, the parameters of ``owner`` and below are on the meta device, for a rule may write into a child; buffers
-    are copies, the owner's bools their opposites."""
+    """Puts the parameters of ``owner`` and below on the meta device within the context, because a rule may write into a
+    child. Buffers are copies; the owner's bools are inverted."""
     kept = [(module, dict(module._parameters), dict(module._buffers)) for module in owner.modules()]
     for module, parameters, buffers in kept:
         for name, parameter in parameters.items():
@@ -116,7 +116,7 @@ def _throwaway(owner: nn.Module) -> Iterator[None]:
 
 
 def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn.Module], done: set[int]) -> None:
-    """``done`` holds the parameters, by identity, that have their values already."""
+    """Initialises ``module`` and its children; ``done`` holds the ids of parameters that have values already."""
     if module in layers:
         with _full(tuple(module.modules()), done):
             module.apply(lambda child: initialize(child))
@@ -129,7 +129,8 @@ def _initialize(module: nn.Module, initialize: Initializer, layers: frozenset[nn
 
 @contextmanager
 def _full(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
-    """Within, the owners' parameters are full tensors; at the end their values are copied to the shards."""
+    """Swaps the owners' parameters for full tensors within the context; copies their values to the shards at the
+    end."""
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in owners:
         for name, parameter in owner._parameters.items():
@@ -159,7 +160,7 @@ def _full(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    """Fills fresh storage with values that no rule would choose, so that unwritten ones are found."""
+    """Fills fresh storage with values that no rule would choose, so that unwritten ones are detected."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:

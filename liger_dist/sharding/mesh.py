@@ -10,13 +10,13 @@ from liger_dist.errors import LigerDistError
 
 Mesh = DeviceMesh | tuple[int, ...]
 TENSOR_PARALLEL = "tp"
-"""the name of a tensor-parallel axis; all others are data-parallel"""
+"""name of a tensor-parallel axis; all others are data-parallel"""
 SEQUENCE = "sp"
-"""the name of an axis whose ranks hold parts of the same sequences; parameters are sharded over it too"""
+"""name of an axis over which sequences are sharded; parameters are sharded over it too"""
 
 
 def require_process_group(strategy: str, world_size: int | None) -> int:
-    """The number of ranks.
+    """Returns the number of ranks.
 
     Raises:
         LigerDistError: there is no process group.
@@ -99,7 +99,7 @@ def _check_sequence_axis(names: tuple[str, ...], *, strategy: str) -> None:
 
 
 def make_mesh(mesh: Mesh | None, world_size: int, *, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh itself, made from its shape if only that was given, with the last of ``names``."""
+    """Returns the mesh itself, or builds it from its shape with the last of ``names``."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     shape = shape_of(mesh, world_size)
@@ -107,7 +107,7 @@ def make_mesh(mesh: Mesh | None, world_size: int, *, device_type: str, names: tu
 
 
 def split_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data-parallel axes, and the tensor-parallel one after them if there is one."""
+    """Splits the mesh into the data-parallel axes and the tensor-parallel one after them (None without one)."""
     names = mesh.mesh_dim_names or ()
     if TENSOR_PARALLEL not in names:
         return mesh, None
@@ -115,7 +115,7 @@ def split_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def fold_sequence_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh over which parameters are sharded: an axis "sp" becomes a part of the shard axis before it."""
+    """Returns the mesh over which parameters are sharded: an axis "sp" becomes a part of the shard axis before it."""
     names = mesh.mesh_dim_names or ()
     if SEQUENCE not in names:
         return mesh
@@ -126,5 +126,5 @@ def fold_sequence_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shape_of(mesh: Mesh | None, world_size: int) -> tuple[int, ...]:
-    """The shape of a mesh; one axis of all ranks for None."""
+    """Returns the shape of a mesh; one axis of all ranks for None."""
     return (world_size,) if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)

@@ -1,4 +1,4 @@
-"""Devices of this rank, and exchanges between all ranks."""
+"""Device selection, small object collectives and host groups."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ T = TypeVar("T")
 
 
 def compute_device() -> torch.device:
-    """The GPU of this rank, if there is one that its process group (if any) can use; the CPU otherwise."""
+    """Returns the GPU of this rank, if its process group (if any) can use it; the CPU otherwise."""
     if not torch.cuda.is_available() or (dist.is_initialized() and "nccl" not in get_backend_config()):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def collective_device() -> torch.device:
-    """Where a small tensor must be for a collective of the default group: the CPU if the group can use it."""
+    """Returns the device of small tensors in collectives of the default group: the CPU if the group can use it."""
     return device_for(None)
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def gathered(value: T) -> list[T]:
-    """All-gathers a value of every rank, in the order of ranks. Without a process group, this rank's alone."""
+    """All-gathers one object per rank, in the order of ranks. Without a process group, returns this rank's alone."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -40,13 +40,13 @@ def gathered(value: T) -> list[T]:
 
 
 def sentences_of_all_ranks(sentences: list[str]) -> list[str]:
-    """All-gathers the sentences of all ranks: each once, in the order of ranks."""
+    """All-gathers sentences, each once, in the order of ranks."""
     return list(dict.fromkeys(sentence for of_rank in gathered(sentences) for sentence in of_rank))
 
 
 def host_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a group
-    made by its members alone has a name that is used again after it is destroyed, and finds stale addresses in the
+    """Creates a gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a
+    group created by its members alone has a name that is reused after it is destroyed, and finds stale addresses in the
     store."""
     own: Any = None
     for members in dict.fromkeys(map(tuple, gathered(ranks))):

@@ -1,7 +1,8 @@
-"""Reentrant activation checkpointing (``use_reentrant=True``) that FSDP cannot run, or not with images on some ranks.
+"""Reentrant activation checkpointing (``use_reentrant=True``) that FSDP cannot run, or cannot run with images on some
+ranks.
 
 Each pass through a checkpointed layer has a backward inside the backward. FSDP1 reduces the gradient after the first
-one and frees the parameters, which the second pass needs: it fails on every rank, or the ranks call different
+one and frees the parameters, which the second pass needs: it fails on every rank, or the ranks issue different
 collectives. FSDP2 reduces each pass. A checkpoint around a unit, hooks included, calls them twice, and the first time
 without gradients: a rank without images does not see the second call.
 """
@@ -25,7 +26,7 @@ from liger_dist.model.peft import without_fsdp1
 from liger_dist.model.structure import Structure
 
 ONCE, SEVERAL_INPUTS, SEVERAL_CALLS = 0, 1, 2
-"""what is about to run layers more than once: nothing, several inputs of one encoder, or a call before a backward"""
+"""what will run layers more than once: nothing, several inputs of one encoder, or a call before a backward"""
 _REASONS = {
     SEVERAL_INPUTS: "has several inputs for one encoder",
     SEVERAL_CALLS: "calls the model again before the backward of its last call",
@@ -33,16 +34,16 @@ _REASONS = {
 
 
 class ReentrantLayers:
-    """Tells before a call whether FSDP1 cannot run it. For other sharding it always can."""
+    """Detects before a call whether FSDP1 cannot run it. Other sharding always can."""
 
     def __init__(self, structure: Structure, root: nn.Module) -> None:
         self._layers = [without_fsdp1(layer) for layer in structure.all_layers]
         self._is_fsdp1 = isinstance(root, FullyShardedDataParallel)
         kinds = Counter(type(without_fsdp1(stack[0])) for stack in structure.other_stacks)
         self._num_alike = max(kinds.values(), default=0)
-        """number of encoders of one kind, such as one for images and one for videos"""
+        """number of encoders of the most common kind, such as one for images and one for videos"""
         self._awaited: weakref.ref[Any] | None = None
-        """a hook that the graph of the last call holds until its backward"""
+        """hook that the graph of the last call holds until its backward"""
 
     def install(self, decoder: nn.Module) -> list[RemovableHandle]:
         return [decoder.register_forward_hook(self._after_decoder)] if self._is_fsdp1 else []
@@ -58,11 +59,11 @@ class ReentrantLayers:
             self._awaited = weakref.ref(reached)
 
     def repetition(self, encoder_inputs: Iterable[str]) -> int:
-        """:data:`SEVERAL_INPUTS` or :data:`SEVERAL_CALLS` for a call of this rank that FSDP1 cannot run, otherwise
-        :data:`ONCE`.
+        """Returns :data:`SEVERAL_INPUTS` or :data:`SEVERAL_CALLS` for a call of this rank that FSDP1 cannot run,
+        otherwise :data:`ONCE`.
 
         Args:
-            encoder_inputs: kinds of the call's encoder inputs, each as often as it is given.
+            encoder_inputs: kinds of the call's encoder inputs, one for each input.
         """
         if not (self._is_fsdp1 and torch.is_grad_enabled() and any(map(_is_reentrant, self._layers))):
             return ONCE
@@ -73,7 +74,8 @@ class ReentrantLayers:
 
 
 def check_repetitions(ranks: Sequence[int], repetitions: Sequence[int]) -> None:
-    """
+    """Refuses a call that runs layers more than once before a backward.
+
     Args:
         repetitions: of each of the ``ranks``.
 
@@ -90,7 +92,8 @@ def check_repetitions(ranks: Sequence[int], repetitions: Sequence[int]) -> None:
 
 
 def check_hooks(root: nn.Module, units: Iterable[nn.Module]) -> None:
-    """
+    """Refuses reentrant checkpoints around the hooks of units.
+
     Args:
         units: FSDP units that ranks without images repeat.
 

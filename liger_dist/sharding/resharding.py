@@ -2,10 +2,11 @@
 
 [Note: Groups that stay unsharded]
 FSDP2 keeps some groups unsharded after their forward, for the backward that follows: the root, final norm and lm_head,
-all of them with ``reshard_after_forward=False``. After a call without gradients no backward follows, and they stay so.
-Then ``model.parameters()`` gives an optimizer full tensors that FSDP2 replaces at the next backward, which never move;
-and a forward after ``optimizer.step()`` reads the old weights where the call was made between backward and step. So the
-outermost call without gradients reshards all groups at its end. ``generate`` is one call, whose tokens share a gather.
+all of them with ``reshard_after_forward=False``. After a call without gradients no backward follows, and they stay
+unsharded. An optimizer built from ``model.parameters()`` then holds full tensors that FSDP2 replaces at the next
+backward, so its steps have no effect; and a forward after ``optimizer.step()`` reads the old weights if the call was
+between backward and step. So the outermost call without gradients reshards all groups at its end. ``generate`` is one
+call, whose tokens share one all-gather.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _INSTALLED = "_liger_dist_resharding"
 
 
 def reshard_after_inference(outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
-    """Hooks the forwards of a model that FSDP2 shards, and its ``generate``; does nothing for another model. See [Note:
+    """Hooks the forwards and ``generate`` of a model that FSDP2 shards; does nothing for other models. See [Note:
     Groups that stay unsharded].
 
     Args:
@@ -77,7 +78,7 @@ def _resharding(generate: Any, root: nn.Module) -> Any:
 
 
 def _reshard(root: nn.Module) -> None:
-    """A model without trained parameters has no optimizer, and its weights stay those that they are."""
+    """Reshards all groups. A model without trained parameters has no optimizer, and its weights do not change."""
     if any(parameter.requires_grad for parameter in root.parameters()):
         finish_forward(root)
         reshard(root)

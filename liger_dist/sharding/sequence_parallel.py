@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a mesh axis named "sp" hold shards of the same sequences.
 
-All layers but attention compute on the rank's own tokens. Before attention, an all-to-all of queries, keys and values
+All layers but attention compute on the rank's tokens. Before attention, an all-to-all of queries, keys and values
 turns the sequence shards into head shards (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509); a second one, of
-its output, turns them back. The backward has as many.
+its output, turns them back. The backward has two as well.
 
 Legend: B rows, S tokens of a full row, s = S / n tokens of a rank, H heads, h = H / n heads of a rank, D head size.
 """
@@ -37,7 +37,8 @@ class SequenceAxis:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> SequenceAxis:
-        """
+        """Returns the axis "sp" of ``mesh``.
+
         Raises:
             LigerDistError: the mesh has no axis named "sp".
         """
@@ -70,7 +71,7 @@ def detach(layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def detached(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, attention inside ``layers`` computes on the tokens that it gets."""
+    """Detaches the axis within the context: attention inside ``layers`` computes on the tokens of this rank."""
     axis = sequence_axis_of(layers[0]) if layers else None
     detach(layers)
     try:
@@ -81,7 +82,7 @@ def detached(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sequence_axis_of(module: nn.Module) -> SequenceAxis | None:
-    """The axis over which the attention ``module`` exchanges heads."""
+    """Returns the axis over which the attention ``module`` exchanges heads; None without one."""
     axis: SequenceAxis | None = getattr(module, _AXIS, None)
     return axis
 
@@ -104,14 +105,15 @@ class _AllToAll(torch.autograd.Function):
 
 @untraced
 def _exchanged(blocks: Tensor, axis: SequenceAxis) -> Tensor:
-    """Not traced: Dynamo of torch 2.11 compiles the collective of an autograd function without its gradient."""
+    """All-to-alls ``blocks``. Not traced: Dynamo of torch 2.11 compiles the collective of an autograd function without
+    its gradient."""
     received: Tensor = _AllToAll.apply(blocks.contiguous(), axis.group)  # type: ignore[no-untyped-call]
     return received
 
 
 def gather_tokens(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis) -> tuple[Tensor, Tensor, Tensor]:
-    """All-to-all from sequence shards ``[B, H, s, D]`` to head shards ``[B, h, S, D]``. Repeats key and value heads
-    first if the ranks do not divide them.
+    """Exchanges sequence shards ``[B, H, s, D]`` for head shards ``[B, h, S, D]`` by an all-to-all. Repeats key and
+    value heads first if the ranks do not divide them.
 
     Raises:
         LigerDistError: the ranks do not divide the query heads, or values have another head size.
@@ -138,13 +140,13 @@ def gather_tokens(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis)
 
 
 def scatter_tokens(output: Tensor, axis: SequenceAxis) -> Tensor:
-    """All-to-all from head shards ``[B, S, h, D]`` to sequence shards ``[B, s, H, D]``."""
+    """Exchanges head shards ``[B, S, h, D]`` for sequence shards ``[B, s, H, D]`` by an all-to-all."""
     blocks = output.unflatten(1, (axis.size, -1)).transpose(0, 1)
     received = _exchanged(blocks, axis)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each head of keys and values is repeated: as rarely as lets the ranks divide them."""
+    """Returns how often each head of keys and values is repeated: as rarely as lets the ranks divide them."""
     group = heads // key_heads
     return next(factor for factor in range(1, group + 1) if group % factor == 0 and key_heads * factor % ranks == 0)

@@ -1,5 +1,5 @@
-"""A full weight on every rank: the strategies "none" and "auto", which shard nothing, and the adapter for one rank,
-DDP, ZeRO-1 and ZeRO-2."""
+"""A full weight on every rank: the strategies "none" and "auto", which shard nothing, and the sharding adapter for one
+rank, DDP, ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Unsharded:
     shards_parameters: ClassVar[bool] = False
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
-        """Nothing to refuse."""
+        """Refuses nothing."""
 
     def check_model(
         self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
     ) -> None:
-        """Nothing to refuse."""
+        """Refuses nothing."""
 
     def shard(
         self,

@@ -1,8 +1,8 @@
-"""Tensor parallelism: the strategy "tp", and the adapter for an lm_head whose rows are sharded over a tensor-parallel
-mesh axis, by transformers' plan, by torch's ``parallelize_module``, or by :func:`parallelize_heads`.
+"""Tensor parallelism: the strategy "tp", and the sharding adapter for an lm_head whose rows are sharded over a
+tensor-parallel mesh axis, by transformers' plan, by torch's ``parallelize_module``, or by :func:`parallelize_heads`.
 
-Collectives of the loss, on the tensor-parallel group: one all-gather of seven numbers that checks that all ranks see
-the same tokens (the first time waiting for the result), one all-gather of softmax statistics per chunk of tokens, one
+Collectives of the loss, on the tensor-parallel group: one all-gather of seven values that checks that all ranks have
+the same tokens (blocking the first time), one all-gather of softmax statistics per chunk of tokens, one
 all-reduce of the hidden states' gradient. Neither logits nor weight are gathered.
 """
 
@@ -39,8 +39,8 @@ from .process_groups import compute_device
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Shards the rows of lm_head over all ranks, which see the same tokens; the layers stay full, or keep the plan that
-    the model was loaded with. Rank 0's values count."""
+    """Shards the rows of lm_head over all ranks, which have the same tokens; the layers stay full, or keep the plan
+    that the model was loaded with. Broadcasts the values of rank 0."""
 
     name: ClassVar[str] = "tp"
     has_collectives: ClassVar[bool] = True
@@ -78,7 +78,7 @@ class TensorParallel:
 
 
 class TensorParallelAdapter:
-    """Every rank of the tensor-parallel group scores all tokens against its own rows of lm_head."""
+    """Adapter in which every rank of the tensor-parallel group scores all tokens against its row shard of lm_head."""
 
     name: ClassVar[str] = "tensor-parallel"
 
@@ -99,7 +99,7 @@ class TensorParallelAdapter:
         return reasons
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        # All ranks see the same tokens, and gradients are not averaged.
+        # All ranks have the same tokens, and gradients are not averaged.
         return DataParallel(groups=(), divide_factor=1.0)
 
     def full_head(self, hidden_states: Tensor, head: Head) -> FullHead:
@@ -136,7 +136,7 @@ class TensorParallelAdapter:
 
 
 def _row_shard_of(head: Head) -> DTensor:
-    """The weight inside the forward of ``head``.
+    """Returns the weight inside the forward of ``head``.
 
     Raises:
         LigerDistError: it is not sharded over one tensor-parallel axis.
@@ -152,7 +152,7 @@ def _row_shard_of(head: Head) -> DTensor:
 
 
 def row_shard_reasons(facts: Facts) -> list[str]:
-    """Why a tensor-parallel weight is not scored row by row."""
+    """Lists the reasons why the rows of a tensor-parallel weight cannot be scored on each rank."""
     reasons = []
     if facts.storage.tensor_parallel != "S(0)":
         reasons.append(
@@ -165,8 +165,8 @@ def row_shard_reasons(facts: Facts) -> list[str]:
 
 
 def first_row(weight: DTensor) -> int:
-    """Index of this rank's first row on the last mesh axis: DTensor gives every rank ``ceil(V / G)`` rows, and the last
-    ones fewer."""
+    """Returns the index of this rank's first row on the last mesh axis: DTensor gives every rank ``ceil(V / G)`` rows,
+    and the last ones fewer."""
     mesh = weight.device_mesh
     rows = -(-weight.shape[0] // mesh.shape[-1])
     return min(mesh.get_local_rank(mesh.ndim - 1) * rows, weight.shape[0])
@@ -176,7 +176,7 @@ def parallelize_heads(
     outer: nn.Module, model: nn.Module, structure: Structure, *, mesh: DeviceMesh, has_storage: bool
 ) -> None:
     """Shards the rows of lm_head, and of embeddings tied to it, over the 1-D ``mesh``; all other parameters of
-    ``outer`` stay full. Broadcasts the values of the mesh's first rank. Leaves alone an lm_head that is sharded.
+    ``outer`` stay full. Broadcasts the values of the mesh's first rank. Skips an lm_head that is sharded.
     """
     if isinstance(weight_of(structure.head), DTensor):
         return
@@ -198,13 +198,13 @@ def parallelize_heads(
 
 
 def linear_heads(model: nn.Module, structure: Structure) -> Sequence[nn.Linear]:
-    """Every ``nn.Linear`` that may be called as lm_head."""
+    """Returns every ``nn.Linear`` that may be called as lm_head."""
     return [head for head in heads_at(model.get_submodule(structure.head_name)) if isinstance(head, nn.Linear)]
 
 
 def placed_like(hidden_states: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor``, alike on all ranks, as a DTensor if ``hidden_states`` are one: hooks on lm_head expect the kind of
-    output that they gave as input."""
+    """Converts ``tensor``, equal on all ranks, to a DTensor if ``hidden_states`` are one: hooks on lm_head expect
+    outputs of the kind of its inputs."""
     if not isinstance(hidden_states, DTensor):
         return tensor
     mesh = hidden_states.device_mesh

@@ -1,4 +1,4 @@
-"""Parameters that are trained and whose gradients nothing averages."""
+"""Refuses trained parameters whose gradients no framework averages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .process_groups import world_size
 from .vocab_parallel import row_shards_of
 
 AVERAGING = (DDP, FSDP1, FSDP2)
-"""Strategies under which a framework averages gradients of the parameters that it was given. Tensor-parallel ranks see
-the same tokens; hosts, and strategies of a user, average in their own ways."""
+"""Strategies under which a framework averages gradients of the parameters that it wraps. Tensor-parallel ranks have the
+same tokens; hosts and user strategies average gradients themselves."""
 ORDER = (
     "Make PEFT's adapters first (get_peft_model, PeftModel.from_pretrained, add_adapter), then call liger_dist.wrap on "
     "the result."
@@ -48,7 +48,7 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
 
 
 def unreduced_parameters(root: nn.Module) -> list[str]:
-    """Names of the trained parameters of ``root`` whose gradients neither DDP nor FSDP reduces."""
+    """Lists the names of trained parameters of ``root`` whose gradients neither DDP nor FSDP reduces."""
     averaged = set(averaged_parameters(root))
     managed = managed_parameters(root)
     return [
@@ -64,8 +64,8 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 
 
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
-    """Makes forwards with gradients refuse parameters that were added to the sharded ``root`` or unfrozen: the first
-    one, and the first after such a change. Others cost no walk over the model."""
+    """Hooks forwards with gradients to refuse parameters that were added to the sharded ``root`` or unfrozen. Only the
+    first forward, and the first after such a change, walks over the model."""
     check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
     called = dict.fromkeys((outer, model))
     vars(model)[_CHECKS] = [
@@ -80,8 +80,8 @@ def allow_unreduced(model: nn.Module) -> None:
 
 
 def _warn_of_parameters_outside(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], strategy: str) -> None:
-    """Warns of parameters that are not of ``root`` and get gradients through its arguments. Other code may average
-    them, so that it is no error."""
+    """Warns of parameters outside ``root`` that get gradients through its arguments. No error, because other code may
+    average them."""
     if world_size() == 1:
         return
     inside = set(root.parameters())
@@ -98,8 +98,8 @@ def _warn_of_parameters_outside(root: nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def _trained_leaves(value: Any) -> Iterator[nn.Parameter]:
-    """The parameters that a backward through the tensors in ``value``, an argument of a model, would reach and that no
-    framework of torch shards."""
+    """Yields the parameters that a backward through the tensors in ``value``, an argument of a model, would reach and
+    that no framework of torch shards."""
     layers = getattr(value, "layers", None)  # of a key-value cache
     tensors = [
         leaf
@@ -120,7 +120,7 @@ def _trained_leaves(value: Any) -> Iterator[nn.Parameter]:
 
 
 class _Check:
-    """A forward pre-hook; copies of it, with a copy of the model, do nothing."""
+    """Forward pre-hook; its copies, with a copy of the model, do nothing."""
 
     def __init__(self, at_wrap: tuple[object, ...], strategy: str, *modules: ref[nn.Module]) -> None:
         self._at_wrap, self._strategy, self._modules = at_wrap, strategy, modules

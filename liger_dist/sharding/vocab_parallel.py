@@ -1,9 +1,9 @@
-"""Vocab-parallel lm_head beside FSDP2's groups: every rank keeps its row shard, and the tokens are exchanged.
+"""Vocab-parallel lm_head outside FSDP2's groups: every rank keeps its row shard, and the tokens are exchanged.
 
-Collectives of the loss, on the shard group: two all-gathers of two numbers on the hosts (at the model's entry, under
+Collectives of the loss, on the shard group: two all-gathers of two values on the hosts (at the model's entry, under
 HSDP over all ranks, and at the loss), one of labels, one of upstream gradients, one of a checksum of class weights if
 there are any; per chunk of tokens an all-gather of hidden states, one of softmax statistics, and an all-to-all of the
-hidden states' gradient. In the backward one all-gather of one number; under HSDP an all-reduce of the row shard's
+hidden states' gradient. In the backward one all-gather of one value; under HSDP an all-reduce of the row shard's
 gradient over the replicas. No message has the size of the weight.
 """
 
@@ -42,17 +42,17 @@ ROW_SHARDS = "_liger_dist_row_shards"
 
 @dataclass(frozen=True, kw_only=True)
 class RowSharding:
-    """Mesh, process groups and dtypes of a vocab-parallel lm_head; kept on it and on the embeddings tied to it."""
+    """Mesh, process groups and dtypes of a vocab-parallel lm_head; an attribute of it and of its tied embeddings."""
 
     mesh: DeviceMesh
-    """FSDP2's, ``(shard,)`` or ``(replicate, shard)``"""
+    """mesh of FSDP2, ``(shard,)`` or ``(replicate, shard)``"""
     tokens_group: dist.ProcessGroup
     counting_group: dist.ProcessGroup
-    """the shard group on the hosts"""
+    """the shard group, on the hosts"""
     calling_group: dist.ProcessGroup
     """all ranks of the mesh, on their hosts under HSDP"""
     compute_dtype: torch.dtype | None
-    """dtype that parameters are rounded to for computing; None for their own"""
+    """dtype that parameters are rounded to for computing; None for their dtype"""
     reduce_dtype: torch.dtype
     """dtype in which gradients of replicas are summed"""
     divide_factor: Callable[[], float]
@@ -60,10 +60,10 @@ class RowSharding:
     syncs_replicas: Callable[[], bool]
     """True if a backward that runs now reduces gradients over replicas"""
     unreduced: dict[int, Tensor] = field(default_factory=dict)
-    """by the id of a parameter: gradients of no-sync micro-batches, not summed over replicas yet"""
+    """gradients of no-sync micro-batches, not summed over replicas yet, by the id of the parameter"""
 
     def shard(self, weight: Tensor) -> ExchangedRowShard:
-        """The row shard of ``weight`` for the losses."""
+        """Returns the row shard of ``weight`` for the losses."""
         assert isinstance(weight, DTensor)
         return ExchangedRowShard(
             group=self.mesh.get_group(self.mesh.ndim - 1),
@@ -75,13 +75,15 @@ class RowSharding:
         )
 
     def agree_on_call(self, asked: str) -> None:
-        """Raises:
-        LigerDistError: on every rank of FSDP2's mesh, where they call the model with different arguments.
+        """Checks that all ranks of FSDP2's mesh call the model with the same arguments, described by ``asked``.
+
+        Raises:
+            LigerDistError: on every rank, if they differ.
         """
         agree(self.calling_group, 0, asked)
 
     def local(self, parameter: Tensor) -> Tensor:
-        """The row shard, whose gradient is summed over the replicas."""
+        """Returns the row shard; its gradient is summed over the replicas."""
         assert isinstance(parameter, DTensor)
         rows = parameter.to_local()
         if self.mesh.ndim == 2:
@@ -90,7 +92,7 @@ class RowSharding:
 
     def full(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """All-gathers all rows in ``dtype``; the gradient is reduced as FSDP2 does. Without a gradient the shards are
-        converted first, so that they are sent and held in ``dtype``."""
+        converted before the all-gather, which saves communication and memory."""
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             parameter = parameter.detach().to(dtype)
         assert isinstance(parameter, DTensor)
@@ -100,8 +102,8 @@ class RowSharding:
         return scaled.to(dtype)
 
     def logits(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
-        """``[..., V]`` full logits of ``hidden_states`` ``[..., D]``; the weight is all-gathered and freed afterwards.
-        All ranks have to call it together."""
+        """Computes full logits ``[..., V]`` of ``hidden_states`` ``[..., D]``; the weight is all-gathered and freed
+        afterwards. All ranks have to call it together."""
         self.shard(head.weight).agree(0, "full logits")
         dtype = hidden_states.dtype
         bias = None if head.bias is None else self.full(head.bias, dtype)
@@ -109,7 +111,7 @@ class RowSharding:
 
 
 class _SumOverReplicas(torch.autograd.Function):
-    """Identity; its backward all-reduces the gradient over the replicas, or keeps it under no-sync until the next
+    """Identity; its backward all-reduces the gradient over the replicas, or accumulates it under no-sync until the next
     backward that reduces, as FSDP2 does."""
 
     @staticmethod
@@ -143,10 +145,10 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class VocabParallelLinear(SameLinearMap, nn.Linear):
-    """An lm_head that keeps a row shard; full logits all-gather the weight. The loss does not call it."""
+    """An lm_head with a row shard; full logits all-gather the weight. The loss does not call it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., D]`` to ``[..., V]``."""
+        """Computes logits ``[..., V]`` of ``[..., D]``."""
         shards: RowSharding = vars(self)[ROW_SHARDS]
         return shards.logits(self, input)
 
@@ -155,7 +157,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding that shares the row shard of lm_head."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[...]`` ids to ``[..., D]``."""
+        """Looks up ids ``[...]``: ``[..., D]``."""
         shards: RowSharding = vars(self)[ROW_SHARDS]
         weight = self._parameters["weight"]
         assert weight is not None
@@ -169,12 +171,12 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 _LOOKING_UP: ContextVar[nn.Module | None] = ContextVar("liger_dist_looking_up", default=None)
-"""the embedding whose forward runs in this context"""
+"""embedding whose forward runs in this context"""
 
 
 class _ShowsComputeDtype(nn.Module):
-    """Makes ``self.weight.dtype`` the compute dtype while the forward of an embedding's own class runs: Gemma casts its
-    scale to it. The parameter itself stays, for a state dict taken by another thread."""
+    """Makes ``self.weight.dtype`` the compute dtype while the forward of the model's embedding class runs: Gemma casts
+    its scale to it. The parameter itself stays, because another thread may take a state dict."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         token = _LOOKING_UP.set(self)
@@ -194,7 +196,7 @@ class _ShowsComputeDtype(nn.Module):
 
 
 class VocabParallel:
-    """Every rank scores the tokens of all ranks against its own row shard."""
+    """Adapter in which every rank scores the tokens of all ranks against its row shard."""
 
     name: ClassVar[str] = "fsdp2-vocab-parallel"
 
@@ -260,7 +262,7 @@ def check_row_shards(model: nn.Module, structure: Structure, *, unfused: str | N
 
 
 def _embedding_objection(module: nn.Module) -> str | None:
-    """Why a module tied to lm_head cannot look up in row shards, as a clause; None if it can."""
+    """Says why a module tied to lm_head cannot look up in row shards, as a clause; None if it can."""
     if not isinstance(module, nn.Embedding):
         return f"the module tied to it is a {type(module).__name__}, not an nn.Embedding"
     options = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
@@ -281,7 +283,7 @@ def shard_rows(
     undo: ExitStack,
 ) -> frozenset[nn.Parameter]:
     """Shards the rows of ``heads``, and of every embedding tied to one of them, over the last axis of ``mesh``. Every
-    rank keeps its own values, as FSDP2 does. To be called before FSDP2 shards the rest.
+    rank keeps its values, without a broadcast, as FSDP2 does. Call it before FSDP2 shards the rest.
 
     Returns:
         The parameters that FSDP2 has to ignore.
@@ -315,8 +317,8 @@ def shard_rows(
 
 
 def _sharded_class(cls: Any) -> Any:
-    """The class of a module with row shards; below a fused lm_head's class, and below an embedding class of the model's
-    own."""
+    """Builds the class of a module with row shards; a fused lm_head's class, or the model's embedding class, stays
+    before it in the MRO."""
     if issubclass(cls, nn.Linear):
         return with_base(cls, nn.Linear, VocabParallelLinear)
     if cls is nn.Embedding:
@@ -325,7 +327,7 @@ def _sharded_class(cls: Any) -> Any:
 
 
 def release_communicators(model: nn.Module) -> None:
-    """Destroys the process groups that :func:`shard_rows` made; FSDP2's own group replaces them."""
+    """Destroys the process groups that :func:`shard_rows` created; FSDP2's group replaces them."""
     for module in model.modules():
         shards = row_shards_of(module)
         if shards is not None:
@@ -335,7 +337,7 @@ def release_communicators(model: nn.Module) -> None:
 
 
 def _destroy(shards: RowSharding) -> None:
-    """Destroys the groups that are neither the mesh's own nor destroyed already."""
+    """Destroys the groups that are neither the mesh's nor destroyed already."""
     own = shards.mesh.get_group(shards.mesh.ndim - 1)
     for group in {shards.tokens_group, shards.counting_group, shards.calling_group} - {own, dist.group.WORLD}:
         if group in dist.distributed_c10d._world.pg_map:
@@ -343,7 +345,7 @@ def _destroy(shards: RowSharding) -> None:
 
 
 def row_shards_of(module: object) -> RowSharding | None:
-    """The row shards of lm_head, or of an embedding tied to it; None where it is not vocab-parallel."""
+    """Returns the row shards of lm_head, or of an embedding tied to it; None where it is not vocab-parallel."""
     return vars(module).get(ROW_SHARDS)
 
 
@@ -362,14 +364,14 @@ def _row_shard(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) 
 
 
 def _all_ranks_on_hosts() -> dist.ProcessGroup:
-    """A group of all ranks with a CPU backend: the default one if it has one."""
+    """Returns a group of all ranks with a CPU backend: the default one if it has one."""
     world = dist.group.WORLD
     assert world is not None
     return world if device_for(world).type == "cpu" else dist.new_group(backend="gloo")
 
 
 def _own_communicator(mesh: DeviceMesh, backend: str | None) -> dist.ProcessGroup:
-    """A new process group of this rank's shard group; on CPUs the mesh's own."""
+    """Creates a process group of the ranks of this rank's shard group; on CPUs returns the mesh's."""
     axis = mesh.ndim - 1
     if mesh.device_type == "cpu":
         return mesh.get_group(axis)
