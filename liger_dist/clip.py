@@ -19,7 +19,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
     norms over several meshes.
 
     Gradients may be DTensors on any number of meshes (a vocab-parallel or tensor-parallel lm_head has another one) and
-    plain tensors, which are equal on all ranks and therefore count once. The host is not synchronised.
+    full tensors, which are equal on all ranks and therefore count once. The host is not synchronised.
 
     Args:
         parameters: the model (under FSDP1 and DDP: the wrapper), or its parameters.
@@ -27,7 +27,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
         norm_type: order of the norm; may be infinity.
 
     Returns:
-        The norm before clipping, a plain tensor of shape ``[]``, the same on every rank. If it is NaN or Inf, the
+        The norm before clipping, a ``torch.Tensor`` of shape ``[]``, equal on every rank. If it is NaN or Inf, the
         gradients are unchanged, so that the parameter can be identified; FSDP1's method, however, makes all of them
         NaN.
 

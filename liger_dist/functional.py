@@ -103,7 +103,7 @@ def cross_entropy(
             again, and the backward of anything else computed from them raises. Only for scalar losses without
             differentiable ``outputs``.
 
-    The other arguments, the result and the errors are those of :func:`linear_cross_entropy`.
+    Other arguments, the result and the errors are as for :func:`linear_cross_entropy`.
     """
     spec = LossSpec(**keywords)
     result = fused_cross_entropy(logits, labels, spec=spec, execution=Execution(overwrite_logits=overwrite_logits))

@@ -20,13 +20,13 @@ BACKENDS: tuple[str, ...] = ("auto", "triton", "reference")
 
 
 def runs_triton(tensor: Tensor, backend: Backend) -> bool:
-    """Whether an op on ``tensor`` runs its Triton kernels; otherwise its plain-torch reference runs.
+    """True if an op on ``tensor`` runs its Triton kernels; otherwise its plain-torch reference runs.
 
     ``"auto"`` means Triton on a GPU and the reference elsewhere. ``"triton"`` on a CPU tensor needs Triton's
     interpreter (``TRITON_INTERPRET=1`` before the first import).
 
     Raises:
-        ValueError: unknown backend, or Triton asked for on a CPU tensor without the interpreter.
+        ValueError: unknown backend, or Triton requested for a CPU tensor without the interpreter.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}.")

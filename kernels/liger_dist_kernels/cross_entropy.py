@@ -10,11 +10,11 @@ merged. If the upstream gradients are known before the loss, ``one_launch.py`` d
 
 [Note: Exponentials of fp32 logits]
 The gradient of a 16-bit product needs the probabilities in 16 bits, and the loss needs the logits in fp32. So fp32
-logits exist for one tile of the vocabulary at a time: the sweep for the statistics also writes ``exp(z - m)`` in 16
-bits, where m is the row's maximum in that tile, and the gradient's sweep, which knows all of the row, multiplies them
-by ``exp(m - max) / total``. Their relative error is that of rounding the gradient itself, whatever the size of the
-logits, while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those
-logits are computed again instead (:func:`.linear_cross_entropy.recompute_gradients`).
+logits exist for one tile of the vocabulary at a time. The sweep for the statistics also writes ``exp(z - m)`` in 16
+bits, where m is the row's maximum in that tile. The gradient's sweep, which has the statistics of the full row,
+multiplies them by ``exp(m - max) / total``. Their relative error is that of rounding the gradient itself, for logits of
+any size, while rounded logits would have an error of ``2**-9 * |z|``. A soft-cap's derivative is not in them: those
+logits are recomputed instead (:func:`.linear_cross_entropy.recompute_gradients`).
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def cross_entropy_fwd_reference(
     z_TV, _ = transformed(logits_TV, rows.options, targets.temperature_T)
     is_target = _is_target(logits_TV, targets, rows)
     max_T = z_TV.amax(-1)
-    # A slice whose logits are all -inf must not turn into inf - inf.
+    # Logits that are all -inf would give inf - inf, which is NaN.
     distance_TV = z_TV - torch.where(max_T == float("-inf"), 0.0, max_T)[:, None]
     e_TV = distance_TV.exp()
     if exponentials_TV is not None:

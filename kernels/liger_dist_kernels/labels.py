@@ -66,8 +66,8 @@ def label_facts(
     """Marks ignored labels, counts the others and finds their range.
 
     Args:
-        labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` in its own
-            dtype alone.
+        labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` only in
+            its dtype.
         vocab_size: for ``is_in_range``.
     """
     if not runs_triton(labels_T, backend):

@@ -10,7 +10,7 @@ There are three loops, and a fourth way where all logits fit the memory budget:
   tokens (three GEMM passes), after Hsu et al. 2024, "Liger Kernel", section 3.2.
 - :func:`score`: softmax statistics alone, over tiles of the vocabulary small enough for the L2 cache.
 - :func:`recompute_gradients`: the gradients for per-token upstream gradients, from logits computed again (four passes
-  with those of :func:`score`). The log-sum-exp is known by then, so it goes over tiles of the vocabulary too: a tile's
+  with those of :func:`score`). The log-sum-exp is known by then, so this loop has tiles of the vocabulary too: a tile's
   rows of the weight's gradient are complete at once, and no sum over chunks is needed.
 - :func:`score_and_keep`, which keeps the logits for :func:`gradients_of_logits`: three passes again.
 """
@@ -104,7 +104,7 @@ class LinearCrossEntropyResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNeeds:
-    """Which gradients to compute. What is not needed costs neither a GEMM nor a buffer."""
+    """Gradients to compute. Others cost neither a GEMM nor a buffer."""
 
     hidden: bool = False
     weight: bool = False
@@ -128,7 +128,7 @@ class HeadSlice:
     start: int = 0
     """vocabulary index of the first row"""
     complete_statistics: Callable[[SoftmaxStatistics], SoftmaxStatistics] | None = None
-    """statistics of full rows of logits from those of this slice of them; None where all rows are here"""
+    """completes statistics of this slice to those of full rows of logits; None where all rows of lm_head are here"""
     complete_chosen: Callable[[ChosenLogits], ChosenLogits] | None = None
     gather_slices: Callable[[Tensor], Tensor] | None = None
     """``[F, T]`` of this slice to ``[G, F, T]`` of all slices, in their order; None where all rows are here"""

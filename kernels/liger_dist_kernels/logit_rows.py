@@ -9,7 +9,7 @@ lane stay in one thread, and a row's threads synchronise only once, after its la
 
 [Note: Whole vectors]
 A thread loads and stores 16 bytes at once only where Triton knows that rows begin and masks end at multiples of them;
-otherwise it takes two bytes at a time, and the addresses take registers that the logits need. Triton detects multiples
+otherwise it loads two bytes at a time, and the addresses need registers that the logits need. Triton detects multiples
 of 16 elements itself. ALIGNED promises row strides of whole vectors, and that a row may be read and written up to the
 next whole vector: V is a multiple of one, or the buffer's rows are padded (:func:`.products.logits_buffer`). With TAIL,
 V is no multiple: the columns beyond it are read, and replaced by -inf.
@@ -58,7 +58,7 @@ class Flags(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over a row beside that of its exponentials."""
+    """Sums over a row, besides that of its exponentials."""
 
     ENTROPY: tl.constexpr
     LOGITS: tl.constexpr
@@ -336,8 +336,7 @@ def sum_arguments(rows: RowOptions) -> dict[str, bool]:
 
 
 def class_weights_of(rows: RowOptions, logits_TV: Tensor) -> Tensor | None:
-    """Returns class weights of the block's columns, padded so that whole vectors may be read; see [Note: Whole
-    vectors]."""
+    """Returns class weights of the block's columns, padded to whole vectors; see [Note: Whole vectors]."""
     weight_V = rows.class_weights(logits_TV.shape[1])
     if weight_V is None:
         return None
@@ -355,7 +354,7 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 
 def num_extra_of(rows: RowOptions) -> int:
-    """Counts the values beside probabilities that a sweep for statistics computes of each logit."""
+    """Counts the values besides probabilities that a sweep for statistics computes of each logit."""
     extra = (rows.options.softcap is not None, *sum_arguments(rows).values())
     return sum(extra)
 
@@ -371,14 +370,14 @@ def tile_arguments(
     """Chooses the largest tile whose logits and values computed from them fit the registers, and its launch options.
 
     Args:
-        num_extra: number of values beside probabilities that are computed of each logit: soft-caps, entropies, squares,
-            sums, class weights
+        num_extra: number of values that are computed of each logit besides probabilities: soft-caps, entropies,
+            squares, sums, class weights
         num_classes: classes of a row, fixed for blocks of any width so that one compilation serves them; None for those
         of ``logits_TV``
     """
     alignment = alignment_arguments((logits_TV, *others_TV), is_padded)
     vector, itemsize = alignment["VECTOR"], logits_TV.element_size()
-    # With TAIL the comparisons take registers as well.
+    # With TAIL the comparisons need registers too.
     num_extra += 1 if alignment["TAIL"] else 0
     columns = logits_TV.shape[1] if num_classes is None else num_classes
     columns = min(triton.next_power_of_2(columns), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)

@@ -23,7 +23,7 @@ from ._triton_utils import ANY_LENGTH, Backend, dense, host_number, number, on_i
 
 @dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """Options that define a norm beside its parameters."""
+    """Options that define a norm, besides its parameters."""
 
     eps: float
     """added to the variance or mean square"""
@@ -174,9 +174,11 @@ def norm_fwd(
     options: NormOptions,
     backend: Backend = "auto",
 ) -> NormOutput:
-    """Args:
-    x_TD: ``[T, D]``, floating, the last dim contiguous.
-    weight_D, bias_D: ``[D]``, any floating dtype.
+    """Computes the norm of each row, and its statistics.
+
+    Args:
+        x_TD: ``[T, D]``, floating, the last dim contiguous.
+        weight_D, bias_D: ``[D]``, any floating dtype.
     """
     if not runs_triton(x_TD, backend):
         return norm_fwd_reference(x_TD, weight_D, bias_D, options=options)

@@ -3,9 +3,9 @@
 Legend: D hidden, V vocabulary, c tokens of a chunk, r tokens of one GEMM, v classes of a tile of the vocabulary.
 
 [Note: Vocabularies that are no multiple of a vector]
-Tensor cores load 16 bytes at once. Where the rows of an operand begin elsewhere, or where a dimension along which an
-operand is contiguous is no multiple of 16 bytes, cuBLAS takes 4 to 8 times as long (H100, torch 2.11), whatever the
-row stride. So buffers of logits have rows of a multiple of :data:`ALIGNMENT` elements (:func:`logits_buffer`), and each
+Tensor cores load 16 bytes at once. cuBLAS takes 4 to 8 times as long (H100, torch 2.11) if the rows of an operand begin
+elsewhere, or if a dimension along which an operand is contiguous is no multiple of 16 bytes, whatever the row stride.
+So buffers of logits have rows of a multiple of :data:`ALIGNMENT` elements (:func:`logits_buffer`), and each
 product over such a vocabulary is two: over the largest multiple of :data:`ALIGNMENT` classes, and over the rest, whose
 product takes 0.02 to 0.04 ms. No weight is copied or padded.
 """

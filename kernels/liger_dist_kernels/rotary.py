@@ -197,7 +197,7 @@ def rotate_reference(
     else:
         rotated = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
     joined = torch.stack(rotated, -1).flatten(-2) if writes == "interleaved" else torch.cat(rotated, -1)
-    # In the layout of x, as arithmetic would give it: models look at it with other shapes.
+    # In the layout of x, as the result of arithmetic: models view it with other shapes.
     y = torch.empty_like(x)
     y[..., :R], y[..., R:] = joined, x[..., R:]
     return y

@@ -37,8 +37,8 @@ class GradientCoefficients(NamedTuple):
     max_T: Tensor
     """``max_v z_v``"""
     log_total_T: Tensor
-    """``log(sum_v exp(z_v - max))``, so that ``log(p_v) = z_v - max - log_total``. Apart from the maximum, whose
-    rounding at large logits would be a common factor of all probabilities."""
+    """``log(sum_v exp(z_v - max))``, so that ``log(p_v) = z_v - max - log_total``. Kept separate from the
+    maximum, because the rounding of large maxima would be a common factor of all probabilities."""
     miss_T: Tensor
     """``1 - p_y``, computed from the other classes"""
     nll_T: Tensor

@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = (NORM, LOW_RANK, GATED_MLP, ROTARY)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """Layers of a model that kernels compute, and those that they do not."""
+    """Layers of a model that kernels compute, and the others with reasons."""
 
     swapped: tuple[tuple[str, int], ...] = ()
     """class and match of the swapped modules, and their count"""

@@ -13,8 +13,8 @@ micro-batch. The attention function passes them to ``torch.nn.attention.varlen.v
   with dropout or a second head size, one ``scaled_dot_product_attention`` for each document.
 - On a mesh with an axis "sp": any of the above, on all tokens of a part of the heads.
 - With a position bias: "sdpa" with a dense mask. With soft-capped scores or sinks, and where attention weights are
-requested: the eager function of the model's own file with a dense mask.
-- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' own mask.
+requested: the eager function of the model's file with a dense mask.
+- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' mask.
 
 Tokens that a 2-D mask excludes get zeros, as with FlashAttention in transformers.
 
@@ -104,7 +104,7 @@ def attention(
     if isinstance(attention_mask, DocumentMask):
         documents = attention_mask
     elif attention_mask is not None:
-        # As the eager functions of transformers 5.0: some decoders make a mask that is wider than the keys.
+        # As the eager functions of transformers 5.0: some decoders build a mask that is wider than the keys.
         mask = attention_mask[..., : key.shape[2]]
     if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
@@ -175,7 +175,7 @@ def _sequence_parallel(
 
 
 def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """True if ``cu_seq_lens_q`` separates documents: no padding beside it, no cache, as with FlashAttention."""
+    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention."""
     is_masked = mask is not None or (documents is not None and documents.valid is not None)
     return not is_masked and query.shape[2] == key.shape[2] and not is_replaced()
 

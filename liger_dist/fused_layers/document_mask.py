@@ -104,7 +104,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         arguments: those that transformers passes to mask functions.
 
     Returns:
-        None for causal attention over whole rows, unless its rows may be sliced.
+        None for causal attention over full rows, unless the rows may be sliced.
     """
     given = arguments.get("attention_mask")
     if isinstance(given, DocumentMask):

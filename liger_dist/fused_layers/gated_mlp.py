@@ -89,8 +89,8 @@ def _may_overwrite(saved: list[Tensor]) -> bool:
         return False
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return False
-    # Compared with tensors that only the list holds, and with one that a view keeps as a node keeps what it saved: how
-    # many references that takes depends on the versions of Python and torch.
+    # Compared with a tensor that only the list holds, and with one that a view keeps like a node keeps a saved tensor:
+    # the number of references depends on the versions of Python and torch.
     saved += [torch.empty(0), torch.empty(0).requires_grad_()]
     view = saved[-1].view(0)
     *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]

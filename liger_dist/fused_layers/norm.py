@@ -162,7 +162,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     rounded = probe.rounding(options)
     if rounded is None:
         raise LeftAloneError("it rounds in a way that is not known")
-    # Autocast runs torch's own norms in another dtype, on GPUs at least.
+    # Autocast runs torch's norms in another dtype, at least on GPUs.
     is_torchs = type(module).__module__.startswith("torch.") or rounded.subtract_mean
     return NormMatch(
         options=rounded,

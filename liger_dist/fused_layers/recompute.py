@@ -119,7 +119,7 @@ class _Part:
     offset: int
 
     def compute(self) -> Tensor:
-        # Several products unpack it one after another, and the producer's own backward follows.
+        # Several products unpack it one after another, and the producer's backward follows.
         if self.producer.copy is None:
             function = _kind_of(self.producer).function
             assert function is not None

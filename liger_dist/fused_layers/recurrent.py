@@ -19,7 +19,7 @@ from liger_dist.model.structure import Structure, find_structure
 from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
 
 WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
-"""arguments that may separate documents; positions beside lengths add nothing to these"""
+"""arguments that may separate documents; positions in addition to lengths add nothing"""
 SEEN = {
     POSITIONS: "position_ids restart without a 2-D attention_mask",
     LENGTHS: "cu_seq_lens_q has more documents than rows",

@@ -32,7 +32,7 @@ from .swap import Kind, LeftAloneError, agrees, is_local, runs_own_code
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
 KNOWN_PARAMETERS = ("unsqueeze_dim", "position_ids", "mrope_section")
-"""parameters beside tensors and tables whose meaning is known"""
+"""known parameters besides tensors and tables"""
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 5, 12
 SECTIONS = [3, 2, 1]
 

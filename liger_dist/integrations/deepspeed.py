@@ -1,4 +1,4 @@
-"""DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is made.
+"""DeepSpeed: a ``"liger_dist"`` section in its JSON, applied where the engine is built.
 
 In your code, call :func:`initialize` instead of ``deepspeed.initialize``. If Trainer or Accelerate calls it, call
 :func:`install` once before, or put ``liger-dist deepspeed`` before the usual command:

@@ -79,7 +79,7 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
 def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
     @functools.wraps(own)
     def run(*args: Any, **kwargs: Any) -> None:
-        # LLaMA-Factory imports it here too: not every release of TRL has what its module needs.
+        # LLaMA-Factory imports it here too: not every release of TRL has the names that its module needs.
         trainer = getattr(import_module(f"llamafactory.train.{stage}.trainer"), PREFERENCES[stage])
         with models_wrapped_for(trainer, config, lm_head):
             own(*args, **kwargs)

@@ -70,7 +70,7 @@ class HeadRows:
 
     @property
     def is_full(self) -> bool:
-        """True if these are all rows, so that no other rank takes part"""
+        """True if these are all rows, so that no other rank participates"""
         return True
 
     @property

@@ -1,8 +1,8 @@
 """Classes for swapping: a subclass put below FSDP2's class, and markers of swapped classes.
 
 [Note: Swapping a class below FSDP2's]
-``fully_shard`` gives a module a class ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on the
-instance, and reads nothing from the class but ``FSDPModule``'s methods, so exchanging ``X`` for a subclass of ``X``
+``fully_shard`` sets a module's class to ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on
+the instance, and reads nothing from the class but ``FSDPModule``'s methods. So swapping ``X`` for a subclass of ``X``
 below it changes none of FSDP2's behaviour, and ``isinstance`` holds for all three. :func:`below_wrappers` finds ``X``
 by the order of bases that ``fully_shard`` makes; another order counts as a user's class, which is then subclassed
 itself.

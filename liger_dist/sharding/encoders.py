@@ -9,7 +9,7 @@ A rank that has images leads. Before each unit of an encoder it broadcasts which
 inputs require gradients, before the decoder which units and parameters the decoder's inputs depend on. A rank without
 images repeats that:
 
-- Forward: it calls the same units in the same order through FSDP's own hooks, before its decoder runs. The input
+- Forward: it calls the same units in the same order through FSDP's hooks, before its decoder runs. The input
   embedding, when it is a unit, and the decoder are announced as well, so that the ranks also agree on what comes
   between encoder and embedding.
 - Backward: autograd runs the ready node that was created last. The scalars are created where the leader's activations

@@ -179,7 +179,7 @@ def is_outside_forward(model: nn.Module, embedding: nn.Module | None) -> bool:
     if embedding is None or weight is None or not is_stored_by_fsdp1(weight):
         return False
     if any(embedding in unit.modules() for unit in _units(model)):
-        return False  # Its own unit unshards it later.
+        return False  # The embedding's unit unshards it later.
     return weight.dim() != 2 or weight.untyped_storage().size() == 0
 
 

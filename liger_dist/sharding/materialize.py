@@ -1,6 +1,6 @@
 """Initialises a sharded model that was built on the meta device.
 
-Each decoder layer (or single module) gets full tensors, is initialised by the model's own rule and is sharded again, so
+Each decoder layer (or single module) gets full tensors, is initialised by the model's rule and is sharded again, so
 no rank holds more than its shards and one layer. Values do not depend on the sharding: one seed gives one model under
 every strategy and world size.
 """
@@ -66,7 +66,7 @@ def materialize(
     if dist.is_initialized():
         seed = seed.to(collective_device())
         dist.broadcast(seed, src=0)
-    # The caller may still be in the context of the meta device, where the model was made.
+    # The caller may still be in the context of the meta device, in which the model was built.
     with torch.device("cpu"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
         _initialize(model, initialize, frozenset(layers), set())
@@ -160,7 +160,7 @@ def _full(owners: tuple[nn.Module, ...], done: set[int]) -> Iterator[None]:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    """Fills fresh storage with values that no rule would choose, so that unwritten ones are found."""
+    """Fills fresh storage with values that no rule would choose, so that unwritten ones are detected."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:

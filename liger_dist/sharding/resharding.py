@@ -6,7 +6,7 @@ all of them with ``reshard_after_forward=False``. After a call without gradients
 unsharded. An optimizer built from ``model.parameters()`` then holds full tensors that FSDP2 replaces at the next
 backward, so its steps have no effect; and a forward after ``optimizer.step()`` reads the old weights if the call was
 between backward and step. So the outermost call without gradients reshards all groups at its end. ``generate`` is one
-call, whose tokens share a gather.
+call, whose tokens share one all-gather.
 """
 
 from __future__ import annotations

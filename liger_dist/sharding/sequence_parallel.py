@@ -112,8 +112,8 @@ def _exchanged(blocks: Tensor, axis: SequenceAxis) -> Tensor:
 
 
 def gather_tokens(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis) -> tuple[Tensor, Tensor, Tensor]:
-    """All-to-all from sequence shards ``[B, H, s, D]`` to head shards ``[B, h, S, D]``. Repeats key and value heads
-    first if the ranks do not divide them.
+    """Exchanges sequence shards ``[B, H, s, D]`` for head shards ``[B, h, S, D]`` by an all-to-all. Repeats key and
+    value heads first if the ranks do not divide them.
 
     Raises:
         LigerDistError: the ranks do not divide the query heads, or values have another head size.
@@ -140,7 +140,7 @@ def gather_tokens(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis)
 
 
 def scatter_tokens(output: Tensor, axis: SequenceAxis) -> Tensor:
-    """All-to-all from head shards ``[B, S, h, D]`` to sequence shards ``[B, s, H, D]``."""
+    """Exchanges head shards ``[B, S, h, D]`` for sequence shards ``[B, s, H, D]`` by an all-to-all."""
     blocks = output.unflatten(1, (axis.size, -1)).transpose(0, 1)
     received = _exchanged(blocks, axis)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Vocab-parallel lm_head beside FSDP2's groups: every rank keeps its row shard, and the tokens are exchanged.
+"""Vocab-parallel lm_head outside FSDP2's groups: every rank keeps its row shard, and the tokens are exchanged.
 
 Collectives of the loss, on the shard group: two all-gathers of two values on the hosts (at the model's entry, under
 HSDP over all ranks, and at the loss), one of labels, one of upstream gradients, one of a checksum of class weights if
@@ -75,8 +75,10 @@ class RowSharding:
         )
 
     def agree_on_call(self, asked: str) -> None:
-        """Raises:
-        LigerDistError: on every rank of FSDP2's mesh, if they call the model with different arguments.
+        """Checks that all ranks of FSDP2's mesh call the model with the same arguments, described by ``asked``.
+
+        Raises:
+            LigerDistError: on every rank, if they differ.
         """
         agree(self.calling_group, 0, asked)
 
