@@ -336,8 +336,7 @@ def sum_arguments(rows: RowOptions) -> dict[str, bool]:
 
 
 def class_weights_of(rows: RowOptions, logits_TV: Tensor) -> Tensor | None:
-    """Returns class weights of the block's columns, padded so that whole vectors may be read; see [Note: Whole
-    vectors]."""
+    """Returns class weights of the block's columns, padded to whole vectors; see [Note: Whole vectors]."""
     weight_V = rows.class_weights(logits_TV.shape[1])
     if weight_V is None:
         return None
