@@ -65,7 +65,8 @@ class WrapConfig:
 
     def __post_init__(self) -> None:
         for name in ("fused_loss", "layer_kernels", "varlen_attention"):
-            check_choice(name, getattr(self, name), (True, False))
+            if not isinstance(getattr(self, name), bool):
+                raise LigerDistError(f"{name} is {getattr(self, name)!r}; expected True or False.")
         check_choice("backend", self.backend, BACKENDS)
         check_choice("token_mean", self.token_mean, get_args(TokenMean))
         check_choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)

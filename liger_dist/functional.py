@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -75,7 +79,7 @@ def linear_cross_entropy(
     Raises:
         LigerDistError: invalid shapes, dtypes, devices, labels or options; nothing has been computed then.
     """
-    spec = LossSpec(**keywords)
+    spec = _spec("linear_cross_entropy", keywords)
     if is_stored_by_zero3(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise LigerDistError(
             "the weight belongs to DeepSpeed ZeRO-3, which frees it before the backward of a loss that its own module "
@@ -105,6 +109,31 @@ def cross_entropy(
 
     Other arguments, the result and the errors are as for :func:`linear_cross_entropy`.
     """
-    spec = LossSpec(**keywords)
+    spec = _spec("cross_entropy", keywords)
     result = fused_cross_entropy(logits, labels, spec=spec, execution=Execution(overwrite_logits=overwrite_logits))
     return result if spec.outputs else result.loss
+
+
+def _spec(function: str, keywords: LossKeywords) -> LossSpec:
+    """Raises:
+    TypeError: a keyword that is none of a loss, as Python raises it.
+    """
+    for name in keywords.keys() - LossKeywords.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return LossSpec(**keywords)
+
+
+def _show_keywords(function: Any) -> None:
+    """Gives ``inspect.signature`` and ``help`` the keywords of a loss with their defaults."""
+    shown = inspect.signature(function)
+    defaults = {field.name: field for field in fields(LossSpec) if field.name in LossKeywords.__annotations__}
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for name, field in defaults.items()
+    ]
+    own = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = shown.replace(parameters=[*own, *keywords])
+
+
+_show_keywords(linear_cross_entropy)
+_show_keywords(cross_entropy)

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import LOGITS, WrapConfig
 from .errors import LigerDistError
-from .fused_head.around import Around
 from .fused_head.call import check_outputs
 from .fused_head.fused_model import restore_model, swap_model
 from .fused_head.model_loss import FULL_LOGITS, FusedLoss
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
+from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.recurrent import PackedDocuments, find_leaks
@@ -123,7 +123,7 @@ def wrap(
         if record.recipe is not None:
             record.loss.head.install_hook(model)
             if isinstance(wrapped, Wrapper):
-                record.loss.around = Around(wrapped)
+                record.loss.wrapper_redirect = WrapperRedirect(wrapped)
         if isinstance(chosen, AVERAGING):
             refuse_unreduced(wrapped, chosen.name)
         undo.pop_all()
@@ -309,7 +309,6 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         found.structure,
         found.recipe,
         unfused_reason=found.unfused_reason,
-        owner=owner,
         strategy=strategy.name,
         config=config,
         hosts=HOSTS,

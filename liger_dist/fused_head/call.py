@@ -75,10 +75,12 @@ class Call:
         """
         inputs, keep = inputs_of(self.named), self.named.get("logits_to_keep")
         labels, shifted = self.named.get("labels"), self.named.get("shift_labels")
+        for given in (labels, shifted):
+            if given is not None and not isinstance(given, Tensor):
+                raise LigerDistError(f"labels are a {type(given).__name__}; expected a tensor of integers.")
         are_aligned = recipe.targets == "same" or shifted is not None
         labels = labels if shifted is None or recipe.targets == "same" else shifted
-        if not isinstance(labels, Tensor):
-            raise LigerDistError(f"labels are a {type(labels).__name__}; expected a tensor of integers.")
+        assert labels is not None
         if labels.dim() == 1 and inputs is not None and inputs.dim() > 1 and len(inputs) == 1:
             # Those of a single sequence may come as [S], which the model's own loss flattens to.
             labels = labels[None]
@@ -154,7 +156,7 @@ class HostCall(Protocol):
         """Keywords of a wrapped model for the same call."""
         ...
 
-    def answer(self, output: Any) -> Any:
+    def to_host_output(self, output: Any) -> Any:
         """What the host gets, from the output of the wrapped model."""
         ...
 
@@ -181,13 +183,7 @@ class Signature:
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         self.model_name = type(model).__name__
         self._outputs = as_output_names(outputs)
-        check_outputs(self._outputs)
-        for output in ("log_prob_at", "top_k"):
-            if output in self._outputs:
-                raise LigerDistError(
-                    f"outputs of the WrapConfig contains {output!r}, which needs an argument of the call; ask for it "
-                    "in the call, by outputs= along with token_ids= or top_k=."
-                )
+        check_usual_outputs(self._outputs)
         self._known = frozenset({*self.names, *CALL_KEYWORDS, *KEYWORDS_OF_MODELS, *_keywords_below(model)})
         # Another forward than transformers' may read any keyword.
         self._is_transformers = model.forward.__module__.startswith(("transformers.", "accelerate."))
@@ -291,6 +287,21 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
 def inputs_of(named: dict[str, Any]) -> Tensor | None:
     """The tokens of a call, by their ids or embeddings."""
     return next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
+
+
+def check_usual_outputs(outputs: tuple[str, ...]) -> None:
+    """Refuses outputs that a :class:`WrapConfig` cannot have.
+
+    Raises:
+        LigerDistError: unknown ones, or such as need an argument of the call.
+    """
+    check_outputs(outputs)
+    for output in ("log_prob_at", "top_k"):
+        if output in outputs:
+            raise LigerDistError(
+                f"outputs of the WrapConfig contains {output!r}, which needs an argument of the call; ask for it in "
+                "the call, by outputs= along with token_ids= or top_k=."
+            )
 
 
 def check_outputs(outputs: tuple[str, ...]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.labels import AlignedLabels
+from liger_dist.losses.spec import CALL_KEYWORDS
 from liger_dist.model.structure import embedding_of
 from liger_dist.model.torch_modes import in_backward
 from liger_dist.sharding import ddp, deepspeed
@@ -17,7 +20,7 @@ from liger_dist.sharding.base import ShardingAdapter
 from liger_dist.sharding.fsdp1 import is_outside_forward
 from liger_dist.sharding.process_groups import world_size
 
-from .call import Call
+from .call import Call, Signature
 from .recipe import LossRecipe
 
 
@@ -38,6 +41,25 @@ class CallWarnings:
         if sentence not in self._warned:
             self._warned.add(sentence)
             warnings.warn(sentence, stacklevel=2)
+
+    def of_earlier_forward(self, signature: Signature, config: WrapConfig, keywords: dict[str, Any]) -> None:
+        """Warns of a loss outside of the swapped forward, which other code calls past.
+
+        Args:
+            keywords: of the loss function.
+
+        Raises:
+            LigerDistError: it has options of the loss, which nothing would compute.
+        """
+        where = f"outside of the forward that liger_dist.wrap has given the {signature.model_name}"
+        way_out = "other code calls an earlier forward. Wrap the model after that code"
+        asked = [name for name in CALL_KEYWORDS if keywords.get(name) is not None and name not in signature.names]
+        asked += ["token_mean='global'"] if config.token_mean == "global" else []
+        if asked:
+            raise LigerDistError(
+                f"{asked[0]} was asked of a loss {where}, where nothing computes it: {way_out}, or leave it out."
+            )
+        self.once(f"a loss was computed from full logits, {where}, and is not fused: {way_out}.")
 
     def check_wrapper(self, model: nn.Module, adapter: ShardingAdapter) -> None:
         """Refuses a loss outside of the forward of an FSDP1 wrapper that other code has made, and warns of one whose
@@ -72,7 +94,7 @@ class CallWarnings:
             self._has_looked_at_padding = True
         differs = (mask == 0) & (labels.to(mask.device) != call.ignore_index)
         if self.replaced_attention != "eager":
-            # Padding on the left sees nothing, which is 0 here as in scaled_dot_product_attention.
+            # Left padding attends to no key; its output is 0 here and in scaled_dot_product_attention.
             differs &= mask.cumsum(-1) > 0
         if bool(differs.any()):
             self._has_looked_at_padding = True

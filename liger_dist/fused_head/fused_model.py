@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
-from functools import partial
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.sharding import fsdp2
 
-from .loss_call import running
+from .loss_call import is_running, running
 from .model_loss import FusedLoss
 
-_LOSS, _ORIGINAL = "_liger_dist_loss", "_liger_dist_original_forward"
+_LOSS, _ORIGINALS = "_liger_dist_loss", "_liger_dist_original_forwards"
+"""attributes of a model: its loss, and forwards of other code on the instance, innermost first"""
+
+
+_PATCHED: ContextVar[tuple[int, int] | None] = ContextVar("liger_dist_patched", default=None)
+"""id of the model whose patched forward runs in this context, and the number of forwards below that one"""
 
 
 class FusedModel(nn.Module):
@@ -27,69 +33,95 @@ class FusedModel(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         loss: FusedLoss | None = vars(self).get(_LOSS)
         host_call = None if loss is None else loss.host_call(self, args, kwargs)
-        if host_call is None:
-            return super().__call__(*args, **kwargs)
-        return host_call.answer(super().__call__(*args, **host_call.kwargs))
+        if host_call is not None:
+            return host_call.to_host_output(self(*args, **host_call.kwargs))
+        if loss is not None and isinstance(self, FSDPModule):
+            loss.check_early(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle cannot name a class made at run time.
-        return _blank, (self._liger_dist_base,), vars(self)
+        # A pickle cannot name a class made at run time. object.__getstate__ is new in Python 3.11.
+        get_state = getattr(self, "__getstate__", None)
+        return _blank, (self._liger_dist_base,), vars(self) if get_state is None else get_state()
 
 
 def swap_model(model: nn.Module, loss: FusedLoss) -> None:
     """Swaps the class of ``model`` in place; FSDP2's class stays on top. A forward that other code has patched on the
     instance becomes the one that the swapped forward calls."""
     vars(model)[_LOSS] = loss
-    base = below_wrappers(type(model))
-    if not isinstance(model, FusedModel):  # It is where a wrapped model's class has made another model.
+    if not isinstance(model, FusedModel):  # A model made by a wrapped model's class has the swapped class already.
+        base = below_wrappers(type(model))
         model.__class__ = with_base(type(model), base, _class_for(base))
     if "forward" in vars(model):
-        vars(model)[_ORIGINAL] = vars(model).pop("forward")
+        vars(model)[_ORIGINALS] = (*vars(model).get(_ORIGINALS, ()), vars(model).pop("forward"))
 
 
 def restore_model(model: nn.Module) -> None:
-    """Undoes :func:`swap_model`. A forward that other code has patched since stays, on top of the earlier one."""
+    """Undoes :func:`swap_model`. A forward that other code has patched since stays, on top of the earlier ones."""
     fused: Any = next(cls for cls in type(model).__mro__ if FusedModel in cls.__bases__)
     model.__class__ = with_base(type(model), fused, fused._liger_dist_base)
-    if _ORIGINAL in vars(model) and "forward" not in vars(model):
-        vars(model)["forward"] = vars(model).pop(_ORIGINAL)
+    if _ORIGINALS in vars(model) and "forward" not in vars(model):
+        *below, vars(model)["forward"] = vars(model).pop(_ORIGINALS)
+        if below:
+            vars(model)[_ORIGINALS] = tuple(below)
     del vars(model)[_LOSS]
 
 
 def original_forward_of(model: nn.Module) -> Any:
-    """The forward that the model had when it was wrapped, bound or not."""
-    return vars(model).get(_ORIGINAL) or getattr(type(model), "_liger_dist_base", type(model)).forward
+    """Returns the forward that the model had when it was wrapped, bound or not."""
+    originals = vars(model).get(_ORIGINALS, ())
+    return originals[-1] if originals else getattr(type(model), "_liger_dist_base", type(model)).forward
 
 
 def _make_forward(base: Any) -> Callable[..., Any]:
-    """The swapped forward, for models of the class ``base``."""
+    """Makes the swapped forward for models of the class ``base``."""
 
-    @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original = vars(self).get(_ORIGINAL) or partial(base.forward, self)
+        patched = _PATCHED.get()
+        if patched is not None and patched[0] == id(self):
+            # A patched forward calls the one that it was put on, which is this one.
+            return _call_original(self, base, patched[1], args, kwargs)
+        originals = len(vars(self).get(_ORIGINALS, ()))
         loss: FusedLoss | None = vars(self).get(_LOSS)
         if loss is None:
-            # Called through a bound method of before unwrap.
-            return original(*args, **kwargs)
+            # A caller still holds the bound method from before unwrap.
+            return _call_original(self, base, originals, args, kwargs)
         wrapper = loss.redirected(args, kwargs)
         if wrapper is not None:
             return wrapper(*args, **kwargs)
-        loss_call = None
+        is_nested, loss_call = is_running(loss.wrap_id), None
         try:
             call, loss_call = loss.begin(self, args, kwargs)
-            with running(loss.owner, loss_call):
-                output = original(*call.args, **call.kwargs)
+            with running(loss.wrap_id, loss_call):
+                output = _call_original(self, base, originals, call.args, call.kwargs)
             return loss.finish(loss_call, output)
         except BaseException:
-            fsdp2.abandon_forward(self)
+            if not is_nested:
+                fsdp2.abandon_forward(self)
             raise
         finally:
             if loss_call is not None:
                 # The pending loss refers to its call: the cycle would keep both until the garbage collector runs.
                 loss_call.pending = None
 
-    # This frame alone runs in Python: torch.compile compiles the model's own forward.
+    # Not by functools.wraps: code that undoes wrappers, as Accelerate's, follows ``__wrapped__`` past this one.
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(forward, name, getattr(base.forward, name))
+    cast(Any, forward).__signature__ = inspect.signature(base.forward)
+    # These frames alone run in Python: torch.compile compiles the model's own forward.
     return cast(Callable[..., Any], torch.compiler.disable(forward, recursive=False))
+
+
+def _call_original(model: nn.Module, base: Any, level: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the forward below the swapped one: the uppermost of ``level`` patched ones, or that of ``base``."""
+    token = _PATCHED.set((id(model), level - 1) if level else None)
+    try:
+        return vars(model)[_ORIGINALS][level - 1](*args, **kwargs) if level else base.forward(model, *args, **kwargs)
+    finally:
+        _PATCHED.reset(token)
+
+
+_call_original = torch.compiler.disable(_call_original, recursive=False)
 
 
 def _class_for(base: Any) -> Any:

@@ -35,10 +35,10 @@ from liger_dist.sharding import choose, collect_facts
 from liger_dist.sharding.base import Facts, ShardingAdapter
 
 from .logits import FusedLogits
-from .loss_call import current_call
+from .loss_call import WrapId, current_call
 
-_OWNER = "_liger_dist_fused_by"
-"""attribute of an lm_head: the id of the ``wrap`` call that has fused it"""
+_WRAP_ID = "_liger_dist_fused_by"
+"""attribute of an lm_head: the :class:`.loss_call.WrapId` of its model"""
 _INSTALLED = "_liger_dist_installed_forward"
 
 
@@ -54,7 +54,7 @@ class ComputesLoss(nn.Module):
         if not isinstance(self, ComputesLoss):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        call = current_call(vars(self).get(_OWNER))
+        call = current_call(vars(self).get(_WRAP_ID))
         if call is None or call.pending is not None or call.on_logits:
             return self._logits(hidden_states, *args, **kwargs)
         if args or kwargs:
@@ -76,12 +76,12 @@ class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
     parameters, same names, same state dict."""
 
 
-def fuse_head(head: nn.Module, owner: str) -> None:
+def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
     """Swaps the class of ``head`` in place; FSDP2's class stays on top. A linear forward that other code has set on the
     instance becomes the one for logits.
 
     Args:
-        owner: id of the ``wrap`` call. Copies of ``head`` that PEFT makes keep it.
+        wrap_id: of the model. Copies of ``head`` that PEFT makes keep it.
     """
     if not isinstance(head, ComputesLoss):
         base = below_wrappers(type(head))
@@ -90,7 +90,7 @@ def fuse_head(head: nn.Module, owner: str) -> None:
     # Also one that other code has set since: TRL's trainers do for an fp32 head.
     if is_linear_forward(vars(head).get("forward")):
         vars(head)[_INSTALLED] = vars(head).pop("forward")
-    vars(head)[_OWNER] = owner
+    vars(head)[_WRAP_ID] = wrap_id
 
 
 def computes_in_fp32(head: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def _restore_head(head: nn.Module) -> None:
     head.__class__ = with_base(type(head), fused, fused.__bases__[1])
     if _INSTALLED in vars(head):
         vars(head)["forward"] = vars(head).pop(_INSTALLED)
-    del vars(head)[_OWNER]
+    del vars(head)[_WRAP_ID]
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class HeadInUse:
 class LMHead:
     """Finds lm_head in a model whose wrappers and PEFT layers may change after :func:`liger_dist.wrap`."""
 
-    def __init__(self, structure: Structure, *, owner: str, strategy: str, config: WrapConfig) -> None:
-        self._structure, self._owner = structure, owner
+    def __init__(self, structure: Structure, *, wrap_id: WrapId, strategy: str, config: WrapConfig) -> None:
+        self._structure, self._wrap_id = structure, wrap_id
         self._strategy, self._config = strategy, config
         self._hook: RemovableHandle | None = None
         self._key: tuple[object, ...] | None = None
@@ -146,18 +146,18 @@ class LMHead:
     def fuse(self, model: nn.Module) -> None:
         """Swaps the class of every module that may be called as lm_head."""
         for head in heads_at(self.outer(model)):
-            fuse_head(head, self._owner)
+            fuse_head(head, self._wrap_id)
 
     def install_hook(self, model: nn.Module) -> None:
         """Hooks the outermost module at lm_head's name, after the model is sharded."""
-        self._hook = self.outer(model).register_forward_hook(partial(_carry_again, self._owner))
+        self._hook = self.outer(model).register_forward_hook(partial(_carry_again, self._wrap_id))
 
     def remove(self, model: nn.Module) -> None:
         """Undoes :meth:`fuse` and :meth:`install_hook`."""
         if self._hook is not None:
             self._hook.remove()
         for head in heads_at(self.outer(model)):
-            if vars(head).get(_OWNER) == self._owner:
+            if vars(head).get(_WRAP_ID) is self._wrap_id:
                 _restore_head(head)
 
     def in_use(self, model: nn.Module) -> HeadInUse:
@@ -190,13 +190,15 @@ class LMHead:
             return HeadInUse(head, structure.head, None, structure.vocab_size, False, TRAINED_ROWS)
         objection = lora_objection(head)
         base = base_head(head)
-        if objection is not None or not (vars(base).get(_OWNER) == self._owner or self._is_trained_copy(outer, base)):
+        if objection is not None or not (
+            vars(base).get(_WRAP_ID) is self._wrap_id or self._is_trained_copy(outer, base)
+        ):
             raise LigerDistError(
                 f"lm_head of {type(model).__name__} is a {type(outer).__name__} now"
                 + (f", with {objection}" if objection else ", not the one that was wrapped. ")
                 + "After resizing embeddings call liger_dist.unwrap(model) and wrap it again."
             )
-        fuse_head(head, self._owner)
+        fuse_head(head, self._wrap_id)
         adapter = choose(self._facts(model, head))
         return HeadInUse(head, base, adapter, self._vocab_size(base), computes_in_fp32(base))
 
@@ -239,10 +241,10 @@ class LMHead:
 
 
 @untraced
-def _carry_again(owner: str, head: nn.Module, args: Any, output: Any) -> Any:
+def _carry_again(wrap_id: WrapId, head: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook. Tensor parallelism converts the output of lm_head from a DTensor to a tensor, which carries the
     loss again from here."""
-    call = current_call(owner)
+    call = current_call(wrap_id)
     if call is None or call.pending is None or call.on_logits or type(output) is not Tensor or output.shape[-1] != 0:
         return None
     return FusedLogits.carrying(output, call.pending, vocab_size=call.vocab_size)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -41,36 +42,49 @@ Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 
 NO_HEAD = "its lm_head was not called in the context (thread) of the model's call"
 
-_RUNNING: ContextVar[tuple[str, LossCall | None] | None] = ContextVar("liger_dist_running", default=None)
-"""of the innermost call of a wrapped model in this context: the id of its ``wrap`` call, and its loss if it is one of
-ours"""
+
+class WrapId:
+    """Identifies one wrapped model: its loss and its lm_head hold the same object. A copy of the model gets another
+    one, a copy of lm_head alone (PEFT's) keeps it."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapId:
+        model = None if self._model is None else self._model()
+        return WrapId(memo[id(model)]) if id(model) in memo else self
+
+    def __reduce__(self) -> Any:
+        return WrapId, (None if self._model is None else self._model(),)
+
+
+_RUNNING: ContextVar[tuple[tuple[WrapId, LossCall | None], ...]] = ContextVar("liger_dist_running", default=())
+"""running calls of wrapped models in this context, innermost last: the model, and the loss if it is one of ours"""
 
 
 @contextmanager
-def running(owner: str, call: LossCall | None) -> Iterator[None]:
+def running(wrap_id: WrapId, call: LossCall | None) -> Iterator[None]:
     """Within, the forward of a model runs. Calls may nest.
 
     Args:
-        owner: id of the ``wrap`` call, which the model's lm_head has as well.
         call: None where lm_head computes logits.
     """
-    token = _RUNNING.set((owner, call))
+    token = _RUNNING.set((*_RUNNING.get(), (wrap_id, call)))
     try:
         yield
     finally:
         _RUNNING.reset(token)
 
 
-def current_call(owner: str | None) -> LossCall | None:
-    """The loss of the running call, if it is a call of the model wrapped as ``owner``."""
-    innermost = _RUNNING.get()
-    return innermost[1] if innermost is not None and innermost[0] == owner else None
+def current_call(wrap_id: WrapId | None) -> LossCall | None:
+    """Returns the loss of the innermost running call, if it is a call of this model."""
+    calls = _RUNNING.get()
+    return calls[-1][1] if calls and calls[-1][0] is wrap_id else None
 
 
-def is_running(owner: str) -> bool:
-    """True inside the forward of the model wrapped as ``owner``, unless another wrapped model runs inside of it."""
-    innermost = _RUNNING.get()
-    return innermost is not None and innermost[0] == owner
+def is_running(wrap_id: WrapId) -> bool:
+    """True inside a forward of this model."""
+    return any(running_id is wrap_id for running_id, _ in _RUNNING.get())
 
 
 @dataclass
@@ -90,9 +104,9 @@ class LossCall:
     """names that were asked for beside the loss"""
     differentiable: tuple[str, ...]
     """outputs that carry gradients"""
-    given: tuple[tuple[Tensor, int | Tensor], ...]
-    """the labels that the model was called with, which its forward must not change, each with torch's count of in-place
-    changes, or with a copy if it is an inference tensor, which has no such count"""
+    labels_of_call: tuple[tuple[Tensor, int | Tensor], ...]
+    """labels of the call, to detect in-place changes: each with its version counter, or with a copy if it is an
+    inference tensor, which has none"""
     compute_loss: Compute
     """of the sharding adapter for this lm_head"""
     execution: Execution
@@ -117,7 +131,7 @@ class LossCall:
         # Before the loss: a LoRA layer calls its base layer, which computes logits.
         pending = self.pending = PendingLoss(self)
         used = effective_head(head, logits_of, hidden_states) if self.has_lora else cast(nn.Linear, head)
-        output = self._without_a_mean(self.compute_loss(hidden_states, used, self.labels))
+        output = self._nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.differentiable)]
@@ -152,7 +166,7 @@ class LossCall:
                 "of calls whose loss is not fused."
             )
         spec = replace(self.spec, softcap=None, logit_scale=1.0, logit_bias=None)
-        output = self._without_a_mean(
+        output = self._nan_if_empty(
             fused_cross_entropy(
                 logits.reshape(*self.labels.shape, logits.shape[-1]),
                 aligned.reshape(self.labels.shape),
@@ -164,9 +178,10 @@ class LossCall:
         self.pending = PendingLoss(self, output=_detached(output), others=others, delivered=True)
         return output.loss
 
-    def _without_a_mean(self, output: LossOutput) -> LossOutput:
-        """In evaluation the mean of no token is NaN, as the model's own: a trainer leaves it out of its mean over
-        batches. In training it is 0, so that a rank without labels does not spoil the gradients of the others."""
+    def _nan_if_empty(self, output: LossOutput) -> LossOutput:
+        """Sets the mean over zero tokens to NaN in evaluation, as transformers does: a trainer leaves it out of its
+        mean over batches. In training it is 0, so that a rank without labels does not spoil the gradients of the
+        others."""
         items = self.spec.num_items_in_batch
         if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
             return output
@@ -184,7 +199,7 @@ class LossCall:
         """Raises:
         LigerDistError: the forward has changed the labels in place.
         """
-        for labels, before in self.given:
+        for labels, before in self.labels_of_call:
             if isinstance(before, Tensor):
                 require((labels == before).all(), _CHANGED_LABELS.format(self.model_name))
             elif labels._version != before:
@@ -364,12 +379,12 @@ _CHANGED_LABELS = (
 )
 _OTHER_TOKENS = (
     "{} leaves labels out of its loss by a mask or by indices; the loss was computed with all labels of the call. Give "
-    "the tokens that shall not count the ignored label before the call, or use WrapConfig(fused_loss=False)."
+    "tokens to ignore the ignored label before the call, or use WrapConfig(fused_loss=False)."
 )
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    """True if both are the same elements in the same order, for certain."""
+    """True only if both are views of the same elements in the same order."""
     if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
         return False
     return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())

@@ -31,19 +31,19 @@ from liger_dist.sharding import accelerate
 from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 
-from .around import Around
 from .call import Call, HostCall, Hosts, Signature, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
 from .logits import FusedLogits
-from .loss_call import NO_HEAD, LossCall, PendingLoss, current_call, is_running
+from .loss_call import NO_HEAD, LossCall, PendingLoss, WrapId, current_call, is_running
 from .output import fused_output
 from .recipe import LossRecipe
+from .wrapper_redirect import WrapperRedirect
 
 FULL_LOGITS: Literal["full logits"] = "full logits"
 Mode = Distillation | Literal["full logits"]
-_MODES: ContextVar[tuple[tuple[str, Mode], ...]] = ContextVar("liger_dist_modes", default=())
-"""of the models wrapped as these ids: how calls in this context compute their loss"""
+_MODES: ContextVar[tuple[tuple[WrapId, Mode], ...]] = ContextVar("liger_dist_modes", default=())
+"""model and mode of each :meth:`FusedLoss.mode` that is active in this context, innermost last"""
 _ARGUMENTS_OF_LOSSES = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index")
 """of transformers' token losses, by position"""
 
@@ -58,26 +58,26 @@ class FusedLoss:
         recipe: LossRecipe | None,
         *,
         unfused_reason: str | None,
-        owner: str,
         strategy: str,
         config: WrapConfig,
         hosts: Hosts,
         packed: PackedDocuments | None,
     ) -> None:
         self.structure, self.recipe, self.unfused_reason = structure, recipe, unfused_reason
-        self.owner, self.config, self.hosts, self.packed = owner, config, hosts, packed
-        self.head = LMHead(structure, owner=owner, strategy=strategy, config=config)
+        self.config, self.hosts, self.packed = config, hosts, packed
+        self.wrap_id = WrapId(model)
+        self.head = LMHead(structure, wrap_id=self.wrap_id, strategy=strategy, config=config)
         smoothing = getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0
         self.signature = Signature(
             model, outputs=config.outputs, own_smoothing=smoothing if recipe is None else recipe.label_smoothing
         )
-        self.around: Around | None = None
+        self.wrapper_redirect: WrapperRedirect | None = None
         """the wrapper that :func:`liger_dist.wrap` made around the model, through which its losses go"""
-        self.loss_owner = None if recipe is None else recipe.owner
+        self.loss_module = None if recipe is None else recipe.owner
         """name of the module whose ``loss_function`` gets the logits, or None"""
-        owner_module = self._owner_module(model)
-        self.own_loss_function: Callable[..., Tensor] | None = getattr(owner_module, "loss_function", None)
-        self._had_own_loss_function = owner_module is not None and "_loss_function" in vars(owner_module)
+        module = self._loss_module_of(model)
+        self.own_loss_function: Callable[..., Tensor] | None = getattr(module, "loss_function", None)
+        self._had_own_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.warnings = CallWarnings(others_wrap=strategy == "auto")
         self._has_scored = False
@@ -88,27 +88,27 @@ class FusedLoss:
         if self.recipe is None:
             return
         self.head.fuse(model)
-        owner_module: Any = self._owner_module(model)
-        if owner_module is not None:
-            owner_module.loss_function = self.loss_function
+        module: Any = self._loss_module_of(model)
+        if module is not None:
+            module.loss_function = self.loss_function
 
     def remove(self, model: nn.Module) -> None:
         """Undoes :meth:`install`, and what has followed it."""
-        if self.around is not None:
-            self.around.remove()
-        owner_module: Any = self._owner_module(model)
-        if owner_module is not None and self.has_installed(model):
+        if self.wrapper_redirect is not None:
+            self.wrapper_redirect.remove()
+        module: Any = self._loss_module_of(model)
+        if module is not None and self.has_installed(model):
             if self._had_own_loss_function:
-                owner_module.loss_function = self.own_loss_function
+                module.loss_function = self.own_loss_function
             else:
-                del owner_module._loss_function
+                del module._loss_function
         if self.recipe is not None:
             self.head.remove(model)
 
-    def _owner_module(self, model: nn.Module) -> nn.Module | None:
-        if not self.loss_owner:
-            return None if self.loss_owner is None else model
-        return without_fsdp1(model.get_submodule(self.loss_owner))
+    def _loss_module_of(self, model: nn.Module) -> nn.Module | None:
+        if not self.loss_module:
+            return None if self.loss_module is None else model
+        return without_fsdp1(model.get_submodule(self.loss_module))
 
     @untraced
     def host_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostCall | None:
@@ -121,21 +121,21 @@ class FusedLoss:
         for read in self.hosts.readers:
             call = read(model, named, kwargs, self.structure.vocab_size)
             if call is not None:
-                return call if not call.only_fused or self.reason_to_leave(model) is None else None
+                return call if not call.only_fused or self.unfused_reason_now(model) is None else None
         return None
 
     @contextmanager
     def mode(self, mode: Mode) -> Iterator[None]:
         """Within, calls of the model in this context compute their loss in ``mode``: on full logits, by the model's own
         loss function; or, with labels, as the divergence from a teacher."""
-        token = _MODES.set((*_MODES.get(), (self.owner, mode)))
+        token = _MODES.set((*_MODES.get(), (self.wrap_id, mode)))
         try:
             yield
         finally:
             _MODES.reset(token)
 
     def _mode(self) -> Mode | None:
-        return next((mode for owner, mode in reversed(_MODES.get()) if owner == self.owner), None)
+        return next((mode for wrap_id, mode in reversed(_MODES.get()) if wrap_id is self.wrap_id), None)
 
     @untraced
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, LossCall | None]:
@@ -148,7 +148,8 @@ class FusedLoss:
         shards = self.row_shards()
         try:
             call = self.signature.read(model, args, kwargs)
-            loss_call = self._loss_of(model, call)
+            decided = self._decide(model, call)
+            loss_call = None if decided is None else self._loss_call(model, *decided)
         except Exception as error:
             if shards is not None:
                 shards.agree_on_call(f"nothing, and refuse it: {error}")
@@ -158,11 +159,27 @@ class FusedLoss:
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
         return call, loss_call
 
+    @untraced
+    def check_early(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses a call before the hooks of FSDP2 start a collective; the forward checks the final arguments. The
+        ranks of a vocab-parallel lm_head agree in their forward instead.
+
+        Raises:
+            LigerDistError: as :meth:`begin`.
+        """
+        if self.row_shards() is not None or is_running(self.wrap_id):
+            return
+        decided = self._decide(model, self.signature.read(model, args, kwargs))
+        if decided is not None:
+            call, in_use, _ = decided
+            self.checked(model, call, in_use)
+
     def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)
 
-    def _loss_of(self, model: nn.Module, call: Call) -> LossCall | None:
-        """Decides how the loss of a call is computed; None for the model's own, or none."""
+    def _decide(self, model: nn.Module, call: Call) -> tuple[Call, HeadInUse, bool] | None:
+        """Decides how the loss of a call is computed: None for the model's own, or none; otherwise by lm_head, or
+        (True) from full logits."""
         if self.packed is not None:
             self.packed.check(call.named)
         if call.named.get("labels") is None:
@@ -186,7 +203,7 @@ class FusedLoss:
         if wants_logits and not asked:
             return None
         in_use = self.head.in_use(model)
-        reason = self._reason_to_leave(model, in_use)
+        reason = self._unfused_reason(model, in_use)
         if reason is not None and call.distillation is not None:
             self.refuse_distillation(reason)
         if reason is not None and not wants_logits:
@@ -195,9 +212,9 @@ class FusedLoss:
         if in_use.adapter is not None and self.warnings.others_wrap and dist.is_initialized() and not is_transformed():
             self.warnings.check_wrapper(model, in_use.adapter)
         if reason is None and not wants_logits:
-            return self._loss_call(model, call, in_use, on_logits=False)
+            return call, in_use, False
         if asked and in_use.adapter is not None and self._can_score(model):
-            return self._loss_call(model, call, in_use, on_logits=True)
+            return call, in_use, True
         if asked:
             call.kwargs.update(self._keywords_of_own_loss(model, call, asked, reason or "logits are asked for"))
         return None
@@ -207,7 +224,7 @@ class FusedLoss:
             return False
         if mode == FULL_LOGITS or LOGITS in call.outputs:
             return True
-        # Replicas of nn.DataParallel are gathered with their logits, of which zero-width ones must not be among them.
+        # nn.DataParallel gathers the logits of its replicas, which fails for zero-width ones.
         is_replica = getattr(model, "_is_replica", False)
         return not torch.is_grad_enabled() and (is_replica or self.hosts.returns_logits())
 
@@ -224,16 +241,16 @@ class FusedLoss:
 
     def has_installed(self, model: nn.Module) -> bool:
         """True if the loss function of this object is still the one of the module that gets the logits."""
-        owner_module = self._owner_module(model)
-        return owner_module is not None and vars(owner_module).get("_loss_function") == self.loss_function
+        module = self._loss_module_of(model)
+        return module is not None and vars(module).get("_loss_function") == self.loss_function
 
-    def reason_to_leave(self, model: nn.Module) -> str | None:
+    def unfused_reason_now(self, model: nn.Module) -> str | None:
         """Why the loss of a call would not be fused now, as a clause; None if it would."""
         if self.recipe is None:
             return self.unfused_reason
-        return self._reason_to_leave(model, self.head.in_use(model))
+        return self._unfused_reason(model, self.head.in_use(model))
 
-    def _reason_to_leave(self, model: nn.Module, in_use: HeadInUse) -> str | None:
+    def _unfused_reason(self, model: nn.Module, in_use: HeadInUse) -> str | None:
         """Why a call's loss is the model's own, from what may have changed since wrapping."""
         if in_use.unfusable is not None:
             return in_use.unfusable
@@ -244,8 +261,8 @@ class FusedLoss:
             )
         if is_transformed():
             return "torch.func or forward-mode differentiation is at work, where the fused loss is not defined"
-        if self.loss_owner is not None and not self.has_installed(model):
-            loss_function = vars(self._owner_module(model)).get("_loss_function")
+        if self.loss_module is not None and not self.has_installed(model):
+            loss_function = vars(self._loss_module_of(model)).get("_loss_function")
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
         return None
 
@@ -257,16 +274,16 @@ class FusedLoss:
         Raises:
             LigerDistError: it has no parameters for them, or the model's forward computes its loss itself.
         """
-        owner_module: Any = self._owner_module(model)
-        is_users = owner_module is not None and not self.has_installed(model)
+        module: Any = self._loss_module_of(model)
+        is_users = module is not None and not self.has_installed(model)
         if is_users and set(asked) == set(call.asks_of_the_loss):
-            return options_for(owner_module.loss_function, call, reason=reason)
+            return options_for(module.loss_function, call, reason=reason)
         raise LigerDistError(
             f"{asked[-1]} was asked of {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
             "would compute it. Leave it out of such calls."
         )
 
-    def _loss_call(self, model: nn.Module, call: Call, in_use: HeadInUse, *, on_logits: bool) -> LossCall:
+    def _loss_call(self, model: nn.Module, call: Call, in_use: HeadInUse, on_logits: bool) -> LossCall:
         """The loss of a call, after what is wrong with its arguments has been refused."""
         assert self.recipe is not None
         assert in_use.adapter is not None
@@ -291,7 +308,9 @@ class FusedLoss:
             spec=spec,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
             differentiable=tuple(sorted(spec.differentiable_outputs)),
-            given=tuple((labels, labels.clone() if labels.is_inference() else labels._version) for labels in given),
+            labels_of_call=tuple(
+                (labels, labels.clone() if labels.is_inference() else labels._version) for labels in given
+            ),
             compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
             execution=execution,
             mean_is_global=self._mean_is_global(in_use),
@@ -356,17 +375,14 @@ class FusedLoss:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         targets = kwargs["labels"] if "labels" in kwargs else args[1]
         shifted = kwargs.get("shift_labels")
-        call = current_call(self.owner)
+        call = current_call(self.wrap_id)
         if call is not None and call.on_logits:
             loss = self._score(call, logits, targets, shifted)
             return loss if call.alters_loss else own(*args, **kwargs)
         pending = _pending(call, logits)
         if pending is None:
-            if not is_running(self.owner):
-                self.warnings.once(
-                    "a loss was computed from full logits, outside of the forward that liger_dist.wrap has given the "
-                    "model, and is not fused: other code calls an earlier forward. Wrap the model after that code."
-                )
+            if not is_running(self.wrap_id):
+                self.warnings.of_earlier_forward(self.signature, self.config, kwargs)
             return own(*args, **kwargs)
         pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
         uses_shifted = shifted is not None and recipe.targets != "same"
@@ -403,10 +419,10 @@ class FusedLoss:
 
     def redirected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wrapper | None:
         """The wrapper that a call has to go through; None if it goes to the model itself."""
-        if self.around is None:
+        if self.wrapper_redirect is None:
             return None
         named = dict(zip(self.signature.names, args, strict=False)) | kwargs
-        return self.around.redirects(has_labels=named.get("labels") is not None)
+        return self.wrapper_redirect.redirects(has_labels=named.get("labels") is not None)
 
 
 def _pending(call: LossCall | None, logits: Tensor) -> PendingLoss | None:

@@ -37,7 +37,7 @@ def check_distilled(
         if loss.packed is not None:
             loss.packed.check(call.named)
         call.check_distilled()
-        reason = loss.reason_to_leave(model)
+        reason = loss.unfused_reason_now(model)
         if reason is not None:
             loss.refuse_distillation(reason)
         loss.checked(model, call, loss.head.in_use(model))

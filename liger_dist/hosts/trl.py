@@ -49,7 +49,7 @@ class CallOfTRL:
     is_aligned: bool
     """True for labels that were shifted already"""
 
-    def answer(self, output: Any) -> Any:
+    def to_host_output(self, output: Any) -> Any:
         """Builds TRL's output from that of the wrapped model."""
         from trl.trainer.utils import FusedCausalLMOutput
 
@@ -122,7 +122,7 @@ class ScoredCall:
     outputs: tuple[str, ...]
     vocab_size: int
 
-    def answer(self, output: Any) -> Any:
+    def to_host_output(self, output: Any) -> Any:
         """Returns the output with stand-ins for the logits of the call."""
         values = {name: getattr(output, name) for name in self.outputs}
         return with_logits(output, ScoredLogits.of(self.next_ids, values, self.vocab_size))

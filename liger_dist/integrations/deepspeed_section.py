@@ -10,7 +10,7 @@ import torch
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_head.call import check_outputs
+from liger_dist.fused_head.call import check_usual_outputs
 from liger_dist.losses.spec import as_output_names
 
 NAME = "liger_dist"
@@ -43,21 +43,30 @@ def as_config(section: Any) -> WrapConfig | None:
         LigerDistError: unknown keys, or values out of their range.
     """
     if not isinstance(section, Mapping):
-        raise LigerDistError(f"{NAME} is {section!r}; expected an object with keys among {', '.join(KEYS)}.")
+        raise LigerDistError(
+            f"in the DeepSpeed configuration, {NAME} is {section!r}; expected an object with keys among "
+            f"{', '.join(KEYS)}."
+        )
     unknown = [key for key in section if key not in KEYS]
     if unknown:
-        raise LigerDistError(f"{NAME}.{unknown[0]} is no key of the section; expected one of {', '.join(KEYS)}.")
+        raise LigerDistError(
+            f"in the DeepSpeed configuration, {NAME}.{unknown[0]} is no key of the section; expected one of "
+            f"{', '.join(KEYS)}."
+        )
     options = dict(section)
-    if options.get("logits_dtype") == "float32":
-        options["logits_dtype"] = torch.float32
     try:
         enabled = options.pop("enabled", True)
-        check_choice("enabled", enabled, (True, False))
+        if not isinstance(enabled, bool):
+            raise LigerDistError(f"enabled is {enabled!r}; expected true or false.")
+        check_choice("logits_dtype", options.get("logits_dtype"), (None, "float32", "fp32_operands"))
+        if options.get("logits_dtype") == "float32":
+            options["logits_dtype"] = torch.float32
         options["outputs"] = as_output_names(options.get("outputs", ()))
-        check_outputs(options["outputs"])
-        return WrapConfig(**options) if enabled else None
+        check_usual_outputs(options["outputs"])
+        config = WrapConfig(**options)
+        return config if enabled else None
     except LigerDistError as error:
-        raise LigerDistError(f"{NAME}.{error}") from error
+        raise LigerDistError(f"in the DeepSpeed configuration, {NAME}.{error}") from error
 
 
 def _conflicts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:

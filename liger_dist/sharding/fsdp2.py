@@ -421,12 +421,16 @@ def _num_shards(weight: DTensor) -> int:
 
 
 def abandon_forward(model: nn.Module) -> None:
-    """Ends a forward that has raised in ``model`` or below it. FSDP2 would treat the next forward as a part of it, and
-    not wait for the optimizer."""
+    """Ends a forward that has raised in ``model`` or below it, and frees what it unsharded. FSDP2 would take the next
+    forward for a part of it, and not wait for the optimizer."""
     root: nn.Module = vars(model).get(_ROOT, lambda: model)()
-    if isinstance(root, FSDPModule) and is_in_forward(root):
-        finish_forward(root)
-        reshard(model)
+    if not (isinstance(root, FSDPModule) and is_in_forward(root)):
+        return
+    finish_forward(root)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for unsharded in (state, *_groups_of(state)):
+            unsharded._training_state = type(unsharded._training_state).IDLE
+    reshard(root)
 
 
 def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:

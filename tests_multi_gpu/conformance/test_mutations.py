@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 import liger_dist
 from liger_dist.fused_head import loss_call, probe
-from liger_dist.fused_head.around import Around
+from liger_dist.fused_head.wrapper_redirect import WrapperRedirect
 from liger_dist.fused_layers import norm
 from liger_dist.losses import embedding, rows
 from liger_dist.losses import tensor_parallel as losses_of_row_shards
@@ -75,7 +75,7 @@ def no_check_of_tied_weights() -> Any:
 
 
 def no_redirect() -> Any:
-    return mock.patch.object(Around, "redirects", return_value=None)
+    return mock.patch.object(WrapperRedirect, "redirects", return_value=None)
 
 
 def upstream_gradient_forgotten() -> Any:

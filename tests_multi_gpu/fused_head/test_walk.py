@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -66,7 +68,7 @@ def test_one_call_enters_few_files() -> None:
     assert moves <= MOST_MOVES, moves
 
 
-MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 66
+MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 68
 
 
 def test_fsdp2_leaves_the_arguments_of_a_loss_in_their_dtype(workers_2: Workers) -> None:
@@ -124,3 +126,108 @@ def trained_after_a_failure(fails: str) -> tuple[bool, float]:
     for parameter in model.parameters():
         parameter.grad = parameter.grad.full_tensor()
     return is_over, max(gradient_errors(model, reference).values())
+
+
+def test_a_refused_micro_batch_leaves_the_next_step_exact(workers_2: Workers) -> None:
+    """Of a tied model, whose root holds lm_head: after the refusal the optimizer steps."""
+    for error in workers_2.run(step_after_a_refusal):
+        assert error < 1e-6
+
+
+def step_after_a_refusal() -> float:
+    """The largest error of a gradient in the step after one whose second micro-batch was refused."""
+    models: dict[str, Any] = {name: make_model("llama", tied=True) for name in ("sharded", "reference")}
+    sharded, reference = liger_dist.wrap(models["sharded"], "fsdp2"), models["reference"]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (sharded, reference)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        sharded(**make_batch(rank, seed=step)).loss.backward()
+        for other in range(world):
+            (reference(**make_batch(other, seed=step)).loss / world).backward()
+        if step == 0:
+            wrong = make_batch(rank)
+            wrong["labels"] = wrong["labels"].clone()
+            wrong["labels"][0, 3] = VOCAB_SIZE
+            with pytest.raises(liger_dist.LigerDistError, match="a label is"):
+                sharded(**wrong)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for parameter in sharded.parameters():
+        parameter.grad = parameter.grad.full_tensor()
+    return max(gradient_errors(sharded, reference).values())
+
+
+def test_one_rank_alone_is_refused_before_a_collective(workers_2: Workers) -> None:
+    for total in workers_2.run(refused_alone):
+        assert total == 1.0
+
+
+def refused_alone() -> float:
+    """Rank 0 makes a wrong call; then both ranks exchange a number."""
+    model = liger_dist.wrap(make_model("llama", tied=True), "fsdp2")
+    refused = torch.zeros(1, device=compute_device())
+    if dist.get_rank() == 0:
+        with pytest.raises(liger_dist.LigerDistError, match="outputs contains"):
+            model(**make_batch(0), outputs=("perplexity",))
+        refused += 1
+    dist.all_reduce(refused)
+    return float(refused)
+
+
+def test_patches_of_the_forward_around_several_wraps() -> None:
+    """Each calls the forward that it was put on."""
+    model: Any = make_model("llama")
+    batch = make_batch(0)
+    expected = float(model(**batch).loss)
+    calls: list[str] = []
+
+    def patch(name: str) -> None:
+        below = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return below(*args, **kwargs)
+
+        model.forward = forward
+
+    patch("first")
+    liger_dist.wrap(model, "none")
+    patch("second")
+    liger_dist.unwrap(model)
+    patch("third")
+    liger_dist.wrap(model, "none")
+    calls.clear()  # The probe of wrap called them, too.
+    output = model(**batch, outputs=("entropy",))
+    assert abs(float(output.loss) - expected) < 1e-6
+    assert not hasattr(output, "logits")
+    assert calls == ["third", "second", "first"]
+    calls.clear()
+    assert abs(float(liger_dist.unwrap(model)(**batch).loss) - expected) < 1e-6
+    assert calls == ["third", "second", "first"]
+
+
+def test_options_of_a_loss_that_an_earlier_forward_computes_are_refused() -> None:
+    model: Any = make_model("llama")
+    kept = model.forward
+    liger_dist.wrap(model, "none")
+    with pytest.raises(liger_dist.LigerDistError, match=r"z_loss was asked of a loss outside of the forward"):
+        kept(**make_batch(0), z_loss=1.0)
+
+
+def test_a_copy_is_another_model() -> None:
+    from liger_dist.wrap import full_logits
+
+    model: Any = liger_dist.wrap(make_model("llama"), "none")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with full_logits(model):
+            assert hasattr(model(**make_batch(0)), "logits")
+            assert not hasattr(twin(**make_batch(0)), "logits")
+        # Inside a call of the original the head of the copy computes logits.
+        shapes: list[torch.Size] = []
+        hook = model.lm_head.register_forward_pre_hook(
+            lambda _, args, twin=twin, shapes=shapes: shapes.append(twin.lm_head(*args).shape)  # type: ignore[misc]
+        )
+        model(**make_batch(0))
+        hook.remove()
+        assert [shape[-1] for shape in shapes] == [VOCAB_SIZE]

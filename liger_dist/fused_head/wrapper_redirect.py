@@ -2,7 +2,7 @@
 
 A loss asked of the inner model bypasses the wrapper's forward: DDP silently skips the averaging of its gradients, FSDP1
 has not unsharded the weights. So such calls go through the wrapper. Wrappers made by other code are not known here:
-:mod:`.fused_model` warns of a loss outside of DDP, and refuses one outside of FSDP1.
+:mod:`.call_warnings` warns of a loss outside of DDP, and refuses one outside of FSDP1.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _INSIDE: ContextVar[frozenset[int]] = ContextVar("liger_dist_inside", default=fr
 """ids of the wrappers whose forward runs in this context"""
 
 
-class Around:
+class WrapperRedirect:
     """Patches the forward of ``wrapper``, to know when it runs, and does not keep the wrapper alive."""
 
     def __init__(self, wrapper: Wrapper | None) -> None:
         self._wrapper = None if wrapper is None else ref(wrapper)
         if wrapper is not None:
             # Not by hooks, which a KeyboardInterrupt skips: the wrapper would be taken to run from then on.
-            vars(wrapper)["forward"] = MethodType(_noted, wrapper)
+            vars(wrapper)["forward"] = MethodType(_forward_inside, wrapper)
 
     def remove(self) -> None:
         """Restores the wrapper's forward."""
         wrapper = None if self._wrapper is None else self._wrapper()
-        if wrapper is not None and getattr(vars(wrapper).get("forward"), "__func__", None) is _noted:
+        if wrapper is not None and getattr(vars(wrapper).get("forward"), "__func__", None) is _forward_inside:
             del vars(wrapper)["forward"]
 
     def redirects(self, *, has_labels: bool) -> Wrapper | None:
@@ -46,20 +46,20 @@ class Around:
         trains = torch.is_grad_enabled() and has_labels
         return wrapper if trains or isinstance(wrapper, FullyShardedDataParallel) else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperRedirect:
         """Follows a copy of the wrapper; a copy of the inner model alone is inside no wrapper."""
-        twin = Around(None)
+        twin = WrapperRedirect(None)
         wrapper = None if self._wrapper is None else memo.get(id(self._wrapper()))
         twin._wrapper = None if wrapper is None else ref(wrapper)
         return twin
 
     def __reduce__(self) -> Any:
         # Unpickled, the model is inside no wrapper.
-        return Around, (None,)
+        return WrapperRedirect, (None,)
 
 
-def _noted(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the wrapper's class, noted in :data:`_INSIDE`."""
+def _forward_inside(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs the forward of the wrapper's class, with its id in :data:`_INSIDE`."""
     before = _INSIDE.get()
     _INSIDE.set(before | {id(wrapper)})
     try:
@@ -69,4 +69,4 @@ def _noted(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 # Bound methods are pickled by this name.
-_noted.__name__ = "forward"
+_forward_inside.__name__ = "forward"
