@@ -102,7 +102,7 @@ class Call:
         )
 
     def spec(self, recipe: LossRecipe) -> LossSpec:
-        """The loss of this call, without the bias that the model adds to its logits."""
+        """Makes the record of this call's loss, without the bias that the model adds to its logits."""
         smoothing, takes_num_items = recipe.label_smoothing, recipe.takes_num_items
         if self.distillation is not None:
             # Its cross entropy is that of the labels alone, and its divisor does not reach the model's own loss.
@@ -125,7 +125,7 @@ class Call:
         )
 
     def distilled(self, distillation: Distillation) -> Call:
-        """This call with the divergence from a teacher as its loss."""
+        """Returns this call with the divergence from a teacher as its loss."""
         asked = ("a divergence from a teacher",)
         return replace(self, distillation=distillation, outputs=DISTILLATION_OUTPUTS, asks_of_the_loss=asked)
 
@@ -146,10 +146,10 @@ class Call:
 
 
 class HostCall(Protocol):
-    """A call that a host has made in its own words, such as TRL's ``fused_lm_head=True``."""
+    """A call that a host has made with its own keywords, such as TRL's ``fused_lm_head=True``."""
 
     only_fused: ClassVar[bool]
-    """True if the call is left as it is where its loss would not be fused"""
+    """True if the call is passed on unchanged when its loss is not fused"""
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -157,13 +157,13 @@ class HostCall(Protocol):
         ...
 
     def to_host_output(self, output: Any) -> Any:
-        """What the host gets, from the output of the wrapped model."""
+        """Converts the output of the wrapped model to what the host expects."""
         ...
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """How hosts make calls in their own words."""
+    """How hosts make calls with their own keywords."""
 
     keywords: frozenset[str] = frozenset()
     """of such calls; calls without labels may be some too"""
@@ -242,11 +242,11 @@ class Signature:
         )
 
     def _usual_outputs(self, model: nn.Module) -> tuple[str, ...]:
-        """The outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
+        """Returns the outputs of a call without ``outputs=``. With "logits" in the config, training stays fused."""
         return () if LOGITS in self._outputs and model.training else self._outputs
 
     def unknown(self, keywords: Iterable[str]) -> list[str]:
-        """Names of keywords that neither the model nor its loss takes."""
+        """Returns the keywords that neither the model nor its loss has."""
         if not self.takes_more:
             return []  # Python itself refuses unknown keywords.
         further = [name for name in keywords if name not in self._known and not name.startswith(TAKEN_BY_DECORATORS)]
@@ -285,7 +285,7 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
 
 
 def inputs_of(named: dict[str, Any]) -> Tensor | None:
-    """The tokens of a call, by their ids or embeddings."""
+    """Returns the tokens of a call, as ids or embeddings."""
     return next((named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None), None)
 
 

@@ -140,7 +140,7 @@ class LMHead:
         return vars(self) | {"_key": None, "_found": None}
 
     def outer(self, model: nn.Module) -> nn.Module:
-        """The module at lm_head's name: lm_head itself, or FSDP1's or PEFT's around it."""
+        """Returns the module at lm_head's name: lm_head itself, or FSDP1's or PEFT's around it."""
         return model.get_submodule(self._structure.head_name)
 
     def fuse(self, model: nn.Module) -> None:
@@ -161,8 +161,8 @@ class LMHead:
                 _restore_head(head)
 
     def in_use(self, model: nn.Module) -> HeadInUse:
-        """The modules that a forward will call, and the adapter for the weight; looked up again only where a module or
-        the way the weight is stored has changed. A PEFT layer that was added after wrapping is fused now, and so is the
+        """Returns the modules that a forward will call, and the adapter for the weight. They are looked up again if a
+        module or the way the weight is stored has changed. A PEFT layer that was added after wrapping is fused now, and so is the
         new lm_head that ``modules_to_save`` makes of a tied one.
 
         Raises:
@@ -209,8 +209,8 @@ class LMHead:
         return head_shape(head) == (self._structure.vocab_size, self._structure.hidden_size)
 
     def _vocab_size(self, base: nn.Module) -> int:
-        """Rows of lm_head; more than at :func:`liger_dist.wrap` where ``resize_token_embeddings`` has grown a tied one
-        in place."""
+        """Returns the number of rows of lm_head; it is larger than at :func:`liger_dist.wrap` if
+        ``resize_token_embeddings`` has grown a tied one in place."""
         weight = base._parameters.get("weight")
         is_full = type(weight) is nn.Parameter and weight.shape[1:] == (self._structure.hidden_size,)
         return max(self._structure.vocab_size, len(weight)) if is_full else self._structure.vocab_size  # type: ignore[arg-type]

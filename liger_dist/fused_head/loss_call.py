@@ -150,7 +150,7 @@ class LossCall:
             self.compute_loss = _computed
 
     def score(self, logits: Tensor, aligned: Tensor) -> Tensor:
-        """The loss of full logits ``[..., V]``, which the model's own code has transformed.
+        """Computes the loss of full logits ``[..., V]``, which the model's code has transformed.
 
         Args:
             aligned: each row's target, as many as there are rows of logits.
@@ -234,7 +234,7 @@ class LossCall:
             )
 
     def further_outputs(self) -> dict[str, Tensor]:
-        """The further outputs that were asked for, by name.
+        """Returns the requested outputs beside the loss, by name.
 
         Raises:
             LigerDistError: the loss was computed but never used.
@@ -274,7 +274,7 @@ class PendingLoss:
     """True when the loss function has returned it"""
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
-        """The loss, where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
+        """Returns the loss where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
 
         Raises:
             LigerDistError: the other arguments are not those that the probe saw.
@@ -299,7 +299,7 @@ class PendingLoss:
         return self.deliver(logits, targets, is_aligned=True)
 
     def deliver(self, logits: Tensor, targets: Any, *, is_aligned: bool) -> Tensor:
-        """The loss, where the model computes it from ``logits`` and its targets.
+        """Returns the loss where the model computes it from ``logits`` and its targets.
 
         Args:
             is_aligned: True if each target is scored by the logits at its own position.
@@ -340,7 +340,7 @@ class PendingLoss:
         return cast(Tensor, loss)
 
     def values(self) -> list[Tensor]:
-        """The finished loss and the further outputs that carry gradients."""
+        """Returns the finished loss and the outputs that carry gradients."""
         assert self.output is not None
         return [self.output.loss, *(getattr(self.output, name) for name in self.call.differentiable)]
 

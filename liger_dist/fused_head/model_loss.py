@@ -112,7 +112,7 @@ class FusedLoss:
 
     @untraced
     def host_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostCall | None:
-        """The call in the host's own words; None for any other."""
+        """Reads a call that a host made with its own keywords; None for any other."""
         if kwargs.get("labels") is not None and self.hosts.keywords.isdisjoint(kwargs):
             return None
         if self.recipe is None:
@@ -139,7 +139,7 @@ class FusedLoss:
 
     @untraced
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, LossCall | None]:
-        """The arguments for the model's own forward, and the loss of the call if it is not the model's own. The ranks
+        """Returns the arguments for the model's forward, and the loss of the call if it is not the model's. The ranks
         of a vocab-parallel lm_head agree whether one refuses the call.
 
         Raises:
@@ -229,7 +229,7 @@ class FusedLoss:
         return not torch.is_grad_enabled() and (is_replica or self.hosts.returns_logits())
 
     def requested(self, model: nn.Module, call: Call) -> tuple[str, ...]:
-        """Names that the call asks of the loss and that the model's own loss does not have. In evaluation the mean of a
+        """Returns what the call requests and the model's loss does not have, as names. In evaluation the mean of a
         loss beside full logits may be the rank's own."""
         is_global = self.config.token_mean == "global" and call.named.get("num_items_in_batch") is None
         counts = is_global and (torch.is_grad_enabled() or self._can_score(model))
@@ -245,13 +245,13 @@ class FusedLoss:
         return module is not None and vars(module).get("_loss_function") == self.loss_function
 
     def unfused_reason_now(self, model: nn.Module) -> str | None:
-        """Why the loss of a call would not be fused now, as a clause; None if it would."""
+        """Returns why the loss of a call would not be fused now, as a clause; None if it would."""
         if self.recipe is None:
             return self.unfused_reason
         return self._unfused_reason(model, self.head.in_use(model))
 
     def _unfused_reason(self, model: nn.Module, in_use: HeadInUse) -> str | None:
-        """Why a call's loss is the model's own, from what may have changed since wrapping."""
+        """Returns why a call's loss is the model's, from what may have changed since wrapping."""
         if in_use.unfusable is not None:
             return in_use.unfusable
         if in_use.head is not in_use.base and has_active_dropout(in_use.head):
@@ -269,7 +269,7 @@ class FusedLoss:
     def _keywords_of_own_loss(
         self, model: nn.Module, call: Call, asked: tuple[str, ...], reason: str
     ) -> dict[str, Any]:
-        """The options of a loss that is the user's own function, as keywords for it.
+        """Returns the options of a loss that is a function of the user, as keywords for it.
 
         Raises:
             LigerDistError: it has no parameters for them, or the model's forward computes its loss itself.
@@ -284,7 +284,7 @@ class FusedLoss:
         )
 
     def _loss_call(self, model: nn.Module, call: Call, in_use: HeadInUse, on_logits: bool) -> LossCall:
-        """The loss of a call, after what is wrong with its arguments has been refused."""
+        """Makes the loss of a call, after wrong arguments have been refused."""
         assert self.recipe is not None
         assert in_use.adapter is not None
         aligned, spec = self.checked(model, call, in_use)
@@ -356,7 +356,7 @@ class FusedLoss:
 
     def _mean_is_global(self, in_use: HeadInUse) -> bool:
         """True if this call's mean is over the tokens of all ranks. Without gradients ranks with full weights may
-        evaluate alone, as many batches as each has: their mean is their own."""
+        evaluate different numbers of batches, so that the mean is per rank."""
         if self.config.token_mean == "local" or in_use.adapter is None:
             return False
         return torch.is_grad_enabled() or in_use.adapter.name != "replicated"
@@ -390,7 +390,7 @@ class FusedLoss:
         return pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned)
 
     def _score(self, call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None) -> Tensor:
-        """The loss of full logits, with its targets aligned as the model's own loss function does."""
+        """Computes the loss of full logits, with targets aligned as the model's loss function aligns them."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         aligned = targets
@@ -401,7 +401,7 @@ class FusedLoss:
 
     @untraced
     def finish(self, call: LossCall | None, output: Any) -> Any:
-        """The output of a call, from that of the model's own forward."""
+        """Makes the output of a call from that of the model's forward."""
         if call is None or output is None:
             return output
         if call.pending is None:
@@ -418,7 +418,7 @@ class FusedLoss:
         )
 
     def redirected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wrapper | None:
-        """The wrapper that a call has to go through; None if it goes to the model itself."""
+        """Returns the wrapper that a call has to go through; None if it goes to the model."""
         if self.wrapper_redirect is None:
             return None
         named = dict(zip(self.signature.names, args, strict=False)) | kwargs
@@ -426,7 +426,7 @@ class FusedLoss:
 
 
 def _pending(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
-    """The loss that ``logits`` carry; None for full logits."""
+    """Returns the loss that ``logits`` carry; None for full logits."""
     if isinstance(logits, FusedLogits):
         return logits.carried if isinstance(logits.carried, PendingLoss) else None
     return call.pending if call is not None and logits.shape[-1] == 0 else None

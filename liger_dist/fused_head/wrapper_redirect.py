@@ -38,8 +38,8 @@ class WrapperRedirect:
             del vars(wrapper)["forward"]
 
     def redirects(self, *, has_labels: bool) -> Wrapper | None:
-        """The wrapper, if a call goes through it: a loss with gradients, and under FSDP1, where the model inside has no
-        weights, every call. Evaluation of the model inside DDP stays local."""
+        """Returns the wrapper, if a call goes through it: a loss with gradients, and under FSDP1, where the model
+        inside has no weights, every call. Evaluation of the model inside DDP stays local."""
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is None or id(wrapper) in _INSIDE.get():
             return None
