@@ -162,8 +162,8 @@ class LMHead:
 
     def in_use(self, model: nn.Module) -> HeadInUse:
         """Returns the modules that a forward will call, and the adapter for the weight. They are looked up again if a
-        module or the way the weight is stored has changed. A PEFT layer that was added after wrapping is fused now, and so is the
-        new lm_head that ``modules_to_save`` makes of a tied one.
+        module, or the way the weight is stored, has changed. A PEFT layer that was added after wrapping is fused now,
+        and so is the new lm_head that ``modules_to_save`` makes of a tied one.
 
         Raises:
             LigerDistError: it is not the lm_head that was wrapped, or its PEFT layer is not linear.
