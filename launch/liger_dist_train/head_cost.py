@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_dist.losses.token_exchange import numbers_of_token
 from liger_dist_kernels import DEFAULT_MEMORY_BUDGET, default_budget
 
 FP32 = 4
@@ -77,7 +76,8 @@ def vocab_parallel(shapes: HeadShapes) -> HeadCost:
     token = shapes.hidden_size * shapes.itemsize
     rows = -(-shapes.vocab_size // shapes.ranks)
     all_tokens = shapes.tokens * shapes.ranks
-    chunk, _ = _buffer(shapes, tokens=all_tokens, numbers=numbers_of_token(rows, shapes.hidden_size))
+    # Of a token in a chunk: its logits; hidden states of this chunk and the next; their gradient, sent and received.
+    chunk, _ = _buffer(shapes, tokens=all_tokens, numbers=rows + 4 * shapes.hidden_size)
     numbers = shapes.tokens * (LABEL + SCALES) + all_tokens * STATISTICS
     exchanged = shapes.tokens * token * 2 * (2 if shapes.tied else 1)
     return HeadCost(
