@@ -263,7 +263,7 @@ def test_a_forward_of_before_wrap_is_warned_of() -> None:
     kept = type(model).forward
     expected = float(model(**batch).loss)
     liger_dist.wrap(model)
-    with pytest.warns(UserWarning, match=r"outside of the forward that liger_dist\.wrap has given the model"):
+    with pytest.warns(UserWarning, match=r"outside of the forward that liger_dist\.wrap has given the Llama"):
         assert abs(float(kept(model, **batch).loss) - expected) < 1e-6
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -542,7 +542,7 @@ def test_clipping_refuses_what_it_cannot_add_up() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     with pytest.raises(liger_dist.LigerDistError, match="max_norm is -1"):
         liger_dist.clip_grad_norm_([parameter], -1)
-    parameter.ds_id = 0  # type: ignore[attr-defined]
+    parameter.ds_id, parameter.ds_shape = 0, parameter.shape  # type: ignore[attr-defined]
     with pytest.raises(liger_dist.LigerDistError, match="DeepSpeed's, whose engine clips"):
         liger_dist.clip_grad_norm_([parameter], 1.0)
 
