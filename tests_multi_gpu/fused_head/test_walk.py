@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from harness import Workers
 from models import VOCAB_SIZE, gradient_errors, make_batch, make_model
 from torch import nn
+from trainers import forget_earlier_trainers
 
 import liger_dist
 from liger_dist.sharding import fsdp2
@@ -231,3 +234,45 @@ def test_a_copy_is_another_model() -> None:
         model(**make_batch(0))
         hook.remove()
         assert [shape[-1] for shape in shapes] == [VOCAB_SIZE]
+
+
+def test_accelerate_removes_its_patch_and_not_the_swap() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    forget_earlier_trainers()
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model: Any = liger_dist.wrap(make_model("llama", dtype=torch.float32).cpu(), "none")
+        batch = {name: value.cpu() for name, value in make_batch(0).items()}
+        prepared = accelerator.prepare(model)
+        assert "forward" in vars(model)
+        assert not hasattr(prepared(**batch, outputs=("entropy",)), "logits")
+        unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        assert not hasattr(unwrapped(**batch, outputs=("entropy",)), "logits")
+    finally:
+        forget_earlier_trainers()
+
+
+class WithALock(type(make_model("llama"))):  # type: ignore[misc]
+    """A model that cannot be copied but for its own ``__getstate__``."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+
+def test_a_copy_has_the_state_that_its_class_gives() -> None:
+    model: Any = make_model("llama")
+    model.__class__ = WithALock
+    model.lock = threading.Lock()
+    twin = copy.deepcopy(liger_dist.wrap(model, "none"))
+    assert not hasattr(twin, "lock")
+    assert not hasattr(twin(**make_batch(0)), "logits")
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "distillation", "ignore_idx"])
+def test_functions_take_the_keywords_of_a_loss_alone(name: str) -> None:
+    hidden, weight, labels = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+    with pytest.raises(TypeError, match=rf"^linear_cross_entropy\(\) got an unexpected keyword argument '{name}'"):
+        liger_dist.linear_cross_entropy(hidden, weight, labels, **{name: 1})
+    with pytest.raises(TypeError, match=rf"^cross_entropy\(\) got an unexpected keyword argument '{name}'"):
+        liger_dist.cross_entropy(hidden @ weight.T, labels, **{name: 1})
+    assert {"z_loss", "temperature"} <= inspect.signature(liger_dist.cross_entropy).parameters.keys()
