@@ -30,7 +30,7 @@ class Explanation:
     attention: str
     """implementation of attention, and the reason if it is the model's original one"""
     packing: str | None = None
-    """arguments by which documents cannot be packed, and reasons; None if layers keep documents apart"""
+    """arguments that do not keep packed documents apart, and reasons; None if layers keep documents apart"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]

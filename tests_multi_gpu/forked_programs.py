@@ -85,7 +85,7 @@ def run_program(words: list[str], folder: Path, **variables: str) -> Ended:
 
 
 def _as_torchrun_sets(rank: int, ranks: int, port: int) -> dict[str, str]:
-    # Without TORCHELASTIC_RUN_ID, by which a program knows that its parent is torchrun.
+    # Without TORCHELASTIC_RUN_ID, which tells a program that its parent is torchrun.
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -39,7 +39,7 @@ SECTIONS = [3, 2, 1]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConvention:
-    """Layout by which one function rotates."""
+    """Layout of the rotation that one function computes."""
 
     tensors: tuple[str, ...]
     tables: tuple[str, ...]

@@ -30,7 +30,7 @@ Wrapper = DistributedDataParallel | FullyShardedDataParallel
 
 @runtime_checkable
 class Strategy(Protocol):
-    """Strategy by which :func:`liger_dist.wrap` shards a model. Its options are the fields of the object."""
+    """Strategy of :func:`liger_dist.wrap` for sharding a model. Its options are the fields of the object."""
 
     name: ClassVar[str]
     has_collectives: ClassVar[bool]

@@ -43,7 +43,7 @@ def test_numbers_that_are_none_are_named(
         assert {Path(file).parent for file in files} == {data}
         assert all(Path(file).is_file() for file in files)
         assert "rank 0" not in loss
-        # The only one: clipping by a norm that is no number would break the others, too.
+        # The only one: clipping by a NaN norm would break the others, too.
         assert gradient.startswith(
             "the gradient norm of step 3 is not finite; gradients that are not: model.norm.weight. "
         )
@@ -51,7 +51,7 @@ def test_numbers_that_are_none_are_named(
 
 
 def broken_on_rank_one(config: TrainConfig) -> list[str]:
-    """A loss, then a gradient, that is no number in the third step."""
+    """A loss, then a gradient, that is NaN in the third step."""
     own_loss, own_update = Trainer._loss, TorchEngine.update
     sentences: list[str] = []
     updates = 0

@@ -137,7 +137,7 @@ def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: 
     assert process.returncode != 0
     assert has_ended(int(pid.read_text()), 30), "the frozen process is left behind"
     (said,) = [line for line in lines if "error: " in line and "does not answer" in line]
-    # On a line of its own: the progress bar does not end its line.
+    # On a separate line: the progress bar does not end its line.
     assert re.match(r"(\[rank \d\] )?error: ", said), said
     if frozen == 1:
         assert "no progress for 2 s: rank 1 does not answer, last seen in step 4 (reading data)" in said
