@@ -286,7 +286,7 @@ def build(family: Family) -> nn.Module:
 
 
 def batch_for(family: Family, model: nn.Module) -> dict[str, Any]:
-    """Tokens and labels, and what else the family needs."""
+    """Tokens and labels, and what else the family needs, on the device of ``model``."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 80, TOKENS, generator=generator)
     labels = ids.clone()
@@ -296,7 +296,8 @@ def batch_for(family: Family, model: nn.Module) -> dict[str, Any]:
         batch[name] = given if isinstance(given, Tensor) else torch.randn(given, generator=generator)
     if "use_cache" in inspect.signature(model.forward).parameters:
         batch["use_cache"] = False
-    return {name: item.to(compute_device()) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    device = next(model.parameters()).device
+    return {name: item.to(device) if isinstance(item, Tensor) else item for name, item in batch.items()}
 
 
 def shrink(config: Any, hints: dict[str, Any]) -> None:

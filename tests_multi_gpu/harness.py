@@ -52,7 +52,8 @@ def shared_buffers(pattern: str = "*") -> set[Path]:
 
 
 class Workers:
-    """``world_size`` processes that run the same function, over NCCL where there are enough GPUs and gloo elsewhere."""
+    """``world_size`` processes that run the same function, over NCCL where there are enough GPUs; elsewhere over gloo
+    and without GPUs."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -165,6 +166,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     on_gpu = torch.cuda.device_count() >= world_size
     if on_gpu:
         torch.cuda.set_device(rank)
+    else:
+        # torch takes a GPU for a rank wherever it sees one. The kernels run in Triton's interpreter then.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     pipe.send((True, None))

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 EXTRA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross entropy of the token after the next": lambda logits, labels: F.cross_entropy(
@@ -45,7 +46,7 @@ class WithExtraLoss(LlamaForCausalLM):
 
 def build(extra: str | None, *, extra_first: bool) -> Any:
     torch.manual_seed(0)
-    model = WithExtraLoss(make_config("llama")).double()
+    model = WithExtraLoss(make_config("llama")).double().to(compute_device())
     model.extra, model.extra_first = extra, extra_first
     return model
 

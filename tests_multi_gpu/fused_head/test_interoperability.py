@@ -86,7 +86,8 @@ def test_a_wrapped_model_is_saved_and_loaded_as_any_other(family: str, tmp_path:
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     liger_dist.wrap(loaded)
-    assert torch.equal(loaded(**make_batch(0)).loss, model(**make_batch(0)).loss)
+    # Not to the bit: cuBLAS chooses its kernels by the addresses of weights, too.
+    torch.testing.assert_close(loaded(**make_batch(0)).loss, model(**make_batch(0)).loss)
     model.load_state_dict(loaded.state_dict())
 
 
