@@ -176,7 +176,9 @@ class Hosts:
 class Signature:
     """Signature of one model's forward, and of the modules that its further keyword arguments may reach."""
 
-    def __init__(self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float, host_keywords: frozenset[str]
+    ) -> None:
         self._own_smoothing = own_smoothing
         parameters = signature(model.forward).parameters
         self.names = tuple(parameters)
@@ -185,6 +187,7 @@ class Signature:
         self._outputs = as_output_names(outputs)
         check_usual_outputs(self._outputs)
         self._known = frozenset({*self.names, *CALL_KEYWORDS, *KEYWORDS_OF_MODELS, *_keywords_below(model)})
+        self._host_keywords = host_keywords
         # Another forward than transformers' may read any keyword.
         self._is_transformers = model.forward.__module__.startswith(("transformers.", "accelerate."))
         self._warned: set[str] = set()
@@ -216,6 +219,8 @@ class Signature:
             )
         kept = {name: value for name, value in kwargs.items() if name not in keywords}
         options = self._options(keywords) if keywords else ()
+        if named.get("labels") is not None:
+            self._warn_of_unknown(kept.keys() - self._host_keywords)
         return Call(
             named=named,
             args=args,
@@ -254,7 +259,7 @@ class Signature:
             return []
         return [name for name in further if name not in _attention_keywords()]
 
-    def warn_of_unknown(self, keywords: Iterable[str]) -> None:
+    def _warn_of_unknown(self, keywords: Iterable[str]) -> None:
         """Warns, the first time, of a keyword that neither the model nor the loss has; transformers' models drop it."""
         for name in self.unknown(keywords):
             if name not in self._warned:

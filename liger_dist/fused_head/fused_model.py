@@ -86,17 +86,18 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         if loss is None:
             # A caller still holds the bound method from before unwrap.
             return _call_original(self, base, originals, args, kwargs)
-        wrapper = loss.redirected(args, kwargs)
-        if wrapper is not None:
-            return wrapper(*args, **kwargs)
-        is_nested, loss_call = is_running(loss.wrap_id), None
+        if loss.wrapper_redirect is not None:
+            wrapper = loss.redirected(args, kwargs)
+            if wrapper is not None:
+                return wrapper(*args, **kwargs)
+        loss_call = None
         try:
             call, loss_call = loss.begin(self, args, kwargs)
             with running(loss.wrap_id, loss_call):
                 output = _call_original(self, base, originals, call.args, call.kwargs)
             return loss.finish(loss_call, output)
         except BaseException:
-            if not is_nested:
+            if not is_running(loss.wrap_id):
                 fsdp2.abandon_forward(self)
             raise
         finally:

@@ -64,11 +64,11 @@ class ComputesLoss(nn.Module):
             )
         return call.compute(self, hidden_states, self._logits)
 
-    @property
-    def _logits(self) -> Callable[..., Tensor]:
-        """The forward without a loss: one that other code has set, or that of the module's own class."""
+    def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the forward without a loss: one that other code has set, or that of the module's own class."""
         installed: Callable[..., Tensor] | None = vars(self).get(_INSTALLED)
-        return super().forward if installed is None else installed
+        logits: Tensor = (super().forward if installed is None else installed)(*args, **kwargs)
+        return logits
 
 
 class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
@@ -244,7 +244,9 @@ class LMHead:
 def _carry_again(wrap_id: WrapId, head: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook. Tensor parallelism converts the output of lm_head from a DTensor to a tensor, which carries the
     loss again from here."""
+    if type(output) is not Tensor or output.shape[-1] != 0:
+        return None
     call = current_call(wrap_id)
-    if call is None or call.pending is None or call.on_logits or type(output) is not Tensor or output.shape[-1] != 0:
+    if call is None or call.pending is None or call.on_logits:
         return None
     return FusedLogits.carrying(output, call.pending, vocab_size=call.vocab_size)

@@ -102,8 +102,6 @@ class LossCall:
     spec: LossSpec
     outputs: tuple[str, ...]
     """names that were asked for beside the loss"""
-    differentiable: tuple[str, ...]
-    """outputs that carry gradients"""
     labels_of_call: tuple[tuple[Tensor, int | Tensor], ...]
     """labels of the call, to detect in-place changes: each with its version counter, or with a copy if it is an
     inference tensor, which has none"""
@@ -134,7 +132,7 @@ class LossCall:
         output = self._nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
-        values = [output.loss, *(getattr(output, name) for name in self.differentiable)]
+        values = [output.loss, *(getattr(output, name) for name in self.spec.differentiable_outputs)]
         carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = _detached(output)
         if type(hidden_states) is not Tensor:
@@ -174,7 +172,7 @@ class LossCall:
                 execution=replace(self.execution, label_summary=None),
             )
         )
-        others = {name: getattr(output, name) for name in self.differentiable}
+        others = {name: getattr(output, name) for name in self.spec.differentiable_outputs}
         self.pending = PendingLoss(self, output=_detached(output), others=others, delivered=True)
         return output.loss
 
@@ -336,13 +334,13 @@ class PendingLoss:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
         loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
-        self.others = dict(zip(self.call.differentiable, others, strict=True))
+        self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
         return cast(Tensor, loss)
 
     def values(self) -> list[Tensor]:
         """Returns the finished loss and the outputs that carry gradients."""
         assert self.output is not None
-        return [self.output.loss, *(getattr(self.output, name) for name in self.call.differentiable)]
+        return [self.output.loss, *(getattr(self.output, name) for name in self.call.spec.differentiable_outputs)]
 
     def _check_selection(self, targets: Any) -> None:
         """Checks that the tokens which the forward has selected have all labels that count: the loss was computed of
@@ -371,6 +369,17 @@ class PendingLoss:
             raise LigerDistError(_CHANGED_LABELS.format(call.model_name))
         given = targets.reshape(-1)
         require((same[0].reshape(-1).to(given.device) == given).all(), _CHANGED_LABELS.format(call.model_name))
+
+
+def pending_of(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
+    """Returns the loss that ``logits`` carry; None for full logits.
+
+    Args:
+        call: the running call, whose loss a zero-width tensor of another class carries (a DTensor's local tensor).
+    """
+    if isinstance(logits, FusedLogits):
+        return logits.carried if isinstance(logits.carried, PendingLoss) else None
+    return call.pending if call is not None and logits.shape[-1] == 0 else None
 
 
 _CHANGED_LABELS = (

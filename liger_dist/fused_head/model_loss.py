@@ -34,8 +34,7 @@ from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 from .call import Call, HostCall, Hosts, Signature, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
-from .logits import FusedLogits
-from .loss_call import NO_HEAD, LossCall, PendingLoss, WrapId, current_call, is_running
+from .loss_call import NO_HEAD, LossCall, WrapId, current_call, is_running, pending_of
 from .output import fused_output
 from .recipe import LossRecipe
 from .wrapper_redirect import WrapperRedirect
@@ -69,7 +68,10 @@ class FusedLoss:
         self.head = LMHead(structure, wrap_id=self.wrap_id, strategy=strategy, config=config)
         smoothing = getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0
         self.signature = Signature(
-            model, outputs=config.outputs, own_smoothing=smoothing if recipe is None else recipe.label_smoothing
+            model,
+            outputs=config.outputs,
+            own_smoothing=smoothing if recipe is None else recipe.label_smoothing,
+            host_keywords=hosts.keywords,
         )
         self.wrapper_redirect: WrapperRedirect | None = None
         """the wrapper that :func:`liger_dist.wrap` made around the model, through which its losses go"""
@@ -191,7 +193,6 @@ class FusedLoss:
                 own: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
                 call.kwargs.update(options_for(own, call, reason=self.unfused_reason))
             return None
-        self.signature.warn_of_unknown(call.kwargs.keys() - self.hosts.keywords)
         mode = self._mode()
         if isinstance(mode, Distillation):
             call = call.distilled(mode)
@@ -307,7 +308,6 @@ class FusedLoss:
             vocab_size=in_use.vocab_size,
             spec=spec,
             outputs=tuple(name for name in call.outputs if name != LOGITS),
-            differentiable=tuple(sorted(spec.differentiable_outputs)),
             labels_of_call=tuple(
                 (labels, labels.clone() if labels.is_inference() else labels._version) for labels in given
             ),
@@ -379,7 +379,7 @@ class FusedLoss:
         if call is not None and call.on_logits:
             loss = self._score(call, logits, targets, shifted)
             return loss if call.alters_loss else own(*args, **kwargs)
-        pending = _pending(call, logits)
+        pending = pending_of(call, logits)
         if pending is None:
             if not is_running(self.wrap_id):
                 self.warnings.of_earlier_forward(self.signature, self.config, kwargs)
@@ -418,15 +418,8 @@ class FusedLoss:
         )
 
     def redirected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wrapper | None:
-        """Returns the wrapper that a call has to go through; None if it goes to the model."""
-        if self.wrapper_redirect is None:
-            return None
+        """Returns the wrapper that a call has to go through; None if it goes to the model. Only for a loss with a
+        :attr:`wrapper_redirect`."""
+        assert self.wrapper_redirect is not None
         named = dict(zip(self.signature.names, args, strict=False)) | kwargs
         return self.wrapper_redirect.redirects(has_labels=named.get("labels") is not None)
-
-
-def _pending(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
-    """Returns the loss that ``logits`` carry; None for full logits."""
-    if isinstance(logits, FusedLogits):
-        return logits.carried if isinstance(logits.carried, PendingLoss) else None
-    return call.pending if call is not None and logits.shape[-1] == 0 else None

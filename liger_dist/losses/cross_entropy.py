@@ -41,7 +41,6 @@ from .outputs import (
     returned_tensors,
     saved_terms,
     terms_of_saved,
-    token_outputs,
     with_gradients_of_outputs,
 )
 from .rows import check_not_dtensor
@@ -152,7 +151,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execu
         rows=RowOptions(
             vocab_size=vocab_size,
             options=spec.options,
-            outputs=token_outputs(spec),
+            outputs=spec.token_outputs,
             class_weight_V=spec.class_weight,
             backend=execution.backend,
         ),

@@ -37,7 +37,6 @@ from .outputs import (
     returned_tensors,
     saved_terms,
     terms_of_saved,
-    token_outputs,
     with_gradients_of_outputs,
 )
 from .rows import HeadRows, Problem, check_tensors, operand_dtype, scaled_gradients
@@ -108,18 +107,18 @@ def fused_linear_cross_entropy(
     """
     rows = HeadRows(vocab_size=weight.shape[0]) if rows is None else rows
     check_tensors(hidden_states, weight, bias)
-    check_labels(
-        labels,
-        tokens_of="hidden states",
-        shape=hidden_states.shape[:-1],
-        ignore_index=spec.options.ignore_index,
-    )
     if spec.logit_bias is not None:
         added = spec.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
     dtype = operand_dtype(hidden_states, execution)
     hidden_states = hidden_states if dtype is None else hidden_states.to(dtype)
     weight, bias = rows.with_dtype(weight, bias, dtype, hidden_states)
+    check_labels(
+        labels,
+        tokens_of="hidden states",
+        shape=hidden_states.shape[:-1],
+        ignore_index=spec.options.ignore_index,
+    )
     targets = select_targets(
         labels,
         vocab_size=rows.vocab_size,
@@ -162,23 +161,23 @@ def _problem(
         weight=grad and weight.requires_grad,
         bias=grad and bias is not None and bias.requires_grad,
     )
-    is_scalar = needs.any and spec.reduction != "none" and not spec.differentiable_outputs
+    dtype, trains = statistics_dtype(hidden_TD.dtype), needs.any
+    is_scalar = spec.reduction != "none" and not spec.differentiable_outputs and spec.distillation is None
     scoring = Scoring(
         options=spec.options,
-        outputs=token_outputs(spec),
+        outputs=spec.token_outputs,
         top_k=spec.top_k or 0,
         class_weight_V=spec.class_weight,
         logits_dtype=torch.float32 if execution.logits_dtype == torch.float32 else None,
         memory_budget=execution.memory_budget,
         backend=execution.backend,
     )
-    is_scalar = is_scalar and spec.distillation is None
-    in_forward, number = is_scalar and not scoring.needs_recomputation(hidden_TD) and not in_checkpoint(), 0
-    may_keep = needs.any and not is_scalar and spec.distillation is None and not in_checkpoint()
+    may_hold, number = trains and not in_checkpoint(), 0
+    in_forward = may_hold and is_scalar and not scoring.needs_recomputation(hidden_TD)
+    may_keep = may_hold and not is_scalar and spec.distillation is None
     if execution.pending is not None and ((in_forward and needs.weight) or may_keep):
         number, may_hold = execution.pending.begin()
         in_forward, may_keep = in_forward and may_hold, may_keep and may_hold
-    dtype = statistics_dtype(hidden_TD.dtype)
     return Problem(
         targets=spec.token_targets(targets, shape, vocab_size=rows.vocab_size, dtype=dtype),
         scales=_scales(targets, hidden_TD, rows, spec, execution),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenOutputs, TokenTerms
+from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenTerms
 
 from .spec import LossSpec
 
@@ -66,15 +66,6 @@ class LossOutput:
 _ALWAYS = ("loss", "log_prob", "is_top1")
 _ASKED_FOR = ("z_loss", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at")
 _TOP_K = ("top_k_ids", "top_k_log_prob", "top_k_remainder")
-
-
-def token_outputs(spec: LossSpec) -> TokenOutputs:
-    """Returns the outputs that need a further sum over the vocabulary."""
-    names = spec.outputs
-    spreads = spec.soft is not None and spec.soft.remainder == "spread"
-    return TokenOutputs(
-        entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit=spreads or "mean_logit" in names
-    )
 
 
 def tensor_names(spec: LossSpec) -> tuple[str, ...]:

@@ -111,15 +111,16 @@ class HeadRows:
     ) -> tuple[LinearCrossEntropyResult, Tensor | None]:
         """Computes the terms of this rank's tokens, with ``upstream`` gradients of a scalar loss also gradients of the
         inputs. Also returns all logits if :meth:`keeps_logits`."""
-        head, targets = self.head(weight_VD, bias_V, problem), problem.targets
-        scoring, needs = problem.scoring, problem.needs
+        targets, scoring, needs = problem.targets, problem.scoring, problem.needs
         keeps_logits = self.keeps_logits(hidden_TD, weight_VD, problem)
         if torch.compiler.is_compiling() and self.is_full:
+            head = self.head(weight_VD, bias_V, problem)
             return compiled_score(hidden_TD, head, targets, upstream, scoring, needs, keeps_logits=keeps_logits)
+        tokens = self.tokens(hidden_TD, problem, upstream)
         return score_rows(
             hidden_TD,
-            head,
-            self.tokens(hidden_TD, problem, upstream),
+            self.head(weight_VD, bias_V, problem),
+            tokens,
             targets,
             scoring=scoring,
             needs=needs,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_dist.config import check_count
 from liger_dist.errors import LigerDistError
-from liger_dist_kernels import LossOptions, TokenTargets
+from liger_dist_kernels import LossOptions, TokenOutputs, TokenTargets
 
 from .collectives import require
 from .distillation import Distillation
@@ -136,6 +136,8 @@ class LossSpec:
     """temperature, if it is a tensor"""
     soft: SoftLabels | None = field(init=False)
     """soft labels with their options"""
+    differentiable_outputs: tuple[str, ...] = field(init=False)
+    """outputs that carry gradients, in alphabetical order"""
 
     def __post_init__(self) -> None:
         for name in ("class_weight", "token_weight", "token_ids"):
@@ -156,8 +158,11 @@ class LossSpec:
             )
         except (ValueError, TypeError) as error:
             raise LigerDistError(str(error)) from error
+        outputs = as_output_names(self.outputs)
+        carrying = DIFFERENTIABLE_OUTPUTS.intersection(outputs) if self.differentiable else ()
         found = {
-            "outputs": as_output_names(self.outputs),
+            "outputs": outputs,
+            "differentiable_outputs": tuple(sorted(carrying)),
             "temperature": temperature,
             "token_temperature": temperature if isinstance(temperature, Tensor) else None,
             "soft": soft,
@@ -167,9 +172,12 @@ class LossSpec:
             object.__setattr__(self, name, value)
 
     @property
-    def differentiable_outputs(self) -> frozenset[str]:
-        """Outputs that carry gradients."""
-        return DIFFERENTIABLE_OUTPUTS.intersection(self.outputs) if self.differentiable else frozenset()
+    def token_outputs(self) -> TokenOutputs:
+        """Outputs that need a further sum over the vocabulary."""
+        names, spreads = self.outputs, self.soft is not None and self.soft.remainder == "spread"
+        return TokenOutputs(
+            entropy="entropy" in names, sum_sq_prob="sum_sq_prob" in names, mean_logit=spreads or "mean_logit" in names
+        )
 
     def token_targets(
         self, targets: Targets, shape: torch.Size, *, vocab_size: int, dtype: torch.dtype
