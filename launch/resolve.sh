@@ -1,4 +1,4 @@
-# Read by the other scripts: what is not given is found out, said, and refused where it does not fit.
+# Sourced by the other scripts: sets the variables below from the machine if they are not set, prints and checks them.
 #
 #   NPROC_PER_NODE  processes on this machine; default: its GPUs
 #   MAX_RESTARTS    how often a failed worker starts all of them again, from the newest whole checkpoint; default: 3

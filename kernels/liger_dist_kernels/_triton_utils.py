@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Backend selection and the device functions that all Triton files here share, e.g. the transform of a raw logit."""
+"""Selects Triton or the reference, and holds the device functions that all Triton files share, such as the transform of
+a raw logit (softcap, scale, temperature)."""
 
 from __future__ import annotations
 

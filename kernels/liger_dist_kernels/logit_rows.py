@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The transform of raw logits, and the device functions over a piece of one row that the cross entropy's kernels share.
+"""Device functions that the kernels of the cross entropy share: statistics and gradients over a piece of one row.
 
 Legend: V vocabulary, T tokens. ``z`` are transformed logits (see :class:`LossOptions`). V is a constexpr where a
 program loops over it: a model has one, and the interpreter cannot loop up to a run-time number under numpy >= 2.4.

@@ -1,4 +1,4 @@
-"""Options of a cross entropy, its per-token outputs that need a further sum, and the classes of a block of logits.
+"""Scalar options of a cross entropy, with checks of their ranges, and which outputs of each token a kernel computes.
 
 Legend: V vocabulary, v classes of a block.
 """

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, and the coefficients of their gradient.
+"""Records that kernels return and take: softmax statistics of rows of logits, and coefficients of their gradient.
 
 Legend: T tokens, K chosen classes of each token.
 """

@@ -1,4 +1,4 @@
-"""What a run is made of: the options, checked."""
+"""Checks the options of a run against each other (:func:`parse`); a new option is declared in :mod:`.options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How gradients become steps, and what of that is stored."""
+"""Backward, gradient accumulation, clipping and optimizer step of torch's strategies; DeepSpeed's are in
+:mod:`.deepspeed_engine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The options of a run: one flat list of names, in sections. Imports no torch, so that ``--help`` is fast."""
+"""Declares the options of a run with defaults and descriptions, in sections. Imports no torch, so that ``--help`` is
+fast."""
 
 from __future__ import annotations
 

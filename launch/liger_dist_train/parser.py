@@ -1,4 +1,4 @@
-"""Options from a YAML file and the command line, into a dataclass. Imports no torch."""
+"""Reads options from a YAML file and the command line into a dataclass, whichever options it has. Imports no torch."""
 
 from __future__ import annotations
 

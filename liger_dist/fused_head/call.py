@@ -1,4 +1,4 @@
-"""Arguments of one call of a model: those of its forward, those of its loss, and labels aligned to the logits."""
+"""Reads the arguments of one call of a model: those of its forward, and those of its loss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""State of one call of a wrapped model, in a context variable: labels, shifted to their tokens, and options in; loss
-and outputs out.
+"""State of one call from lm_head to its loss function, in a context variable: aligned labels and options in, loss and
+outputs out. :mod:`.call` has the arguments, :mod:`.model_loss` makes this object.
 
 [Note: Zero-width logits and the upstream side channel]
 The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no

@@ -1,4 +1,5 @@
-"""Loss calls of host frameworks: the readers that :func:`liger_dist.wrap` passes to a model's swapped forward."""
+"""Recognises calls that TRL's and transformers' trainers make of a wrapped model in their own keywords;
+:func:`liger_dist.wrap` passes these readers to the swapped forward. Entry points of hosts are in ``integrations``."""
 
 from __future__ import annotations
 

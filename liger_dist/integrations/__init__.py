@@ -1,2 +1,2 @@
-"""Integrations, one file per host framework. Each calls :func:`liger_dist.wrap` at the right point of its host; no
-other module of liger_dist imports them."""
+"""Entry points for host frameworks, one file each, which call :func:`liger_dist.wrap` at the right point of the host.
+No other module of liger_dist imports them."""

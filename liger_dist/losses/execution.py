@@ -1,4 +1,5 @@
-"""Execution options of a loss."""
+"""How a loss is computed: backend, memory budget, dtype of the logits, groups of the mean. What is computed is in
+:mod:`.spec`."""
 
 from __future__ import annotations
 

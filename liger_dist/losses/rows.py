@@ -1,4 +1,4 @@
-"""Rows of lm_head on a rank, and the scoring of one loss on them.
+"""Calls the kernels for the rows of lm_head on a rank (:class:`HeadRows`): forward, recomputation, divergence.
 
 Legend: T tokens with a label, D hidden, V vocabulary.
 """

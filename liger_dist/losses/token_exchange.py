@@ -1,4 +1,5 @@
-"""Token exchange: each rank has different tokens and a row shard of lm_head, and all-gathers the tokens of all ranks.
+"""Token exchange: the collectives of a vocab-parallel loss whose ranks have different tokens, and its autograd
+functions.
 
 Legend: T tokens of this rank with a label, G ranks, K chunks, m tokens of each rank in one chunk, c = G * m, D hidden.
 

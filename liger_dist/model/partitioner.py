@@ -1,4 +1,4 @@
-"""torch's partitioner for compiled layers with float8 weights.
+"""Lets torch.compile recompute transposed float8 weights in the backward instead of saving them.
 
 [Note: float8 weights in compiled layers]
 The backward multiplies by a float8 weight in another memory layout. torch's partitioner counts parameters as free to

@@ -1,4 +1,4 @@
-"""Models that :func:`liger_dist.wrap` has left half sharded when it failed."""
+"""Refuses models that a failed :func:`liger_dist.wrap` has left half sharded."""
 
 from __future__ import annotations
 
