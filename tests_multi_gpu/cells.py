@@ -492,11 +492,13 @@ REPEATS = [
     _fsdp2(head="own"),
     _fsdp2(axes=HSDP),
     _fsdp2(rows=True, axes=HSDP),
+    _fsdp1(own_unit=True),
     _zero(0),
     _zero(1),
+    _zero(2),
 ]
-"""Principal layouts whose lm_head is stored as in another one, as seen from the loss: FSDP1's flat parameters, a group
-of the head alone, replicas of shards, and DeepSpeed's stages without sharded gradients."""
+"""Principal layouts whose lm_head is stored as in another one, as seen from the loss: FSDP1's flat parameters and unit
+of the head, a group of the head alone, replicas of shards, and DeepSpeed's stages without sharded parameters."""
 
 
 def repeats(cell: Cell) -> bool:
@@ -510,6 +512,8 @@ def repeats(cell: Cell) -> bool:
     if cell.world == 4 and any(replace(cell, world=2).where == other.where for other in PRINCIPAL if other.world == 2):
         # The same on two ranks.
         return not (usual or cell.data == "empty rank")
+    if cell in PRECISION and cell.use.startswith("fp32") and cell.engine != "fsdp2":
+        return True
     # Of FSDP1's sharding strategies, with and without original parameters.
     return cell.engine == "fsdp1" and layout.get("use_orig_params") is False and not usual
 

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from harness import Workers, shared_buffers
+from repeated import mark_repeated
 from training_runs import config_for, write_corpus, write_tokenizer
 
 
@@ -69,6 +70,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_repeated(items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:

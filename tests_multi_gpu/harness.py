@@ -34,7 +34,13 @@ WHERE = signal.SIGQUIT
 of lines"""
 
 
-PRELOADED = ["transformers.models.llama.modeling_llama", "liger_dist", "liger_dist_train.run", "peft"]
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "liger_dist",
+    "liger_dist_train.run",
+    "peft",
+    "deepspeed_over_gloo",
+)
 """what most functions of tests import, 4 seconds of a core for each process that is no fork"""
 
 
@@ -42,7 +48,7 @@ def forkserver() -> Any:
     """The context whose processes are forks of one that has imported torch and :data:`PRELOADED`."""
     context = mp.get_context("forkserver")
     # transformers imports torchao where it is installed, which asks for the GPU: a fork of that cannot use CUDA.
-    context.set_forkserver_preload(["torch", *([] if torch.cuda.is_available() else PRELOADED)])
+    context.set_forkserver_preload(["torch", *(() if torch.cuda.is_available() else PRELOADED)])
     return context
 
 
