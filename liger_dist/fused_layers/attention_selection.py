@@ -48,17 +48,17 @@ class AttentionSelection:
         """Selects the previous implementation of the decoder within the context."""
         is_selected = self.reason is None and self.config._attn_implementation == NAME
         if is_selected:
-            self.config._attn_implementation = {"": self.own}
+            _select(self.config, self.own)
         try:
             yield
         finally:
             if is_selected:
-                self.config._attn_implementation = {"": NAME}
+                _select(self.config, NAME)
 
     def restore(self) -> None:
         """Selects the previous implementation of the decoder, unless another was selected since."""
         if self.reason is None and self.config._attn_implementation == NAME:
-            self.config._attn_implementation = {"": self.own}
+            _select(self.config, self.own)
 
 
 def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection:
@@ -70,8 +70,14 @@ def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection
     register_attention()
     config: Any = decoder.config
     own = config._attn_implementation
-    config._attn_implementation = {"": NAME}
+    _select(config, NAME)
     return AttentionSelection(None, config, own)
+
+
+def _select(config: Any, implementation: str | None) -> None:
+    """Sets the implementation of ``config`` and not of its parts, which a dict leaves as they are. Without parts by its
+    name: not every config of transformers before 5.24 can be set by a dict."""
+    config._attn_implementation = {"": implementation} if config.sub_configs else implementation
 
 
 def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:

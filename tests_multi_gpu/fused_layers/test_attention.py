@@ -418,7 +418,7 @@ def test_unwrap_restores_the_implementation_and_keeps_the_config() -> None:
 
 def test_models_that_share_a_config() -> None:
     first = model_of("mistral")
-    second = type(first)(first.config).double()
+    second = type(first)(first.config).double().to(compute_device())
     second.load_state_dict(first.state_dict())
     for model in (first, second):
         liger_dist.wrap(model, "none")
