@@ -89,7 +89,7 @@ QUARTERS: Slices = tuple((rank / 4, (rank + 1) / 4) for rank in range(4))
 # Halves by the tensor-parallel axis, which is the last; then the first or second half of that.
 QUARTERS_OF_HALVES: Slices = ((0, 0.25), (0.5, 0.75), (0.25, 0.5), (0.75, 1))
 LAYOUTS: tuple[tuple[str, str, tuple[Slices, Slices, Slices], str], ...] = (
-    ("DDP, ZeRO-0 and 1", "ABCD", (FULL, FULL, FULL), ""),
+    ("DDP, ZeRO-0 to 2", "ABCD", (FULL, FULL, FULL), ""),
     ("FSDP1, FSDP2, ZeRO-3", "ABCD", (QUARTERS, FULL, QUARTERS), "the framework all-gathers and reduces"),
     ("HSDP: 2 replicas of 2 shards", "ABCD", (HALVES, FULL, HALVES), "all-gathered in a replica, reduced over both"),
     ("FSDP2, vocab-parallel lm_head", "ABCD", (QUARTERS, QUARTERS, QUARTERS), "token exchange"),

@@ -1,7 +1,7 @@
 # Sourced by the other scripts: sets the variables below from the machine if they are not set, prints and checks them.
 #
 #   NPROC_PER_NODE  processes on this machine; default: its GPUs
-#   MAX_RESTARTS    how often a failed worker starts all of them again, from the newest whole checkpoint; default: 3
+#   MAX_RESTARTS    how often a failed worker starts all of them again, from the newest complete checkpoint; default: 3
 #   LOG_DIR         output of every rank, one folder each; default: runs/logs
 #   LOG_RANKS       local ranks whose output is shown too, such as 0 or 0,1; default: all
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT

@@ -19,7 +19,7 @@ RDZV_ENDPOINT=${RDZV_ENDPOINT:-}
 getent ahosts "${RDZV_ENDPOINT%:*}" >/dev/null || refuse "the host of RDZV_ENDPOINT, ${RDZV_ENDPOINT%:*}, is not known here."
 # A store that is new for every attempt: in a shared one, processes would look for those that are gone.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-echo "$NNODES nodes of $NPROC_PER_NODE processes ($gpus GPUs here, $(hostname)), meeting at $RDZV_ENDPOINT," \
+echo "$NNODES nodes of $NPROC_PER_NODE processes ($gpus GPUs here, $(hostname)), rendezvous at $RDZV_ENDPOINT," \
     "up to $MAX_RESTARTS restarts, logs in $LOG_DIR"
 # How many nodes must remain for a run to go on without one; liger_dist_train ends torchrun where fewer do.
 export MIN_NODES=${NNODES%%:*}

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command, what in (
-        ("explain", _explain, "show the facts, the chosen adapter, and every other one's reasons"),
+        ("explain", _explain, "show the facts, the sharding adapter in use, and why layers keep their own code"),
         ("verify", _verify, "run one micro-batch and compare it with the model's own loss"),
     ):
         sub = commands.add_parser(name, help=what, description=what)

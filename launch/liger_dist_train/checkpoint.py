@@ -100,7 +100,7 @@ class Checkpoints:
                 return Saved(description["step"], description)
             damages.append(damage)
             if rank() == 0:
-                print(f"{path} is not complete ({damage}); it is passed over", flush=True)
+                print(f"{path} is not complete ({damage}); it is skipped", flush=True)
         if names:
             raise LigerDistError(
                 f"no checkpoint in {self._folder} is complete, the newest {names[-1]} ({damages[0]}). Repair one, "
@@ -180,7 +180,7 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:
             raise LigerDistError(
-                f"the checkpoint {self._path(step)} cannot be read ({reason_of(error)}); move it away to go on from "
+                f"the checkpoint {self._path(step)} cannot be read ({reason_of(error)}); move it away to continue from "
                 "the one before."
             ) from error
 
@@ -261,8 +261,8 @@ def refuse_earlier(folder: Path) -> None:
     names = steps_in(folder)
     if names:
         raise LigerDistError(
-            f"{folder} holds checkpoints of an earlier run, the newest {names[-1]}; go on from it with --resume true, "
-            "choose another --output_dir, or remove them with --overwrite true."
+            f"{folder} holds checkpoints of an earlier run, the newest {names[-1]}; continue from it with --resume "
+            "true, choose another --output_dir, or remove them with --overwrite true."
         )
 
 

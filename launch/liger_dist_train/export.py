@@ -239,7 +239,7 @@ def _newest_complete(folder: Path, listed: list[str]) -> Path:
         if damage is None:
             return folder / name
         damages.append(damage)
-        print(f"{folder / name} is not complete ({damage}); it is passed over", flush=True)
+        print(f"{folder / name} is not complete ({damage}); it is skipped", flush=True)
     raise LigerDistError(f"no checkpoint in {folder} is complete, the newest {listed[-1]} ({damages[0]}). Repair one.")
 
 

@@ -203,7 +203,8 @@ def describe_numbers(step: int, loss: float, own_loss: float, places: list[str],
             said.append(f"rank {broken} has loss {theirs}{of}")
     names = list(dict.fromkeys(name for *_, theirs in by_rank.values() for name in theirs))
     if names:
-        said.append(f"gradients that are not: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}")
+        listed = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
+        said.append(f"parameters with gradients that are not finite: {listed}")
     return "; ".join(said)
 
 
@@ -228,7 +229,8 @@ def _way_on(published_step: int) -> str:
     if published_step == 0:
         return "There is no checkpoint yet; begin again with"
     return (
-        f"No checkpoint was written of it; go on from the newest one, of step {published_step}, with --resume true and"
+        f"No checkpoint was written of it; continue from the newest one, of step {published_step}, with --resume true "
+        "and"
     )
 
 

@@ -135,7 +135,7 @@ class TrainOptions:
     sp: Optional[int] = option(None, "fsdp2: ranks that hold shards of the same sequences")
     deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     lm_head: Literal["gather", "vocab_parallel"] = option(
-        "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and exchange the tokens"
+        "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and communicate hidden states"
     )
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
     cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
@@ -186,7 +186,7 @@ class TrainOptions:
     early_stopping_patience: int = option(0, "evaluations without a better held-out loss until the run ends; 0: never")
     keep_best: bool = option(False, "write a checkpoint at every best held-out loss, and keep the best one")
     sample_prompts: list[str] = option([], "texts that the model continues at each evaluation, into samples.jsonl")
-    sample_tokens: int = option(64, "of each continuation, the most likely ones")
+    sample_tokens: int = option(64, "of each continuation, by greedy decoding")
     sample_chat: bool = option(False, "sample_prompts: each is a user's turn, in the chat template")
 
     output_dir: str = option("runs/train", "where everything is written")

@@ -81,7 +81,7 @@ def load_state(state: dict[str, Any], folder: Path) -> None:
     for name in wanted.keys() & stored.keys():
         # Torch leaves what no file has as it was.
         if sum(chunk.sizes.numel() for chunk in stored[name].chunks) != stored[name].size.numel():
-            raise LigerDistError(f"the files in {folder} lack a part of {name}; move it away to go on from another.")
+            raise LigerDistError(f"the files in {folder} lack a part of {name}; move it away to continue from another.")
     state_dict_loader.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     for own, found in read:
         own.copy_(found)

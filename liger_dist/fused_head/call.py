@@ -283,7 +283,7 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
         if name not in named:
             raise LigerDistError(
                 f"{name} was given to {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
-                f"would compute it: {getattr(loss_function, '__qualname__', loss_function)} has no {name}. Leave it "
+                f"would apply it: {getattr(loss_function, '__qualname__', loss_function)} has no {name}. Leave it "
                 "out, or use a loss function that names it."
             )
     return {name: call.keywords[name] for name in call.loss_options}

@@ -280,9 +280,9 @@ class PendingLoss:
         recipe, name = self.call.recipe, self.call.model_name
         if recipe.owner is not None:
             raise LigerDistError(
-                f"{name} computes a cross entropy from the logits of one call beside its loss_function, which it did "
-                "not do when it was wrapped, and the logits were never computed. Unwrap it and wrap it again with that "
-                "loss on, or use WrapConfig(fused_loss=False)."
+                f"{name} computes a cross entropy from the logits of one call in addition to its loss_function, which "
+                "it did not do when it was wrapped, and the logits were never computed. Unwrap it and wrap it again "
+                "with that loss on, or use WrapConfig(fused_loss=False)."
             )
         seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": recipe.label_smoothing, "reduction": "mean"}
         changed = [option for option, value in seen.items() if options.get(option, value) != value]

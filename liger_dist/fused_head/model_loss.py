@@ -281,7 +281,7 @@ class FusedLoss:
             return options_for(module.loss_function, call, reason=reason)
         raise LigerDistError(
             f"{asked[-1]} was asked of {call.model_name}, whose loss is not fused here ({reason}), so that nothing "
-            "would compute it. Leave it out of such calls."
+            "would apply it. Leave it out of such calls."
         )
 
     def _loss_call(self, model: nn.Module, call: Call, in_use: HeadInUse, on_logits: bool) -> LossCall:

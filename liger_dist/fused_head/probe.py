@@ -82,7 +82,7 @@ def probe_recipe(model: nn.Module, structure: Structure) -> LossRecipe:
     """How the model gets from logits to its loss, the same in training and evaluation.
 
     Raises:
-        NotFusableError: the model does something in between that its config does not explain.
+        NotFusableError: the model does something in between that is not supported.
     """
     outer_head = model.get_submodule(structure.head_name)
     hooks = [
@@ -173,9 +173,7 @@ class _Probe:
         for name in self._class_buffers():
             if torch.allclose(arrived, before + self.added, rtol=1e-5, atol=1e-5):
                 return LogitTransform(bias=name)
-        raise NotFusableError(
-            "its forward changes the logits before the loss in a way that its config does not explain"
-        )
+        raise NotFusableError("its forward changes the logits before the loss by an operation that is not supported")
 
     def _class_buffers(self) -> Iterator[str]:
         """Names of the buffers on the path to lm_head that hold one number per class."""

@@ -58,7 +58,14 @@ class LossRecipe:
 
     def __str__(self) -> str:
         where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")
-        return f"fused linear cross entropy for {where}, targets {self.targets}, {self.transform}"
+        return f"fused linear cross entropy for {where}, {_SHIFTS[self.targets]}, {self.transform}"
+
+
+_SHIFTS: dict[Targets, str] = {
+    "next": "labels shifted by one",
+    "next_attended": "labels shifted by one, of attended tokens",
+    "same": "labels not shifted",
+}
 
 
 def selects_by_tensor(changes: tuple[tuple[Any, ...], ...]) -> bool:

@@ -129,7 +129,7 @@ class NormMatch:
         name = "LayerNorm" if options.subtract_mean else "RMSNorm"
         words = [f"eps {options.eps:g}"]
         words += [f"weight + {options.offset:g}"] if options.offset else []
-        words += ["rounded before the weight"] if options.round_before_weight else []
+        words += ["normalized values rounded before the weight"] if options.round_before_weight else []
         return f"{name} ({', '.join(words)})"
 
 

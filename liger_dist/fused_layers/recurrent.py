@@ -43,7 +43,7 @@ class PackedDocuments:
         by_reason: dict[str, list[str]] = {}
         for way, reason in self._reasons.items():
             by_reason.setdefault(reason, []).append(" with ".join(way))
-        return "; ".join(f"not by {', '.join(ways)}: {reason}" for reason, ways in by_reason.items())
+        return "; ".join(f"not separated by {', '.join(ways)}: {reason}" for reason, ways in by_reason.items())
 
     def check(self, named: dict[str, Any]) -> None:
         """Refuses a call whose documents would mix. Synchronises the host with ``position_ids`` if the call has no 2-D
@@ -147,7 +147,7 @@ def _reason(model: nn.Module, structure: Structure, way: tuple[str, ...]) -> str
         mixer = mixing_module(model, structure.layers, way)
     except CannotRunError as error:
         return f"its own code does not take them ({error})"
-    return None if mixer is None else f"its {mixer} carries one document of a row into the next"
+    return None if mixer is None else f"its {mixer} carries state from one document of a row into the next"
 
 
 def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:

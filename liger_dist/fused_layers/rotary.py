@@ -58,7 +58,12 @@ class RotaryConvention:
 
     def __str__(self) -> str:
         layout = self.layout
-        return f"pairs {layout.reads}" + (f" to {layout.writes}" if layout.reads != layout.writes else "")
+        written = f", written as {_PAIRS[layout.writes]}" if layout.reads != layout.writes else ""
+        return f"pairs {_PAIRS[layout.reads]}{written}"
+
+
+_PAIRS = {"halves": "(p, p + D/2)", "interleaved": "(2p, 2p + 1)"}
+"""features that are rotated together"""
 
 
 class _Rotary(torch.autograd.Function):

@@ -81,7 +81,7 @@ POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
 
 
 def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str]) -> str | None:
-    """Finds a module that carries one document of a row into the next.
+    """Finds a module that carries state from one document of a row into the next.
 
     Args:
         layers: the decoder layers of ``model``.

@@ -19,8 +19,8 @@ from liger_dist.errors import LogitsNotComputedError
 from liger_dist.losses.collectives import device_assert
 
 NOT_COMPUTED = (
-    "the logits of this call were never computed, only numbers of its next tokens, because its trainer reads nothing "
-    "else of them. Unwrap the model to read logits there."
+    "the logits of this call were never computed, only values of the next tokens, because its trainer reads no others. "
+    "Unwrap the model to read logits there."
 )
 _OTHER_TOKENS = (
     "log-probabilities of other tokens than the model's next input ids were read from a fused call; unwrap the model "

@@ -71,7 +71,7 @@ def reads_sharded_weights(outer: nn.Module) -> str | None:
     config = getattr(outer, "active_peft_config", None)
     if getattr(config, "peft_type", None) != "ADALORA" or not getattr(config, "orth_reg_weight", 0):
         return None
-    return "AdaLoRA's regulariser reads all its matrices after the forward"
+    return "AdaLoRA's regularizer reads all its matrices after the forward"
 
 
 def has_lora(head: nn.Module) -> bool:

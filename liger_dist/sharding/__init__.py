@@ -55,7 +55,7 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
             )
         if mesh is not None:
             raise LigerDistError(
-                f"a mesh was given beside the strategy {type(strategy).__name__}; give it to the strategy: "
+                f"a mesh was given in addition to the strategy {type(strategy).__name__}; give it to the strategy: "
                 f"{type(strategy).__name__}(mesh=...)."
             )
         return strategy

@@ -47,7 +47,7 @@ def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], strategy: str) -
     if hooked:
         warnings.warn(
             f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks of register_post_accumulate_grad_hook, "
-            f"and strategy={strategy!r} trains shards in place of these parameters, so that they are never called. "
+            f"and strategy={strategy!r} trains shards instead of these parameters, so that the hooks are never called. "
             f"{_LATER.get(strategy, '')}",
             stacklevel=_TO_CALLER,
         )

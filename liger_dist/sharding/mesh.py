@@ -49,8 +49,8 @@ def check_mesh(mesh: Mesh | None, world_size: int, *, strategy: str) -> None:
         )
     if strategy == "fsdp1" and len(shape) == 2 and shape[0] > 1 and shape[1] == 1:
         raise LigerDistError(
-            f"the mesh has shape {shape}: FSDP1 averages no gradients over replicas of one rank each; use "
-            "strategy='ddp', or 'fsdp2' with this mesh."
+            f"the mesh has shape {shape}: FSDP1 does not average gradients over replicas of one rank (shard size 1); "
+            "use strategy='ddp', or 'fsdp2' with this mesh."
         )
     if strategy == "tp" and math.prod(shape) < world_size and world_size % math.prod(shape) == 0:
         raise LigerDistError(

@@ -1,7 +1,7 @@
 """Tensor parallelism: the strategy "tp", and the sharding adapter for an lm_head whose rows are sharded over a
 tensor-parallel mesh axis, by transformers' plan, by torch's ``parallelize_module``, or by :func:`parallelize_heads`.
 
-Collectives of the loss, on the tensor-parallel group: one all-gather of seven values that checks that all ranks have
+Collectives of the loss, on the tensor-parallel group: one all-gather of twelve values that checks that all ranks have
 the same tokens (blocking the first time), one all-gather of softmax statistics per chunk of tokens, one
 all-reduce of the hidden states' gradient. Neither logits nor weight are gathered.
 """

@@ -16,8 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "peft.md"
 BEGIN, END = "<!-- methods: written by make peft -->\n", "<!-- end of methods -->\n"
 CELLS = {
     "exact": "✓",
-    "as unwrapped: ": "fails unwrapped too",
-    "refused: AdaLoRA's regulariser": "refused: regulariser",
+    "as unwrapped: ": "also fails unwrapped",
+    "refused: AdaLoRA's regularizer": "refused: regularizer",
     " shards each layer by itself": "refused: shared",
     "(Tensor.register_hook)": "refused: hook",
 }

@@ -220,7 +220,7 @@ def adalora() -> Any:
     return peft.get_peft_model(make_model("llama"), settings).double()
 
 
-def test_adalora_keeps_its_regulariser() -> None:
+def test_adalora_keeps_its_regularizer() -> None:
     """AdaLoRA calls ``model.forward(...)``, which runs no hooks, and adds to the loss that it returns."""
     wrapped = liger_dist.wrap(adalora(), "none")
     assert_same(wrapped, adalora(), make_batch(0))

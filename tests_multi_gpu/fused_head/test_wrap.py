@@ -147,7 +147,7 @@ def test_a_transform_that_nothing_explains_stays_unfused_with_a_reason() -> None
     with pytest.warns(UserWarning, match="unfused: its forward changes the logits"):
         liger_dist.wrap(model)
     assert torch.equal(model(**make_batch(0)).loss, expected)
-    assert "does not explain" in str(liger_dist.explain(model))
+    assert "not supported" in str(liger_dist.explain(model))
 
 
 def test_a_loss_function_of_the_users_own_is_kept() -> None:

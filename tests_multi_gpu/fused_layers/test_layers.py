@@ -61,9 +61,9 @@ def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
     model.model.layers[1].mlp = Clamped(model.model.layers[1].mlp)
     liger_dist.wrap(model)
     table = str(liger_dist.explain(model))
-    assert "5 x LlamaRMSNorm: RMSNorm (eps 1e-06, rounded before the weight)" in table
+    assert "5 x LlamaRMSNorm: RMSNorm (eps 1e-06, normalized values rounded before the weight)" in table
     assert "1 x LlamaMLP: silu(gate_proj) * up_proj" in table
-    assert "2 x LlamaAttention: rotary (pairs halves)" in table
+    assert "2 x LlamaAttention: rotary (pairs (p, p + D/2))" in table
     assert "Clamped (gated MLP): it does not compute down(activation(gate) * up)" in table
     off = liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(layer_kernels=False))
     assert not swapped_in(off)

@@ -421,7 +421,7 @@ def test_adapters_and_shards_change_nothing_and_the_probe_has_no_collective(work
 
     model, _ = made("lfm2_moe")
     objection = packing_objection(model)
-    assert objection == "its Lfm2MoeShortConv carries one document of a row into the next"
+    assert objection == "its Lfm2MoeShortConv carries state from one document of a row into the next"
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1))
     assert packing_objection(adapted) == objection
     assert workers_2.run(objection_of_one_rank) == [objection, None]

@@ -158,7 +158,7 @@ def test_slurm_starts_one_torchrun_on_every_node(tmp_path: Path) -> None:
     finished = started("slurm.sbatch", "run.yaml", "--steps", "7", **slurm.variables())
     assert finished.returncode == 0, finished.stderr
     said = finished.stdout.splitlines()
-    assert said[0] == "job 4711: 2 nodes, meeting at node-7:24711, logs in runs/logs/4711"
+    assert said[0] == "job 4711: 2 nodes, rendezvous at node-7:24711, logs in runs/logs/4711"
     assert (
         said[1]
         == f"srun --kill-on-bad-exit=1 --cpus-per-task=64 bash {LAUNCH}/torchrun_multi_node.sh run.yaml --steps 7"

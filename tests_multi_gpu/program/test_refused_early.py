@@ -112,9 +112,9 @@ def test_nan_without_a_checkpoint_begins_again(texts: Path, tokenizer_folder: Pa
     config = short(texts, tokenizer_folder, tmp_path, learning_rate=1e30, warmup_steps=0.0, max_grad_norm=0.0, steps=4)
     with pytest.raises(liger_dist.LigerDistError, match="There is no checkpoint yet; begin again with a lower"):
         train(replace(config, steps=4, eval_every=100))
-    with pytest.raises(liger_dist.LigerDistError, match="go on from the newest one, of step 3, with --resume true"):
+    with pytest.raises(liger_dist.LigerDistError, match="continue from the newest one, of step 3, with --resume true"):
         refuse_numbers(describe_numbers(5, float("nan"), float("nan"), [], []), 3, 0)
-    with pytest.raises(liger_dist.LigerDistError, match="go on from the newest one, of step 3, with --resume true"):
+    with pytest.raises(liger_dist.LigerDistError, match="continue from the newest one, of step 3, with --resume true"):
         check_weights(5, ["a"], None, lambda: 3)
     with pytest.raises(liger_dist.LigerDistError, match="There is no checkpoint yet"):
         check_weights(5, ["a"], None, lambda: 0)

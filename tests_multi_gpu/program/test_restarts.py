@@ -45,13 +45,13 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     config = config_for(data, cache, tmp_path, **ALONE, stop_at_step=6, checkpoint_every=3)
     train(config)
     assert published(tmp_path) == ["step-00000003", "step-00000006"]
-    with pytest.raises(liger_dist.LigerDistError, match="the newest step-00000006; go on from it with --resume true"):
+    with pytest.raises(liger_dist.LigerDistError, match="the newest step-00000006; continue from it with --resume"):
         train(config)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
     # torchrun starts what was refused again all the same.
     for count in "01":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
+        with pytest.raises(liger_dist.LigerDistError, match="continue from it with --resume true"):
             train(config)
     train(dataclasses.replace(config, resume=True, stop_at_step=7))
     train(dataclasses.replace(config, stop_at_step=8))
@@ -62,7 +62,7 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     # Another torchrun, whose first processes ended before they had begun.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr("liger_dist_train.output_folder.launcher", lambda: "another")
-    with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
+    with pytest.raises(liger_dist.LigerDistError, match="continue from it with --resume true"):
         train(config)
     anew = dataclasses.replace(config, overwrite=True, stop_at_step=2)
     with mock.patch("liger_dist_train.run.load_data", side_effect=KeyError("killed")), pytest.raises(KeyError):
@@ -90,7 +90,7 @@ def test_a_job_that_its_queue_starts_again_goes_on(
     assert published(tmp_path / "run")[-2:] == ["step-00000005", "step-00000006"]
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(trained)[:6], rel=1e-4)
     monkeypatch.setenv("STARTED_BY", "job 2")
-    with pytest.raises(liger_dist.LigerDistError, match="go on from it with --resume true"):
+    with pytest.raises(liger_dist.LigerDistError, match="continue from it with --resume true"):
         train(dataclasses.replace(config, overwrite=False))
 
 

@@ -38,14 +38,15 @@ def test_numbers_that_are_none_are_named(
     for loss, gradient in workers_2.run(broken_on_rank_one, config):
         said = "the loss of step 3 is not finite; rank 1 has loss nan from sequences with documents of "
         assert loss.startswith(said)
-        files = re.split(r"; gradients that are not: |\. No checkpoint", loss.removeprefix(said))[0].split(", ")
+        files = re.split(r"; parameters with|\. No checkpoint", loss.removeprefix(said))[0].split(", ")
         assert 1 <= len(files) <= 3
         assert {Path(file).parent for file in files} == {data}
         assert all(Path(file).is_file() for file in files)
         assert "rank 0" not in loss
         # The only one: clipping by a NaN norm would break the others, too.
         assert gradient.startswith(
-            "the gradient norm of step 3 is not finite; gradients that are not: model.norm.weight. "
+            "the gradient norm of step 3 is not finite; parameters with gradients that are not finite: "
+            "model.norm.weight. "
         )
     assert published(tmp_path / "run") == ["step-00000002"]
 
