@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.torch_modes import in_checkpoint
+from liger_dist.model.torch_modes import in_checkpoint, untraced
 from liger_dist_kernels import (
     GradientNeeds,
     Scoring,
@@ -88,6 +88,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return gradients[0], gradients[1], gradients[2], None
 
 
+_apply_untraced = untraced(_LinearCrossEntropy.apply)
+"""for row shards, whose kernels and collectives are no ops of a compiled graph"""
+
+
 def fused_linear_cross_entropy(
     hidden_states: Tensor,
     weight: Tensor,
@@ -140,7 +144,8 @@ def fused_linear_cross_entropy(
     with torch.autocast(hidden_states.device.type, enabled=False):
         if spec.distillation is not None:
             return linear_divergence_loss(hidden_TD, weight, bias, problem, spread=spread)
-        results = _LinearCrossEntropy.apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+        apply = _LinearCrossEntropy.apply if rows.is_full else _apply_untraced
+        results = apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
     return as_loss_output(results, spec, spread)
 
 

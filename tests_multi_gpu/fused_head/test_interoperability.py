@@ -279,7 +279,7 @@ def test_a_model_that_is_sharded_already(workers_2: Workers) -> None:
         assert results["error"] < 1e-6
         assert "sharded by FSDP already" in results["fsdp2"]
         assert "nothing for DDP to average" in results["ddp"]
-        assert "no gradients over replicas of one rank each" in results["fsdp1"]
+        assert "does not average gradients over replicas of one rank" in results["fsdp1"]
         assert results["restored"] == "Linear"
 
 

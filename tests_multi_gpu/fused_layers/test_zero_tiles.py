@@ -117,9 +117,9 @@ def trained(model: Any, case: Case) -> nn.Module:
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(case.lora), r=2, task_type="CAUSAL_LM"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
             elif "lora_A" in name:
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
+                nn.init.normal_(parameter, generator=torch.Generator(parameter.device).manual_seed(2))
     else:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(case.trains in name)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from truth import relative_error
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 TIME_LIMIT = 100.0
 LEARNING_RATE = 0.1
@@ -121,7 +122,7 @@ def with_experts() -> Any:
     model.config.num_local_experts = 2
     torch.manual_seed(3)
     for layer in model.model.layers:
-        layer.mlp = Experts().double()
+        layer.mlp = Experts().to(compute_device(), torch.float64)
     return model
 
 

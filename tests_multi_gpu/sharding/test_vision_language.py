@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from layouts import SESSIONS, Session
 from models import HIDDEN_SIZE, VOCAB_SIZE, full
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import VideoLlavaForConditionalGeneration
 
 import liger_dist
 from liger_dist.model.structure import find_structure
@@ -406,6 +408,8 @@ def bf16_step(family: str, config: liger_dist.WrapConfig) -> tuple[float, set[to
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_ranks_with_different_kinds_of_input_are_refused_together(strategy: str, workers_2: Workers) -> None:
+    if "pixel_values" not in inspect.signature(VideoLlavaForConditionalGeneration.forward).parameters:
+        pytest.skip("this transformers calls the images of VideoLlava pixel_values_images")
     results = workers_2.run(call_with_an_image_or_a_video, strategy, time_limit=TIME_LIMIT)
     for message, loss in results:
         assert "rank 0: pixel_values; rank 1: pixel_values_videos" in message
