@@ -108,7 +108,7 @@ def test_a_full_disk_is_one_sentence(
 
 def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, trained: Path) -> None:
     """The first checkpoint fits, the second does not; and the run goes on from the first where there is room."""
-    settings: dict[str, Any] = {"strategy": "none", "model": "tiny", "eval_every": 50}
+    settings: dict[str, Any] = {"strategy": "none", "eval_every": 50}
     config = config_for(data, cache, small_disk, checkpoint_every=2, stop_at_step=4, **settings)
     free = os.statvfs(small_disk)
     size = sum(file.stat().st_size for file in (trained / "checkpoints" / "step-00000012").iterdir())

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from training_runs import config_for, losses_of, metrics_of, published, write_tokenizer
+from training_runs import MODEL, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
 from liger_dist_train import distributed, output_folder
@@ -146,7 +146,11 @@ def test_an_export_has_the_tokenizer_it_was_trained_with(
     shutil.copytree(trained, tmp_path / "run")
     other = str(write_tokenizer(data, tmp_path / "other", 700))
     with pytest.raises(liger_dist.LigerDistError, match="another model: vocab_size 601 instead of 700"):
-        train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, tokenizer=other))
+        train(
+            config_for(
+                data, cache, tmp_path / "run", **ALONE, resume=True, tokenizer=other, model=str(tmp_path / MODEL)
+            )
+        )
     export(tmp_path / "run", tmp_path / "model", step=None, dtype="float32")
     words = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) <= 601 == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
@@ -411,7 +415,7 @@ def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path)
         ({"strategy": "ddp", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
         ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload is True but strategy='ddp'"),
         ({"strategy": "fsdp1", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
-        ({"strategy": "fsdp1", "dp_replicate": 4}, "averages no gradients"),
+        ({"strategy": "fsdp1", "dp_replicate": 4}, "does not average gradients"),
     ):
         plan = config_for(data, cache, tmp_path, dry_run=True, world_size=4, **changes)
         with pytest.raises(liger_dist.LigerDistError, match=words):
@@ -424,7 +428,7 @@ def test_layers_that_are_compiled(
 ) -> None:
     """By Dynamo alone: Inductor's compiler is not everywhere."""
     config = config_for(data, cache, tmp_path, strategy=strategy, compile=True, stop_at_step=3)
-    assert workers_2.run(train_compiled, config) == [4, 4]
+    assert workers_2.run(train_compiled, config) == [2, 2]
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-4)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import InThisProcess, Workers
 from models import make_config
-from training_runs import LAUNCH, config_for, losses_of, metrics_of
+from training_runs import LAUNCH, MODEL, config_for, losses_of, metrics_of
 from transformers import AutoModelForCausalLM
 
 import liger_dist
@@ -69,8 +69,8 @@ def test_a_student_that_equals_its_teacher(data: Path, cache: Path, tmp_path: Pa
     """The divergence of the first step is 0, its held-out loss that of the text."""
     runs: dict[str, dict[str, Any]] = {
         "text": {"teacher": None},
-        "teacher": {"teacher": "tiny"},
-        "half": {"teacher": "tiny", "hard_weight": 0.5},
+        "teacher": {"teacher": str(cache / MODEL)},
+        "half": {"teacher": str(cache / MODEL), "hard_weight": 0.5},
     }
     found = {}
     for name, changes in runs.items():
