@@ -26,6 +26,8 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_custom_forwards": {
         "test_a_compiled_forward_reads_the_sizes_of_its_logits": "times all logits|times the picked",
     },
+    "test_dataset": {"test_processes_that_tokenise_end_with_their_parent": None},
+    "test_docs": {"test_commands_run": "docs/distillation.md"},
     "test_distillation": {
         "test_every_pair_of_layouts": "(?!ZeRO-3-FSDP2$|FSDP2-ZeRO-3|TP-plain|FSDP1-FSDP1|FSDP2, vocab-parallel-).*",
         "test_four_ranks": "FSDP2-FSDP2|ZeRO-3-.*|FSDP2-ZeRO-3",
@@ -44,7 +46,10 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_divergences_of_extreme_logits": "torch.float32-triton-.*",
         "test_linear_cross_entropy_with_an_extreme_bias": "torch.float32-triton-.*",
     },
-    "test_float8": {"test_gradients_are_those_of_torchao_unwrapped": "(three ranks|no reshard|HSDP)-rowwise"},
+    "test_float8": {
+        "test_compiled_layers": "tensorwise",
+        "test_gradients_are_those_of_torchao_unwrapped": "(three ranks|no reshard|HSDP)-rowwise",
+    },
     "test_full_disk": {"test_a_disk_that_is_full_for_one_rank": "zero3", "test_a_full_disk_is_one_sentence": "True"},
     "test_interoperability": {"test_compiling_the_whole_model_keeps_the_gradients": "eager"},
     "test_layer_kernels": {
@@ -52,7 +57,10 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_rotary": ".*-torch.(float64|float32)-triton",
     },
     "test_linear_cross_entropy": {"test_every_vocabulary_matches_fp64": "(64|65|1001)-triton-.*"},
-    "test_long_documents": {"test_a_long_text_file_is_one_document_of_a_stream": "1000-.*"},
+    "test_long_documents": {
+        "test_a_long_text_file_is_one_document_of_a_stream": "1000-.*",
+        "test_a_long_text_file_is_one_document_in_the_cache": "0.05",
+    },
     "test_lora_runs": {
         "test_lora_fsdp2_losses_are_those_of_one_process": "dora",
         "test_lora_fsdp2_holds_no_full_base": ".*-dora",
@@ -60,6 +68,7 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_options": {
         "test_a_streamed_run_goes_on_exactly_or_is_refused": "1",
         "test_states_of_eight_bits": "none",
+        "test_states_of_eight_bits_resume": None,
     },
     "test_policy_outputs": {
         "test_outputs_and_their_gradients": "temperatures-.*-triton",
@@ -67,6 +76,7 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_log_probs_of_fp32_logits": "temperatures-triton",
     },
     "test_public_reports": {"test_the_report_on_one_process": None},
+    "test_registers": {"test_some_launches_spill_nothing": "(tile|divergence).*"},
     "test_restarts": {"test_layers_that_are_compiled": "ddp"},
     "test_run_features": {
         "test_steps_with_nan_are_skipped_and_counted": "fsdp1|ddp",
@@ -88,7 +98,8 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_given_logits": "(mixed|renormalize|drop)-triton",
     },
     "test_steps": {"test_accumulation_holds_sharded_gradients_alone": "fsdp1"},
-    "test_stuck_ranks": {"test_a_frozen_rank_is_named": "1"},
+    "test_signals": {"test_a_micro_batch_that_takes_longer_than_the_grace": ".*"},
+    "test_stuck_ranks": {"test_a_frozen_rank_is_named": "1", "test_two_nodes_survive_a_killed_worker": None},
     "test_train": {"test_fused_and_unfused_losses_agree_at_every_step": "ddp-.*"},
     "test_train_with_teacher": {"test_every_strategy_draws_the_same_curve": "fsdp1|tp|ddp"},
     "test_trainer": {
