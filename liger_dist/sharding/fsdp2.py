@@ -31,18 +31,16 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
-from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.model.peft import needs_own_root
 from liger_dist.model.structure import Structure, input_embedding
 
 from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
-from .fsdp_options import FullySharded, shares_parameters
+from .fsdp_options import FullySharded, cast_inputs, shares_parameters
 from .materialize import materialize
 from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
 from .process_groups import compute_device
@@ -225,27 +223,13 @@ class FSDP2(FullySharded):
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
         fully_shard(root, ignored_params=set(ignored) or None, **options)
         if self.param_dtype is not None:
-            root.register_forward_pre_hook(partial(_cast_inputs, self.param_dtype), with_kwargs=True)
+            root.register_forward_pre_hook(partial(cast_inputs, self.param_dtype), with_kwargs=True)
         if root is not model:
             # PEFT calls ``generate`` of the base model, not the root's forward.
             register_fsdp_forward_method(root, "generate")
         for name, parameter in root.named_parameters():
             # A frozen tensor subclass (of float8) that FSDP2 moves to the GPU comes back trainable.
             parameter.requires_grad_(trained[name])
-
-
-def _cast_inputs(
-    dtype: torch.dtype, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Casts floating arguments to ``dtype``, as FSDP2 does for its root, except those of the loss: 16 bits would round
-    a number of items, soft labels and temperatures. A forward pre-hook."""
-
-    def cast(value: Any) -> Any:
-        is_floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_floating else value
-
-    kept = {name: kwargs[name] for name in (*CALL_KEYWORDS, *KEYWORDS_OF_MODELS) if name in kwargs}
-    return tree_map(cast, args), tree_map(cast, kwargs) | kept
 
 
 class FSDP2Gathered(FullWeight):

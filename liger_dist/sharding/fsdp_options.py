@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._pytree import tree_map
 
 from liger_dist.config import WrapConfig, check_dtype
 from liger_dist.errors import LigerDistError
+from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.model.compile import compile_each, compiled_call, restore_call
 from liger_dist.model.peft import reads_sharded_weights
 from liger_dist.model.structure import Structure
@@ -93,6 +95,20 @@ class FullySharded:
         check_hooks(outer.named_parameters(), self.name)
         if self.name == "fsdp2":
             warn_of_experts(model, structure)
+
+
+def cast_inputs(
+    dtype: torch.dtype, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Casts floating arguments to ``dtype``, as FSDP2 does for its root, except those of the loss: 16 bits would round
+    a number of items, soft labels and temperatures. A forward pre-hook."""
+
+    def cast(value: Any) -> Any:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating else value
+
+    kept = {name: kwargs[name] for name in (*CALL_KEYWORDS, *KEYWORDS_OF_MODELS) if name in kwargs}
+    return tree_map(cast, args), tree_map(cast, kwargs) | kept
 
 
 def refuse_sharded(model: nn.Module) -> None:
