@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness import WHERE, forkserver
+from harness import WHERE, forkserver, reduce_over_gloo
 
 TIME_LIMIT = 200.0
 """seconds for one command"""
@@ -131,6 +131,7 @@ def _become(words: list[str], folder: str, output: str, variables: dict[str, str
     faulthandler.enable()
     faulthandler.register(WHERE)
     os.environ.update(variables)
+    reduce_over_gloo()
     os.chdir(folder)
     sys.path.insert(0, folder)
     if words[0] == "-m":

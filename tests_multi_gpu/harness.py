@@ -13,6 +13,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -39,7 +40,7 @@ PRELOADED = (
     "liger_dist",
     "liger_dist_train.run",
     "peft",
-    "deepspeed_over_gloo",
+    "deepspeed.ops",
 )
 """what most functions of tests import, 4 seconds of a core for each process that is no fork"""
 
@@ -50,6 +51,13 @@ def forkserver() -> Any:
     # transformers imports torchao where it is installed, which asks for the GPU: a fork of that cannot use CUDA.
     context.set_forkserver_preload(["torch", *(() if torch.cuda.is_available() else PRELOADED)])
     return context
+
+
+def reduce_over_gloo() -> None:
+    """Leaves out DeepSpeed's all-reduce through shared memory in this fork: it compiles for 40 seconds on a machine,
+    and is looked for in every process for 4."""
+    if "deepspeed.ops" in sys.modules:
+        sys.modules["deepspeed.ops"].__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def shared_buffers(pattern: str = "*") -> set[Path]:
@@ -156,6 +164,7 @@ class InThisProcess:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    reduce_over_gloo()
     # A signal in a thread of C++ (gloo's, say) has no Python frames: torch prints those of every thread, after
     # faulthandler the Python ones.
     torch._C._set_print_stack_traces_on_fatal_signal(True)

@@ -26,7 +26,10 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_custom_forwards": {
         "test_a_compiled_forward_reads_the_sizes_of_its_logits": "times all logits|times the picked",
     },
-    "test_dataset": {"test_processes_that_tokenise_end_with_their_parent": None},
+    "test_dataset": {
+        "test_a_killed_run_keeps_its_finished_shards": None,
+        "test_processes_that_tokenise_end_with_their_parent": None,
+    },
     "test_docs": {"test_commands_run": "docs/distillation.md"},
     "test_distillation": {
         "test_every_pair_of_layouts": "(?!ZeRO-3-FSDP2$|FSDP2-ZeRO-3|TP-plain|FSDP1-FSDP1|FSDP2, vocab-parallel-).*",
@@ -99,7 +102,7 @@ REPEATED: dict[str, dict[str, str | None]] = {
     },
     "test_steps": {"test_accumulation_holds_sharded_gradients_alone": "fsdp1"},
     "test_signals": {"test_a_micro_batch_that_takes_longer_than_the_grace": ".*"},
-    "test_stuck_ranks": {"test_a_frozen_rank_is_named": "1", "test_two_nodes_survive_a_killed_worker": None},
+    "test_stuck_ranks": {"test_a_frozen_rank_is_named": None, "test_two_nodes_survive_a_killed_worker": None},
     "test_train": {"test_fused_and_unfused_losses_agree_at_every_step": "ddp-.*"},
     "test_train_with_teacher": {"test_every_strategy_draws_the_same_curve": "fsdp1|tp|ddp"},
     "test_trainer": {
