@@ -51,10 +51,12 @@ REPEATED: dict[str, dict[str, str | None]] = {
     },
     "test_float8": {
         "test_compiled_layers": "tensorwise",
+        "test_compiled_layers_keep_no_float8_weights": None,
         "test_gradients_are_those_of_torchao_unwrapped": "(three ranks|no reshard|HSDP)-rowwise",
     },
     "test_full_disk": {"test_a_disk_that_is_full_for_one_rank": "zero3", "test_a_full_disk_is_one_sentence": "True"},
     "test_interoperability": {"test_compiling_the_whole_model_keeps_the_gradients": "eager"},
+    "test_launchers": {"test_the_deepspeed_launcher_with_only_the_json_changed": None},
     "test_layer_kernels": {
         "test_a_norm_of_wide_rows": "20000-.*",
         "test_rotary": ".*-torch.(float64|float32)-triton",
