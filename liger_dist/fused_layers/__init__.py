@@ -20,7 +20,7 @@ from .rotary import ROTARY
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (NORM, LOW_RANK, GATED_MLP, ROTARY)
-"""Kinds of layers in order; a module is matched against the first kind whose candidate it is."""
+"""Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,22 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_toke
         if isinstance(module, Swapped):
             seen.add(module._liger_dist_kind.name)
             continue
-        kind = next((kind for kind in KINDS if kind.is_candidate(module)), None)
-        if kind is None:
-            continue
-        seen.add(kind.name)
         name = type(module).__name__
-        try:
-            with torch_defaults():
-                match = kind.match(module, backend)
-            if kind is GATED_MLP and mlp_tile_tokens is not None:
-                match = with_tiles(module, match, mlp_tile_tokens)
-            swap_forward(module, kind, match, owner=owner)
-            swapped[f"{name}: {match}"] += 1
-        except LeftAloneError as reason:
-            left[f"{name} ({kind.name})"] = str(reason)
+        reasons: dict[str, str] = {}
+        for kind in (kind for kind in KINDS if kind.is_candidate(module)):
+            seen.add(kind.name)
+            try:
+                with torch_defaults():
+                    match = kind.match(module, backend)
+                if kind is GATED_MLP and mlp_tile_tokens is not None:
+                    match = with_tiles(module, match, mlp_tile_tokens)
+                swap_forward(module, kind, match, owner=owner)
+                swapped[f"{name}: {match}"] += 1
+                reasons = {}
+                break
+            except LeftAloneError as reason:
+                reasons[f"{name} ({kind.name})"] = str(reason)
+        left |= reasons
     if mlp_tile_tokens is not None and not any(isinstance(match_of(m), GatedMatch) for m in model.modules()):
         raise LigerDistError(
             f"mlp_tile_tokens is {mlp_tile_tokens} but {type(model).__name__} has no gated MLP that is computed by "

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ from .mlp_tiles import compute_in_tiles, linear_without_output
 from .norm import rows_of
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
+    PROBE_SCALES,
     Kind,
     LeftAloneError,
     agrees,
     has_hooks,
     has_settings,
+    in_mode,
     is_local,
     is_plain_linear,
     match_of,
@@ -137,8 +140,8 @@ class GatedMatch:
     gate_first: bool
     activation: Activation
     backend: Backend
-    others: dict[str, nn.Module]
-    """other submodules of the module, such as the activation, when it was matched"""
+    others: dict[str, tuple[nn.Module, dict[str, Any]]]
+    """other submodules of the module, such as the activation, with their settings, when it was matched"""
     settings: dict[str, Any]
     """attributes of the module when it was matched: values, strings and flags"""
     tile_tokens: int | None = None
@@ -239,9 +242,10 @@ def projection_shape(module: nn.Module | None) -> tuple[int, int] | None:
 
 def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: Backend) -> GatedMatch | None:
     gate, up, down = roles
-    others = {name: part for name, part in module._modules.items() if part is not None and name not in roles}
+    parts = ((name, part) for name, part in module._modules.items() if part is not None and name not in roles)
+    others = {name: (part, settings_of(part)) for name, part in parts}
     generator = torch.Generator().manual_seed(0)
-    values = [3 * torch.randn(1, 4, 8, generator=generator) for _ in range(2)]
+    values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
     for gate_first in (True, False) if up is None else (True,):
         for activation in ACTIVATIONS:
             match = GatedMatch(
@@ -254,7 +258,7 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
                 others=others,
                 settings=settings_of(module),
             )
-            if all(_agrees(module, match, values, training) for training in (False, True)):
+            if all(_agrees(module, match, *case) for case in product(values, (False, True))):
                 return match
     return None
 
@@ -276,21 +280,19 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
     if match.up is not None:
         given[match.up] = up
     hidden_states = torch.linspace(-2, 3, 32).reshape(1, 4, 8).requires_grad_()
-    modes = [part for part in module.modules() if part.training != training]
     with ExitStack() as stack:
-        for part in modes:
-            stack.enter_context(swapped(vars(part), "training", training))
+        stack.enter_context(in_mode(module, training))
         for name, value in given.items():
             stack.enter_context(swapped(module._modules, name, Given(value, hidden_states)))
-        for name, part in match.others.items():
+        for name, (part, _) in match.others.items():
             # Without their hooks, which must not see the probe.
             stack.enter_context(swapped(module._modules, name, StandIn(part, without_hooks)))
         return type(module).forward(module, hidden_states)
 
 
-def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
     # A compiler fuses the activation itself, and should not trace the checks.
-    if torch.compiler.is_compiling() or args or kwargs or not _is_as_probed(module, match):
+    if torch.compiler.is_compiling() or hidden_states is None or args or kwargs or not _is_as_probed(module, match):
         return NotImplemented
     is_own = runs_own_code(hidden_states)
     compute = functools.partial(original_forward(module) if is_own else _fused, module)
@@ -329,9 +331,10 @@ def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = Tru
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
-    parts = match.others.items()
-    same = all(module._modules.get(name) is part and not has_hooks(part) for name, part in parts)
-    return same and has_settings(module, match.settings)
+    return has_settings(module, match.settings) and all(
+        module._modules.get(name) is part and not has_hooks(part) and has_settings(part, settings)
+        for name, (part, settings) in match.others.items()
+    )
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

@@ -95,7 +95,7 @@ def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[T
     return [y], [x, base.weight, a.weight, b.weight]
 
 
-def _compute(module: Any, match: LowRankMatch, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     name = None if args or kwargs else _adapter(module, x)
     if name is None:
         return NotImplemented

@@ -150,8 +150,8 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
         raise LeftAloneError(f"its parameters have the shapes {sorted(shapes)}")
     width = shapes.pop()[0] if shapes else (getattr(module, "normalized_shape", None) or (WIDTH,))[-1]
     generator = torch.Generator().manual_seed(0)
-    # Rows of very different sizes, so that the position of eps shows.
-    x = torch.randn(1, 4, width, generator=generator) * torch.tensor([3.0, 1.0, 1e-2, 1e-3])[:, None]
+    # Rows of very different sizes, so that the position of eps and clipped values show.
+    x = torch.randn(1, 5, width, generator=generator) * torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
     values = {name: torch.randn(width, generator=generator) for name in given}
     probe = _Probe(module, x, values)
     options = probe.explain()
@@ -246,7 +246,7 @@ def _agree(ours: Tensor, own: Tensor) -> bool:
     return bool((ours - own).norm() <= TOLERANCE * own.norm()) and torch.allclose(ours, own, rtol=1e-4, atol=1e-5)
 
 
-def _compute(module: nn.Module, match: NormMatch, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or runs_own_code(hidden_states, under_autocast=match.under_autocast):
         return NotImplemented
     found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}

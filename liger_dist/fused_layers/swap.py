@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist_kernels import Backend
 
@@ -35,6 +36,11 @@ _FRAMEWORKS = ("torch.distributed.", "deepspeed.")
 """modules whose hooks unshard, move and free tensors, and change no value"""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes with kernels; fp64 models keep their original arithmetic to the last digit"""
+
+
+PROBE_SCALES = (0.3, 3.0, 30.0, 300.0)
+"""scales of probe values, compared one by one: clipping, as by relu6, shows at large values, and the approximation of
+an activation at small ones"""
 
 
 class LeftAloneError(Exception):
@@ -160,6 +166,16 @@ def original_forward(module: nn.Module) -> Forward:
     cls: Any = type(module)
     forward: Forward = cls._liger_dist_base.forward
     return forward
+
+
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Within, the module and its submodules are in training or evaluation mode, for code with dropout."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if part.training != training:
+                stack.enter_context(swapped(vars(part), "training", training))
+        yield
 
 
 def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None], *, tolerance: float) -> bool:

@@ -13,9 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from models import gradient_errors, make_batch, make_model
+from models import HIDDEN_SIZE, gradient_errors, make_batch, make_config, make_model
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 from truth import relative_error
 
 import liger_dist
@@ -54,6 +56,46 @@ def test_every_kind_is_swapped_and_restored(family: str) -> None:
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_activations_of_every_name_are_the_same_at_every_size() -> None:
+    """Those that clip, as relu6 and gelu_10, are not taken for their relatives."""
+    fused = set()
+    for name in ACT2FN:
+        config = make_config("llama")
+        config.hidden_act = name
+        try:
+            own = LlamaMLP(config).double().float()
+        except TypeError:
+            continue  # An activation that needs arguments.
+        mlp = nn.ModuleList([copy.deepcopy(own)])
+        swap_layers(mlp, backend="reference", owner="test")
+        if swapped_in(mlp):
+            fused.add(name)
+        for scale in (1e-2, 1.0, 1e2, 1e4):
+            x = scale * torch.randn(2, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+            assert relative_error(mlp[0](x), own(x)) < 1e-5, (name, scale)
+    assert fused == {
+        *("gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        *("relu", "silu", "swish"),
+    } & set(ACT2FN)
+
+
+def test_layers_may_be_called_by_keyword_and_their_activations_changed() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    layer = copy.deepcopy(model.model.layers[0]).to(compute_device())
+    liger_dist.wrap(model, "none")
+    ours, x = model.model.layers[0], torch.randn(2, 5, HIDDEN_SIZE, device=compute_device())
+    assert relative_error(ours.mlp(x=x), layer.mlp(x)) < 1e-6
+    assert relative_error(ours.input_layernorm(hidden_states=x), layer.input_layernorm(x)) < 1e-6
+    for mlp in (ours.mlp, layer.mlp):
+        mlp.act_fn = nn.GELU()
+    liger_dist.unwrap(model)
+    liger_dist.wrap(model, "none")
+    for mlp in (ours.mlp, layer.mlp):
+        mlp.act_fn.approximate = "tanh"
+    assert relative_error(ours.mlp(x), layer.mlp(x)) < 1e-6
 
 
 def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
