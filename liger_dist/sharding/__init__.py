@@ -21,9 +21,16 @@ from .single import Auto, Replicated, Single
 from .tensor_parallel import TensorParallel, TensorParallelAdapter
 from .vocab_parallel import VocabParallel
 
-STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (Auto(), Single(), DDP(), FSDP1(), FSDP2(), TensorParallel(), DeepSpeed())
-}
+_DEFAULTS: tuple[Strategy, ...] = (
+    Auto(),
+    Single(),
+    DDP(),
+    FSDP1(),
+    FSDP2(),
+    TensorParallel(),
+    DeepSpeed(),
+)
+STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _DEFAULTS}
 """Strategies by name, with default options."""
 
 ADAPTERS: tuple[ShardingAdapter, ...] = (
