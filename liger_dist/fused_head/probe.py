@@ -100,6 +100,10 @@ def probe_recipe(model: nn.Module, structure: Structure) -> LossRecipe:
     return training
 
 
+LARGEST = 1e6
+"""magnitude of the largest logits of the probe, above the largest number of fp16"""
+
+
 class _Probe:
     """One mode of one model."""
 
@@ -109,6 +113,8 @@ class _Probe:
         shape = PROBE_ROWS, PROBE_TOKENS
         count = math.prod(shape) * vocab_size
         self.logits = torch.linspace(-70.0, 70.0, count, dtype=torch.float64).reshape(*shape, vocab_size)
+        # Bounds of a forward that clips its logits show in every token.
+        self.logits[..., 0], self.logits[..., -1] = -LARGEST, LARGEST
         self.labels = (torch.arange(math.prod(shape)).reshape(shape) + 1) % vocab_size
         self.labels[0, 3] = IGNORED
         self.attention_mask = torch.ones(shape, dtype=torch.int64)
