@@ -1,4 +1,5 @@
-"""Tokenises documents with ``datasets``: into memory-mapped shards in a cache folder, or as a stream.
+"""Tokenises documents with ``datasets``, into memory-mapped shards in a cache folder or as a stream, and counts rows
+that cannot be trained on.
 
 A cache folder has a shard for each part of the files (at least 20 where there is enough to divide). A shard gets its
 name when it is complete, so a run that was killed goes on after the shards that it finished, and jobs on several
