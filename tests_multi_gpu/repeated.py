@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +133,17 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_a_compiled_loss_of_row_shards_reads_all_rows": "none",
     },
 }
+
+
+def missing_tests(folder: Path) -> list[str]:
+    """Lists tests of :data:`REPEATED` that no file below ``folder`` has any more."""
+    texts = {path.stem: path.read_text() for path in folder.rglob("test_*.py")}
+    return [
+        f"{file}::{name}"
+        for file, tests in REPEATED.items()
+        for name in tests
+        if f"def {name}(" not in texts.get(file, "")
+    ]
 
 
 def mark_repeated(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from liger_dist.model.structure import full_shape
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
-from .swap import Kind, LeftAloneError, agrees, has_settings, is_local, probing, runs_own_code, settings_of
+from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
 
 TOLERANCE = 1e-5
 WIDTH = 32
@@ -181,7 +181,7 @@ class _Probe:
 
     def own(self, x: Tensor, values: dict[str, Tensor], *, training: bool = False) -> Tensor:
         with ExitStack() as stack:
-            stack.enter_context(swapped(vars(self.module), "training", training))
+            stack.enter_context(in_mode(self.module, training))
             for name, value in values.items():
                 stack.enter_context(swapped(self.module._parameters, name, value))
             result: Tensor = type(self.module).forward(self.module, x)

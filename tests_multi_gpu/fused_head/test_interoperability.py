@@ -86,8 +86,9 @@ def test_a_wrapped_model_is_saved_and_loaded_as_any_other(family: str, tmp_path:
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     liger_dist.wrap(loaded)
-    # Not to the bit: cuBLAS chooses its kernels by the addresses of weights, too.
-    torch.testing.assert_close(loaded(**make_batch(0)).loss, model(**make_batch(0)).loss)
+    # On a GPU not to the bit: cuBLAS chooses its kernels by the addresses of weights, too.
+    tolerance = 0.0 if compute_device().type == "cpu" else 1e-6
+    torch.testing.assert_close(loaded(**make_batch(0)).loss, model(**make_batch(0)).loss, rtol=tolerance, atol=0.0)
     model.load_state_dict(loaded.state_dict())
 
 

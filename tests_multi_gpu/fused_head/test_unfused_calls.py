@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB_SIZE, gradient_errors, make_batch, make_model
+from models import VOCAB_SIZE, assert_same, gradient_errors, make_batch, make_model
 from torch import Tensor, nn
 from trainers import forget_earlier_trainers
 from truth import cross_entropy_truth
@@ -456,3 +456,33 @@ def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
     result = fuse(trainer).predict(rows)  # type: ignore[arg-type]
     assert result.predictions.shape == (3, 12, VOCAB_SIZE)  # type: ignore[union-attr]
     assert abs(result.metrics["test_loss"] - float(expected)) < 1e-5  # type: ignore[index]
+
+
+def clipping_model(low: float | None, high: float | None) -> Any:
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class Clipping(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **_: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids, use_cache=False).last_hidden_state)
+            logits = logits.clamp(low, high)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    source = make_model("llama")
+    model = Clipping(source.config).double()  # type: ignore[arg-type]
+    model.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        model.lm_head.weight *= 1e6
+    return model.to(compute_device())
+
+
+BOUNDS = [(low, high) for low in (None, -100.0, -65504.0) for high in (None, 100.0, 65504.0) if low or high]
+
+
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_logits_that_are_clipped_leave_the_loss_unfused(low: float | None, high: float | None) -> None:
+    model = clipping_model(low, high)
+    with pytest.warns(UserWarning, match="changes the logits before the loss"):
+        liger_dist.wrap(model, "none")
+    assert_same(model, clipping_model(low, high), make_batch(0))

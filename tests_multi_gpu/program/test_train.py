@@ -187,7 +187,7 @@ def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: 
         ({"data": [str(tmp_path / "absent.txt")]}, "does not exist"),
         ({"data": [str(folder)]}, "holds no data"),
         ({"data": []}, "--data names nothing"),
-        ({"tokenizer": None}, "has no tokenizer; name one with --tokenizer"),
+        ({"tokenizer": None}, r"--model \S+model\.json has no tokenizer; name one with --tokenizer"),
         ({"tokenizer": str(tmp_path / "absent")}, "tokenizer folder"),
         ({"tokenizer": str(folder)}, "no tokenizer can be loaded"),
         ({"model": "7b"}, "neither a preset"),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repeated import REPEATED, missing_tests
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -215,3 +216,8 @@ def test_continuous_integration_runs_the_readmes_commands() -> None:
     for command in ("make check", "make test"):
         assert command in commands
         assert command in readme
+
+
+def test_what_make_test_leaves_out_exists() -> None:
+    assert REPEATED
+    assert missing_tests(Path(__file__).parents[1]) == []
