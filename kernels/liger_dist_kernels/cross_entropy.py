@@ -29,10 +29,12 @@ from torch import Tensor
 from ._triton_utils import (
     ANY_LENGTH,
     anchor_of,
+    cdiv,
     dense,
     exp_of_difference,
+    launch,
     log2_of,
-    on_its_device,
+    next_power_of_2,
     runs_triton,
     statistics_dtype,
 )
@@ -199,7 +201,6 @@ def statistics_of_fields(fields_FT: Tensor, rows: RowOptions) -> SoftmaxStatisti
     )
 
 
-@on_its_device
 def cross_entropy_fwd(
     logits_TV: Tensor, targets: TokenTargets, rows: RowOptions, *, exponentials_TV: Tensor | None = None
 ) -> SoftmaxStatistics:
@@ -228,18 +229,25 @@ def cross_entropy_fwd(
             described |= tile_arguments(
                 logits_TV, is_padded=rows.is_padded, most_columns=STATISTICS_COLUMNS, num_extra=num_extra_of(rows)
             )
-            _cross_entropy_fwd_kernel[(T,)](*row, fields_6T, T, V, **described)
+            launch(_cross_entropy_fwd_kernel, (T,), *row, fields_6T, T, V, **described)
         else:
             described |= alignment_arguments((logits_TV, exponentials_TV), rows.is_padded)
-            lanes = max(triton.next_power_of_2(V) // described["VECTOR"], 1)
+            lanes = max(next_power_of_2(V) // described["VECTOR"], 1)
             described |= {"LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
-            _cross_entropy_fwd_exponentials_kernel[(T,)](
-                *row, exponentials_TV, exponentials_TV.stride(0), fields_6T, T, V, **described
+            launch(
+                _cross_entropy_fwd_exponentials_kernel,
+                (T,),
+                *row,
+                exponentials_TV,
+                exponentials_TV.stride(0),
+                fields_6T,
+                T,
+                V,
+                **described,
             )
     return statistics_of_fields(fields_6T, rows)
 
 
-@on_its_device
 def cross_entropy_bwd(
     logits_TV: Tensor,
     targets: TokenTargets,
@@ -281,7 +289,9 @@ def cross_entropy_bwd(
         num_extra=num_extra,
         num_classes=rows.vocab_size,
     )
-    _cross_entropy_bwd_kernel[(T, triton.cdiv(V, tile["LANES"] * tile["VECTOR"]))](
+    launch(
+        _cross_entropy_bwd_kernel,
+        (T, cdiv(V, tile["LANES"] * tile["VECTOR"])),
         out_TV,
         out_TV.stride(0),
         logits_TV,

@@ -27,10 +27,11 @@ from torch import Tensor
 from ._triton_utils import (
     ANY_LENGTH,
     Backend,
+    cdiv,
     dense,
     host_number,
+    launch,
     number,
-    on_its_device,
     runs_triton,
     statistics_dtype,
 )
@@ -154,7 +155,6 @@ def _divergence_bwd_kernel(
         tl.store(out_row_ptr + offs_v, gradient.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
-@on_its_device
 def divergence_bwd(
     student_TV: Tensor,
     teacher_TV: Tensor,
@@ -193,7 +193,9 @@ def divergence_bwd(
         return out_TV
     described = pair_arguments(student_TV, teacher_TV, options, is_padded, out_TV)
     max_T = dense(terms.student.max_T)
-    _divergence_bwd_kernel[(T, triton.cdiv(V, described["LANES"] * described["VECTOR"]))](
+    launch(
+        _divergence_bwd_kernel,
+        (T, cdiv(V, described["LANES"] * described["VECTOR"])),
         out_TV,
         out_TV.stride(0),
         student_TV,

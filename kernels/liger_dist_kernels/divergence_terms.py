@@ -18,8 +18,8 @@ from ._triton_utils import (
     Backend,
     dense,
     host_number,
+    launch,
     number,
-    on_its_device,
     runs_triton,
     statistics_dtype,
 )
@@ -99,7 +99,6 @@ def _divergence_mixture_kernel(
     tl.store(fields_ptr + T + row, of_teacher)
 
 
-@on_its_device
 def divergence_terms(
     student_TV: Tensor,
     teacher_TV: Tensor,
@@ -167,7 +166,9 @@ def divergence_statistics(
         fields_6T[0] = fields_6T[2] = float("-inf")
         return fields_6T
     if runs_triton(common_TV, backend):
-        _divergence_statistics_kernel[(T,)](
+        launch(
+            _divergence_statistics_kernel,
+            (T,),
             common_TV,
             common_TV.stride(0),
             teacher_TV,
@@ -240,7 +241,9 @@ def divergence_mixture(
     if V == 0 or T == 0:
         return fields_2T
     if runs_triton(common_TV, backend):
-        _divergence_mixture_kernel[(T,)](
+        launch(
+            _divergence_mixture_kernel,
+            (T,),
             common_TV,
             common_TV.stride(0),
             teacher_TV,

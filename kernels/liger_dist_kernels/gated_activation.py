@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import Backend, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import Backend, cdiv, launch, rows_of, runs_triton, statistics_dtype
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -98,76 +98,80 @@ def _gated_activation_bwd_kernel(
     tl.store(d_up_ptr + row * stride_dut + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
 
 
-@on_its_device
-def gated_activation_fwd(
-    gate_TF: Tensor, up_TF: Tensor, *, activation: Activation, backend: Backend = "auto"
-) -> Tensor:
-    """Computes ``activation(gate) * up`` ``[T, F]`` in the inputs' dtype; both inputs have one dtype and a contiguous
-    last dim."""
-    if not runs_triton(gate_TF, backend):
-        dtype = statistics_dtype(gate_TF.dtype)
-        return (_activated_with_slope(gate_TF.to(dtype), activation)[0] * up_TF.to(dtype)).to(gate_TF.dtype)
-    T, num_features = gate_TF.shape
-    y_TF = gate_TF.new_empty((T, num_features))
-    if y_TF.numel() > 0:
-        _gated_activation_fwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+def gated_activation_fwd(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
+    """Computes ``activation(gate) * up`` in the inputs' dtype; both inputs are ``[..., F]`` and have one dtype."""
+    if not runs_triton(gate, backend):
+        dtype = statistics_dtype(gate.dtype)
+        return (_activated_with_slope(gate.to(dtype), activation)[0] * up.to(dtype)).to(gate.dtype)
+    num_features = gate.shape[-1]
+    y = gate.new_empty(gate.shape)
+    if y.numel() > 0:
+        (gate_TF, stride_gate), (up_TF, stride_up) = rows_of(gate), rows_of(up)
+        launch(
+            _gated_activation_fwd_kernel,
+            (y.numel() // num_features, cdiv(num_features, BLOCK)),
             gate_TF,
             up_TF,
-            y_TF,
-            gate_TF.stride(0),
-            up_TF.stride(0),
+            y,
+            stride_gate,
+            stride_up,
             num_features,
-            FP64=gate_TF.dtype == torch.float64,
+            FP64=gate.dtype == torch.float64,
             KIND=activation,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return y_TF
+    return y
 
 
-@on_its_device
 def gated_activation_bwd(
-    d_y_TF: Tensor,
-    gate_TF: Tensor,
-    up_TF: Tensor,
+    d_y: Tensor,
+    gate: Tensor,
+    up: Tensor,
     *,
     activation: Activation,
     backend: Backend = "auto",
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the gradients of gate and up, each ``[T, F]``.
+    """Computes the gradients of gate and up; all ``[..., F]``.
 
     Args:
-        overwrite: writes them over ``gate_TF`` and ``up_TF``, and returns these.
+        overwrite: may write them over ``gate`` and ``up``.
     """
-    T, num_features = gate_TF.shape
-    d_gate_TF, d_up_TF = (gate_TF, up_TF) if overwrite else (gate_TF.new_empty(T, num_features) for _ in range(2))
-    if not runs_triton(gate_TF, backend):
-        dtype = statistics_dtype(gate_TF.dtype)
-        activated, slope = _activated_with_slope(gate_TF.to(dtype), activation)
-        d_y = d_y_TF.to(dtype)
-        slope = d_y * up_TF.to(dtype) * slope
-        d_up_TF.copy_(d_y * activated)
-        d_gate_TF.copy_(slope)
-    elif d_gate_TF.numel() > 0:
-        _gated_activation_bwd_kernel[(T, triton.cdiv(num_features, BLOCK))](
+    if not runs_triton(gate, backend):
+        dtype = statistics_dtype(gate.dtype)
+        activated, slope = _activated_with_slope(gate.to(dtype), activation)
+        slope = d_y.to(dtype) * up.to(dtype) * slope
+        of_gate, of_up = slope.to(gate.dtype), (d_y.to(dtype) * activated).to(up.dtype)
+        return (gate.copy_(of_gate), up.copy_(of_up)) if overwrite else (of_gate, of_up)
+    (d_y_TF, stride_y), (gate_TF, stride_gate), (up_TF, stride_up) = rows_of(d_y), rows_of(gate), rows_of(up)
+    num_features = gate.shape[-1]
+    if overwrite:
+        d_gate, d_up, stride_d_gate, stride_d_up = gate_TF, up_TF, stride_gate, stride_up
+    else:
+        d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+        stride_d_gate = stride_d_up = num_features
+    if d_gate.numel() > 0:
+        launch(
+            _gated_activation_bwd_kernel,
+            (gate.numel() // num_features, cdiv(num_features, BLOCK)),
             d_y_TF,
             gate_TF,
             up_TF,
-            d_gate_TF,
-            d_up_TF,
-            d_y_TF.stride(0),
-            gate_TF.stride(0),
-            up_TF.stride(0),
-            d_gate_TF.stride(0),
-            d_up_TF.stride(0),
+            d_gate,
+            d_up,
+            stride_y,
+            stride_gate,
+            stride_up,
+            stride_d_gate,
+            stride_d_up,
             num_features,
-            FP64=gate_TF.dtype == torch.float64,
+            FP64=gate.dtype == torch.float64,
             KIND=activation,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return d_gate_TF, d_up_TF
+    return d_gate.view(gate.shape), d_up.view(gate.shape)
 
 
 def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, dense, on_its_device, runs_triton
+from ._triton_utils import ANY_LENGTH, Backend, dense, launch, runs_triton
 
 BLOCK = 4096
 _SMALLEST, _LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
@@ -59,7 +59,6 @@ def _label_facts_kernel(
     tl.store(divisor_ptr, tl.where(total == 0, 1, total).to(tl.float32))
 
 
-@on_its_device
 def label_facts(
     labels_T: Tensor, *, ignore_index: int, vocab_size: int = 2**31 - 1, backend: Backend = "auto"
 ) -> LabelFacts:
@@ -77,7 +76,9 @@ def label_facts(
     is_in_range = torch.empty((), dtype=torch.bool, device=labels_T.device)
     divisor = torch.empty((), dtype=torch.float32, device=labels_T.device)
     # One program reads all of them: 128 KiB for 16,384 tokens.
-    _label_facts_kernel[(1,)](
+    launch(
+        _label_facts_kernel,
+        (1,),
         dense(labels_T),
         marked_T,
         range_3,

@@ -33,6 +33,7 @@ from ._triton_utils import (
     capped,
     exp_of_difference,
     host_number,
+    next_power_of_2,
     number,
     probability,
     rounded_product,
@@ -380,7 +381,7 @@ def tile_arguments(
     # With TAIL the comparisons need registers too.
     num_extra += 1 if alignment["TAIL"] else 0
     columns = logits_TV.shape[1] if num_classes is None else num_classes
-    columns = min(triton.next_power_of_2(columns), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
+    columns = min(next_power_of_2(columns), TILE_BYTES // 2 ** min(num_extra, 2) // itemsize)
     columns = columns if most_columns is None else min(columns, most_columns)
     if not alignment["ALIGNED"]:
         columns = min(columns, UNALIGNED_COLUMNS)

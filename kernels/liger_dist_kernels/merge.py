@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, anchor_of, on_its_device, runs_triton, shrunk
+from ._triton_utils import ANY_LENGTH, Backend, anchor_of, cdiv, launch, runs_triton, shrunk
 from .softmax_statistics import SoftmaxStatistics
 
 
@@ -59,7 +59,6 @@ def _merge_statistics_kernel(
         tl.store(merged_ptr + 5 * T + offs, square_other, mask=mask)
 
 
-@on_its_device
 def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> SoftmaxStatistics:
     """Merges each field ``[G, T]`` to ``[T]``; a row of every field is contiguous, and all fields have the same row
     stride.
@@ -72,7 +71,9 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
     G, T = max_GT.shape
     merged = max_GT.new_empty((6, T))
     if T > 0:
-        _merge_statistics_kernel[(triton.cdiv(T, 128),)](
+        launch(
+            _merge_statistics_kernel,
+            (cdiv(T, 128),),
             *slices,
             max_GT.stride(0),
             merged,

@@ -18,7 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, dense, host_number, number, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import (
+    ANY_LENGTH,
+    Backend,
+    cdiv,
+    dense,
+    host_number,
+    launch,
+    next_power_of_2,
+    number,
+    rows_of,
+    runs_triton,
+    statistics_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +51,8 @@ class NormOptions:
 class NormOutput(NamedTuple):
     """Output of a norm, and the statistics that its gradient needs."""
 
-    y_TD: Tensor
+    y: Tensor
+    """``[..., D]``"""
     mean_T: Tensor | None
     rstd_T: Tensor
 
@@ -47,7 +60,8 @@ class NormOutput(NamedTuple):
 class NormGradients(NamedTuple):
     """Gradients of a norm's inputs; None for parameters whose gradient was not requested."""
 
-    d_x_TD: Tensor
+    d_x: Tensor
+    """``[..., D]``"""
     d_weight_D: Tensor | None
     d_bias_D: Tensor | None
 
@@ -165,9 +179,8 @@ def _norm_bwd_sum_kernel(parts_ptr, total_ptr, num_parts, D, BLOCK_P: tl.constex
     tl.store(total_ptr + column, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=column < D)
 
 
-@on_its_device
 def norm_fwd(
-    x_TD: Tensor,
+    x: Tensor,
     weight_D: Tensor | None,
     bias_D: Tensor | None,
     *,
@@ -177,28 +190,32 @@ def norm_fwd(
     """Computes the norm of each row, and its statistics.
 
     Args:
-        x_TD: ``[T, D]``, floating, the last dim contiguous.
+        x: ``[..., D]``, floating; D > 0.
         weight_D, bias_D: ``[D]``, any floating dtype.
     """
-    if not runs_triton(x_TD, backend):
-        return norm_fwd_reference(x_TD, weight_D, bias_D, options=options)
-    T, D = x_TD.shape
+    if not runs_triton(x, backend):
+        return norm_fwd_reference(x, weight_D, bias_D, options=options)
+    rows_TD, stride = rows_of(x)
+    D = x.shape[-1]
+    T = x.numel() // D
     weight_D, bias_D = dense(weight_D), dense(bias_D)
-    statistics = statistics_dtype(x_TD.dtype)
-    y_TD = x_TD.new_empty((T, D), dtype=output_dtype(x_TD, weight_D, options))
-    mean_T = x_TD.new_empty(T, dtype=statistics) if options.subtract_mean else None
-    rstd_T = x_TD.new_empty(T, dtype=statistics)
+    statistics = statistics_dtype(x.dtype)
+    y = x.new_empty(x.shape, dtype=output_dtype(x, weight_D, options))
+    mean_T = x.new_empty(T, dtype=statistics) if options.subtract_mean else None
+    rstd_T = x.new_empty(T, dtype=statistics)
     if T > 0:
-        block = triton.next_power_of_2(D)
+        block = next_power_of_2(D)
         rows = max(2048 // block, 1)
-        _norm_fwd_kernel[(triton.cdiv(T, rows),)](
-            x_TD,
+        launch(
+            _norm_fwd_kernel,
+            (cdiv(T, rows),),
+            rows_TD,
             weight_D,
             bias_D,
-            y_TD,
+            y,
             mean_T,
             rstd_T,
-            x_TD.stride(0),
+            stride,
             T,
             D,
             host_number(options.eps, rstd_T.dtype),
@@ -211,13 +228,12 @@ def norm_fwd(
             BLOCK_D=block,
             num_warps=_power_of_2_below(rows * D // (1024 if options.subtract_mean else 512), most=32),
         )
-    return NormOutput(y_TD, mean_T, rstd_T)
+    return NormOutput(y, mean_T, rstd_T)
 
 
-@on_its_device
 def norm_bwd(
-    d_y_TD: Tensor,
-    x_TD: Tensor,
+    d_y: Tensor,
+    x: Tensor,
     mean_T: Tensor | None,
     rstd_T: Tensor,
     weight_D: Tensor | None,
@@ -227,35 +243,40 @@ def norm_bwd(
     options: NormOptions,
     backend: Backend = "auto",
 ) -> NormGradients:
-    """Computes the gradients for the gradient ``d_y_TD`` of ``y``. Those of the parameters have the weight's dtype
-    (without a weight, that of the statistics)."""
-    if not runs_triton(d_y_TD, backend):
+    """Computes the gradients for the gradient ``d_y`` of ``y``, both ``[..., D]``. Those of the parameters have the
+    weight's dtype (without a weight, that of the statistics)."""
+    if not runs_triton(d_y, backend):
         return norm_bwd_reference(
-            d_y_TD, x_TD, mean_T, rstd_T, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
+            d_y, x, mean_T, rstd_T, weight_D, needs_weight=needs_weight, needs_bias=needs_bias, options=options
         )
-    T, D = x_TD.shape
+    (d_y_TD, stride_y), (x_TD, stride_x) = rows_of(d_y), rows_of(x)
+    D = x.shape[-1]
+    T = x.numel() // D
     weight_D = dense(weight_D)
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     # From 513 to 768 columns much of a block is empty: two smaller programs then hide each other's loads.
     is_wide, is_sparse = block >= 16384, 512 < D <= 768
     # By the block, not by D: a thread holds elements of the block.
     rows = max((4096 if is_sparse else 8192) // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
-    programs = max(min(_programs(x_TD) * (2 if is_sparse else 1), triton.cdiv(T, rows)), 1)
-    d_x_TD = x_TD.new_empty((T, D))
+    most, shared = _resources(x)
+    programs = max(min(most * (2 if is_sparse else 1), cdiv(T, rows)), 1)
+    d_x = x.new_empty(x.shape)
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
     d_bias = rstd_T.new_empty((programs, D)) if needs_bias else None
-    _norm_bwd_kernel[(programs,)](
+    launch(
+        _norm_bwd_kernel,
+        (programs,),
         d_y_TD,
         x_TD,
         weight_D,
         mean_T,
         rstd_T,
-        d_x_TD,
+        d_x,
         d_weight,
         d_bias,
-        d_y_TD.stride(0),
-        x_TD.stride(0),
+        stride_y,
+        stride_x,
         T,
         D,
         host_number(options.offset, rstd_T.dtype),
@@ -267,13 +288,14 @@ def norm_bwd(
         ROWS=rows,
         BLOCK_D=block,
         LOADS_TWICE=is_wide and options.subtract_mean,
-        STAGES=1 if is_wide else _stages(x_TD, bytes_of_step),
-        STEPS=0 if x_TD.is_cuda else max(triton.cdiv(triton.cdiv(T, rows), programs), 1),
+        # As many steps load at once as the shared memory holds.
+        STAGES=1 if is_wide else min(max(shared // bytes_of_step, 1), 3),
+        STEPS=0 if x.is_cuda else max(cdiv(cdiv(T, rows), programs), 1),
         num_warps=min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(
-        d_x_TD,
+        d_x,
         None if d_weight is None else _sum(d_weight, parameter_dtype),
         None if d_bias is None else _sum(d_bias, parameter_dtype),
     )
@@ -282,7 +304,7 @@ def norm_bwd(
 def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     P, D = parts_PD.shape
     total_D = parts_PD.new_empty(D, dtype=dtype)
-    _norm_bwd_sum_kernel[(triton.cdiv(D, 32),)](parts_PD, total_D, P, D, BLOCK_P=64, BLOCK_D=32, num_warps=4)
+    launch(_norm_bwd_sum_kernel, (cdiv(D, 32),), parts_PD, total_D, P, D, BLOCK_P=64, BLOCK_D=32, num_warps=4)
     return total_D
 
 
@@ -290,47 +312,40 @@ def _power_of_2_below(number: int, *, most: int) -> int:
     return min(1 << (max(number, 1).bit_length() - 1), most)
 
 
-def _programs(tensor: Tensor) -> int:
-    """Returns the number of programs that share the rows of a backward; each keeps a sum of the parameters'
-    gradients."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
-
-
-def _stages(tensor: Tensor, bytes_of_step: int) -> int:
-    """Returns how many steps of a backward load at once: three, or as many as the shared memory holds."""
+def _resources(tensor: Tensor) -> tuple[int, int]:
+    """Returns the number of programs that share the rows of a backward, each of which keeps a sum of the parameters'
+    gradients, and the bytes of shared memory of one, less 8 KiB for the reductions of a row."""
     if not tensor.is_cuda:
-        return 1
-    # 8 KiB are left for the reductions of a row.
+        return 4, 0
     properties = torch.cuda.get_device_properties(tensor.device)
     # AMD's GPUs have no larger limit to opt in to, nor a property for it.
     limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    shared = int(limit) - 8192
-    return min(max(shared // bytes_of_step, 1), 3)
+    return properties.multi_processor_count, int(limit) - 8192
 
 
 def norm_fwd_reference(
-    x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions
+    x: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, *, options: NormOptions
 ) -> NormOutput:
     """Computes :func:`norm_fwd` in plain torch."""
-    dtype = statistics_dtype(x_TD.dtype)
-    s = x_TD.to(dtype)
-    mean_T = s.mean(-1) if options.subtract_mean else None
-    if mean_T is not None:
-        s = s - mean_T[:, None]
-    rstd_T = torch.rsqrt(s.square().mean(-1) + options.eps)
-    n = s * rstd_T[:, None]
+    dtype = statistics_dtype(x.dtype)
+    s = x.to(dtype)
+    mean = s.mean(-1, keepdim=True) if options.subtract_mean else None
+    s = s if mean is None else s - mean
+    rstd = torch.rsqrt(s.square().mean(-1, keepdim=True) + options.eps)
+    n = s * rstd
     if options.round_before_weight:
-        n = n.to(x_TD.dtype).to(dtype)
+        n = n.to(x.dtype).to(dtype)
     if weight_D is not None:
         n = n * (options.offset + weight_D.to(dtype))
     if bias_D is not None:
         n = n + bias_D.to(dtype)
-    return NormOutput(n.to(output_dtype(x_TD, weight_D, options)), mean_T, rstd_T)
+    mean_T = None if mean is None else mean.flatten()
+    return NormOutput(n.to(output_dtype(x, weight_D, options)), mean_T, rstd.flatten())
 
 
 def norm_bwd_reference(
-    d_y_TD: Tensor,
-    x_TD: Tensor,
+    d_y: Tensor,
+    x: Tensor,
     mean_T: Tensor | None,
     rstd_T: Tensor,
     weight_D: Tensor | None,
@@ -342,16 +357,16 @@ def norm_bwd_reference(
     """Computes :func:`norm_bwd` in plain torch."""
     dtype = rstd_T.dtype
     parameter_dtype = dtype if weight_D is None else weight_D.dtype
-    d_y, s = d_y_TD.to(dtype), x_TD.to(dtype)
+    d_y, s = (tensor.to(dtype).reshape(-1, x.shape[-1]) for tensor in (d_y, x))
     n = (s if mean_T is None else s - mean_T[:, None]) * rstd_T[:, None]
-    rounded = n.to(x_TD.dtype).to(dtype) if options.round_before_weight else n
+    rounded = n.to(x.dtype).to(dtype) if options.round_before_weight else n
     d_n = d_y if weight_D is None else d_y * (options.offset + weight_D.to(dtype))
     d_s = d_n - n * (d_n * n).mean(-1, keepdim=True)
     if options.subtract_mean:
         d_s = d_s - d_n.mean(-1, keepdim=True)
     d_s = d_s * rstd_T[:, None]
     return NormGradients(
-        d_s.to(x_TD.dtype),
+        d_s.to(x.dtype).reshape(x.shape),
         (d_y * rounded).sum(0).to(parameter_dtype) if needs_weight else None,
         d_y.sum(0).to(parameter_dtype) if needs_bias else None,
     )

@@ -30,10 +30,12 @@ from torch import Tensor
 
 from ._triton_utils import (
     ANY_LENGTH,
+    cdiv,
     dense,
     exp_of_difference,
+    launch,
     log2_of,
-    on_its_device,
+    next_power_of_2,
     runs_triton,
     statistics_dtype,
 )
@@ -141,7 +143,6 @@ def _cross_entropy_fwd_bwd_kernel(
         )  # fmt: skip
 
 
-@on_its_device
 def cross_entropy_fwd_bwd(
     logits_TV: Tensor,
     targets: TokenTargets,
@@ -176,7 +177,9 @@ def cross_entropy_fwd_bwd(
     counters = torch.zeros(T + 1 if pieces > 1 else 1, dtype=torch.int32, device=logits_TV.device)
     if known.at_TK is not None and token_logits_TK is None:
         token_logits_TK = choose_logits(logits_TV, targets, 0, rows).at_TK
-    _cross_entropy_fwd_bwd_kernel[(T * pieces,)](
+    launch(
+        _cross_entropy_fwd_bwd_kernel,
+        (T * pieces,),
         out_TV,
         out_TV.stride(0),
         logits_TV,
@@ -195,8 +198,8 @@ def cross_entropy_fwd_bwd(
         counters[-1:],
         V,
         PIECES=pieces,
-        PIECES_POWER=triton.next_power_of_2(pieces),
-        PIECE=triton.cdiv(triton.cdiv(V, pieces), 128) * 128,
+        PIECES_POWER=next_power_of_2(pieces),
+        PIECE=cdiv(cdiv(V, pieces), 128) * 128,
         HAS_MASS=known.mass_T is not None,
         HAS_D_LSE=known.d_lse_T is not None,
         HAS_SMOOTHING=known.smoothing_T is not None,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, cdiv, launch, next_power_of_2, runs_triton, statistics_dtype
 
 Pairing = Literal["halves", "interleaved"]
 
@@ -109,7 +109,6 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
-@on_its_device
 def rotate(
     tensors: Sequence[Tensor],
     cos: Tensor,
@@ -117,6 +116,7 @@ def rotate(
     *,
     num_rotated: int,
     layout: RotaryLayout,
+    heads_dim: int = 2,
     backward: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
@@ -126,26 +126,31 @@ def rotate(
     Args:
         tensors: one or two (queries and keys), each ``[B, T, H, D]`` with possibly different H and with any
             strides but the last, which is 1.
-        cos, sin: ``[B, T, 1, R]`` or ``[B, T, H, R]`` (for two tensors the former; expanded dims cost nothing), or
-            R / 2 columns for "shared" tables, the last dim contiguous.
+        cos, sin: ``[B, T, H, R]``, or R / 2 columns for "shared" tables, the last dim contiguous; any other dim may be
+            1, and ``[B, T, R]`` is the same for all heads. For two tensors the same for all heads.
         num_rotated: R, even and at most D. Features from R on are copied.
+        heads_dim: 1 if all of these have the dims of T and H exchanged.
     """
     q, k = tensors[0], tensors[-1]
     if not runs_triton(q, backend):
         return tuple(
-            rotate_reference(x, cos, sin, num_rotated=num_rotated, layout=layout, backward=backward) for x in tensors
+            rotate_reference(
+                x, cos, sin, num_rotated=num_rotated, layout=layout, heads_dim=heads_dim, backward=backward
+            )
+            for x in tensors
         )
     D, R = q.shape[-1], num_rotated
     rotated = tuple(torch.empty_like(x) for x in tensors)
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
-    batch, tokens, heads_q, _ = q.shape
-    half = triton.next_power_of_2(R // 2)
-    heads = min(16, triton.next_power_of_2(heads_q))
-    blocks_q = triton.cdiv(heads_q, heads)
-    blocks_k = triton.cdiv(k.shape[2], heads) if len(tensors) > 1 else 0
-    per_head = [0 if table.shape[2] == 1 else table.stride(2) for table in (cos, sin)]
+    batch, tokens, heads_q = q.shape[0], q.shape[3 - heads_dim], q.shape[heads_dim]
+    half = next_power_of_2(R // 2)
+    heads = min(16, next_power_of_2(heads_q))
+    blocks_q = cdiv(heads_q, heads)
+    blocks_k = cdiv(k.shape[heads_dim], heads) if len(tensors) > 1 else 0
     if any(y.numel() > 0 for y in rotated):
-        _rotate_kernel[(batch * tokens, blocks_q + blocks_k)](
+        launch(
+            _rotate_kernel,
+            (batch * tokens, blocks_q + blocks_k),
             q,
             k,
             cos,
@@ -154,15 +159,13 @@ def rotate(
             rotated[-1],
             tokens,
             heads_q,
-            k.shape[2],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *cos.stride()[:2],
-            per_head[0],
-            *sin.stride()[:2],
-            per_head[1],
-            *rotated[0].stride()[:3],
-            *rotated[-1].stride()[:3],
+            k.shape[heads_dim],
+            *_strides(q, heads_dim),
+            *_strides(k, heads_dim),
+            *_strides(cos, heads_dim),
+            *_strides(sin, heads_dim),
+            *_strides(rotated[0], heads_dim),
+            *_strides(rotated[-1], heads_dim),
             blocks_q,
             D=D,
             HALF=R // 2,
@@ -174,16 +177,33 @@ def rotate(
             FP64=q.dtype == torch.float64,
             HEADS=heads,
             BLOCK_HALF=half,
-            BLOCK_REST=triton.next_power_of_2(D - R) if D > R else 0,
+            BLOCK_REST=next_power_of_2(D - R) if D > R else 0,
             num_warps=max(heads * half // 256, 1),
         )
     return rotated
 
 
+def _strides(x: Tensor, heads_dim: int) -> tuple[int, int, int]:
+    """Returns the strides of batch, tokens and heads; 0 along dims of size 1, which broadcast."""
+    b, *others = (0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    if len(others) == 1:
+        return b, others[0], 0
+    return (b, others[1], others[0]) if heads_dim == 1 else (b, others[0], others[1])
+
+
 def rotate_reference(
-    x: Tensor, cos: Tensor, sin: Tensor, *, num_rotated: int, layout: RotaryLayout, backward: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_rotated: int,
+    layout: RotaryLayout,
+    heads_dim: int = 2,
+    backward: bool = False,
 ) -> Tensor:
     """Computes :func:`rotate` of one tensor in plain torch."""
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
     dtype, R = statistics_dtype(x.dtype), num_rotated
     reads, writes = (layout.writes, layout.reads) if backward else (layout.reads, layout.writes)
     a, b = _pairs(x[..., :R].to(dtype), reads)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, on_its_device, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, cdiv, launch, runs_triton, statistics_dtype
 
 BLOCK = 4096
 
@@ -34,7 +34,6 @@ def _scale_kernel(
             block += tl.num_programs(0)
 
 
-@on_its_device
 def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
     """Writes ``x * scale`` into ``out`` and returns it. The product is fp32 (fp64 for fp64 tensors) and rounded once.
 
@@ -50,7 +49,9 @@ def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") 
     if x.numel() > 0:
         T, V = (1, x.numel()) if x.is_contiguous() and out.is_contiguous() else x.shape
         programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-        _scale_kernel[(min(programs, T * triton.cdiv(V, BLOCK)),)](
+        launch(
+            _scale_kernel,
+            (min(programs, T * cdiv(V, BLOCK)),),
             out,
             0 if T == 1 else out.stride(0),
             x,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, dense, host_number, number, on_its_device, runs_triton
+from ._triton_utils import ANY_LENGTH, cdiv, dense, host_number, launch, number, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
 from .options import RowOptions
 from .softmax_statistics import GradientCoefficients, SoftmaxStatistics
@@ -176,7 +176,6 @@ def _token_terms_kernel(
         tl.store(sum_sq_prob_ptr + offs, tl.where(counts, sum_sq_prob, 0.0), mask=mask)
 
 
-@on_its_device
 def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowOptions) -> TokenTerms:
     """Computes per-token terms of the loss from complete statistics (merged over all vocabulary slices), without soft
     labels: see :func:`with_soft_labels`."""
@@ -192,7 +191,9 @@ def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowO
     with_smoothing = options.label_smoothing > 0
     with_entropy, with_squares = statistics.dot_other_T is not None, statistics.square_other_T is not None
     if T > 0:
-        _token_terms_kernel[(triton.cdiv(T, 128),)](
+        launch(
+            _token_terms_kernel,
+            (cdiv(T, 128),),
             *map(dense, (*statistics, targets.labels_T, rows.class_weight_V)),
             _total_weight(rows, dtype) if with_smoothing and rows.class_weight_V is not None else None,
             cross_entropy_T,

@@ -27,7 +27,6 @@ from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .mlp_tiles import compute_in_tiles, linear_without_output
-from .norm import rows_of
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
     PROBE_SCALES,
@@ -61,28 +60,27 @@ class _GatedActivation(RecomputedFunction):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, backend: Backend) -> Tensor:
         ctx.activation, ctx.backend = activation, backend
         ctx.save_for_backward(gate, up)
-        result = gated_activation_fwd(rows_of(gate), rows_of(up), activation=activation, backend=backend)
-        if any(ctx.needs_input_grad) and should_recompute(result):
+        result = gated_activation_fwd(gate, up, activation=activation, backend=backend)
+        if should_recompute(result) and any(ctx.needs_input_grad):
             note_output(ctx, result)
         return result
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
         gate, up = ctx.saved_tensors
-        return gated_activation_fwd(rows_of(gate), rows_of(up), activation=ctx.activation, backend=ctx.backend)
+        return gated_activation_fwd(gate, up, activation=ctx.activation, backend=ctx.backend)
 
     @staticmethod
-    def backward(ctx: Any, d_y_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
         saved = list(ctx.saved_tensors)
         overwrites = _may_overwrite(saved)
         gate, up = saved
-        gate_TF, up_TF = rows_of(gate), rows_of(up)
-        d_gate_TF, d_up_TF = gated_activation_bwd(
-            rows_of(d_y_TF), gate_TF, up_TF, activation=ctx.activation, backend=ctx.backend, overwrite=overwrites
+        d_gate, d_up = gated_activation_bwd(
+            d_y, gate, up, activation=ctx.activation, backend=ctx.backend, overwrite=overwrites
         )
-        return d_gate_TF.view(gate.shape), d_up_TF.view(up.shape), None, None
+        return d_gate, d_up, None, None
 
 
 def _may_overwrite(saved: list[Tensor]) -> bool:
@@ -123,10 +121,9 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
     The result is recomputed in the backward instead of saved, where a :func:`.norm` follows.
     """
     if not torch.is_grad_enabled():
-        rows = gated_activation_fwd(rows_of(gate), rows_of(up), activation=activation, backend=backend)
-        return rows.view(gate.shape)
+        return gated_activation_fwd(gate, up, activation=activation, backend=backend)
     result: Tensor = _GatedActivation.apply(gate, up, activation, backend)  # type: ignore[no-untyped-call]
-    return result.view(gate.shape)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,32 +48,32 @@ class _Norm(RecomputedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, options: NormOptions, backend: Backend
+        ctx: Any, x: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, options: NormOptions, backend: Backend
     ) -> Tensor:
         ctx.options, ctx.backend = options, backend
         ctx.bias_dtype = None if bias_D is None else bias_D.dtype
-        output = norm_fwd(x_TD, weight_D, bias_D, options=options, backend=backend)
-        ctx.save_for_backward(x_TD, output.mean_T, output.rstd_T, weight_D)
-        if any(ctx.needs_input_grad) and should_recompute(output.y_TD):
+        y, mean_T, rstd_T = norm_fwd(x, weight_D, bias_D, options=options, backend=backend)
+        ctx.save_for_backward(x, mean_T, rstd_T, weight_D)
+        if should_recompute(y) and any(ctx.needs_input_grad):
             # Copies: the parameters may be resharded when the output is recomputed.
             ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
-            note_output(ctx, output.y_TD)
-        return output.y_TD
+            note_output(ctx, y)
+        return y
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
         weight_D, bias_D = ctx.parameters
-        return norm_fwd(ctx.saved_tensors[0], weight_D, bias_D, options=ctx.options, backend=ctx.backend).y_TD
+        return norm_fwd(ctx.saved_tensors[0], weight_D, bias_D, options=ctx.options, backend=ctx.backend).y
 
     @staticmethod
-    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
-        x_TD, mean_T, rstd_T, weight_D = ctx.saved_tensors
+        x, mean_T, rstd_T, weight_D = ctx.saved_tensors
         _refuse_freed(weight_D)
         gradients = norm_bwd(
-            rows_of(d_y_TD),
-            x_TD,
+            d_y,
+            x,
             mean_T,
             rstd_T,
             weight_D,
@@ -84,7 +84,7 @@ class _Norm(RecomputedFunction):
         )
         d_weight_D = None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_D.dtype)
         d_bias_D = None if gradients.d_bias_D is None else gradients.d_bias_D.to(ctx.bias_dtype)
-        return gradients.d_x_TD, d_weight_D, d_bias_D, None, None
+        return gradients.d_x, d_weight_D, d_bias_D, None, None
 
 
 def norm(
@@ -99,16 +99,10 @@ def norm(
     """
     if not torch.is_grad_enabled():
         # Autograd would request the copies that a backward needs even here.
-        return norm_fwd(rows_of(x), weight, bias, options=options, backend=backend).y_TD.reshape(x.shape)
+        return norm_fwd(x, weight, bias, options=options, backend=backend).y
     drop_outputs(x)
-    result: Tensor = _Norm.apply(rows_of(x), weight, bias, options, backend)  # type: ignore[no-untyped-call]
-    return result.reshape(x.shape)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Flattens ``[..., D]`` to ``[T, D]``, the last dim contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    result: Tensor = _Norm.apply(x, weight, bias, options, backend)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

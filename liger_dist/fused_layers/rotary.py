@@ -68,33 +68,19 @@ _PAIRS = {"halves": "(p, p + D/2)", "interleaved": "(2p, 2p + 1)"}
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, cos: Tensor, sin: Tensor, num_rotated: int, layout: RotaryLayout, backend: Backend, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.num_rotated, ctx.layout, ctx.backend = num_rotated, layout, backend
+        ctx.options = options
         ctx.save_for_backward(cos, sin)
-        return rotate(tensors, cos, sin, num_rotated=num_rotated, layout=layout, backend=backend)
+        return rotate(tensors, cos, sin, **options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         cos, sin = ctx.saved_tensors
         given = [_dense(gradient) for gradient in gradients if gradient is not None]
-        rotated = iter(
-            rotate(
-                given,
-                cos,
-                sin,
-                num_rotated=ctx.num_rotated,
-                layout=ctx.layout,
-                backward=True,
-                backend=ctx.backend,
-            )
-            if given
-            else ()
-        )
-        return None, None, None, None, None, *(None if g is None else next(rotated) for g in gradients)
+        rotated = iter(rotate(given, cos, sin, backward=True, **ctx.options) if given else ())
+        return None, None, None, *(None if g is None else next(rotated) for g in gradients)
 
 
 def rotary(
@@ -104,40 +90,37 @@ def rotary(
     *,
     num_rotated: int,
     layout: RotaryLayout,
+    heads_dim: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
     """Rotates the first R features of each of ``tensors``.
 
     Args:
-        tensors: one or two (queries and keys), each ``[A, B, C, D]``, floating; they differ at most in the dim along
-            which the tables are one (the heads').
-        cos, sin: broadcastable to ``[A, B, C, R]``, a column for each rotated feature; of "shared" tables only the
-            first R / 2 are read, and others may be missing.
+        tensors: one or two (queries and keys), each ``[B, T, H, D]``, floating.
+        cos, sin: ``[B, T, R]``, or broadcastable to ``[B, T, H, R]``, a column for each rotated feature; of "shared"
+            tables only the first R / 2 are read, and others may be missing.
         num_rotated: R, even and at most D.
         layout: where the pairs are.
+        heads_dim: 1 if all of these have the dims of T and H exchanged; None: where tables of four dims have one head.
     """
-    heads_dim = 1 if cos.shape[1] == 1 else 2
-    tokens_of = {(x.shape[0], x.shape[3 - heads_dim]) for x in tensors}
-    if len(tensors) > 1 and (cos.shape[heads_dim] != 1 or len(tokens_of) > 1):
-        return tuple(
-            rotary((x,), cos, sin, num_rotated=num_rotated, layout=layout, backend=backend)[0] for x in tensors
-        )
-    if heads_dim == 1:
-        tensors, cos, sin = [x.transpose(1, 2) for x in tensors], cos.transpose(1, 2), sin.transpose(1, 2)
-    batch, tokens = tensors[0].shape[:2]
-    cos, sin = (_dense(table).expand(batch, tokens, *table.shape[2:]) for table in (cos, sin))
-    rotated: tuple[Tensor, ...] = _Rotary.apply(  # type: ignore[no-untyped-call]
-        cos, sin, num_rotated, layout, backend, *map(_dense, tensors)
-    )
-    return tuple(x.transpose(1, 2) for x in rotated) if heads_dim == 1 else rotated
+    if heads_dim is None:
+        heads_dim = 1 if cos.dim() == 4 and cos.shape[1] == 1 else 2
+    options = {"num_rotated": num_rotated, "layout": layout, "heads_dim": heads_dim, "backend": backend}
+    cos, sin, *given = map(_dense, (cos, sin, *tensors))
+    has_one_table = cos.dim() == 3 or cos.shape[heads_dim] == 1
+    sizes = {(x.shape[0], x.shape[3 - heads_dim]) for x in given}
+    if len(given) > 1 and not (has_one_table and len(sizes) == 1):
+        return tuple(_Rotary.apply(cos, sin, options, x)[0] for x in given)  # type: ignore[no-untyped-call]
+    rotated: tuple[Tensor, ...] = _Rotary.apply(cos, sin, options, *given)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _arguments(given: dict[str, Any], convention: RotaryConvention) -> tuple[list[Tensor], Tensor, Tensor, int] | None:
-    """Returns tensors, tables and number of rotated features of a call; None for an unsupported call."""
+def _arguments(given: dict[str, Any], convention: RotaryConvention) -> dict[str, Any] | None:
+    """Returns the arguments of :func:`rotary` for a call of the model's function; None for an unsupported call."""
     tensors = [given[name] for name in convention.tensors]
     tables = [given[name] for name in convention.tables]
     if any(map(runs_own_code, tensors)) or not all(map(is_local, tables)):
@@ -152,17 +135,29 @@ def _arguments(given: dict[str, Any], convention: RotaryConvention) -> tuple[lis
     cos, sin = _cos_and_sin(tables, convention)
     if given.get("mrope_section") is not None:
         cos, sin = (_sections(table, given["mrope_section"]) for table in (cos, sin))
-    if cos.dim() == 3:
+    *lead, width = cos.shape
+    heads_dim = None
+    if len(lead) == 2:
         heads_dim = given.get("unsqueeze_dim", convention.heads_dim)
-        cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
-    width = cos.shape[-1] * (2 if convention.half_tables else 1)
+        if heads_dim not in (1, 2):
+            return None
+        lead.insert(heads_dim, 1)
+    width *= 2 if convention.half_tables else 1
     for x in tensors:
-        fits = width == x.shape[-1] or (convention.partial and width < x.shape[-1])
-        broadcasts = all(a in (1, b) for a, b in zip(cos.shape[:-1], x.shape[:-1], strict=True))
+        *sizes, features = x.shape
+        fits = width == features or (convention.partial and width < features)
+        broadcasts = all(a in (1, b) for a, b in zip(lead, sizes, strict=True))
         # Tables of a wider dtype would widen what many functions return.
         if not fits or not broadcasts or (cos.dtype != x.dtype and not convention.is_complex):
             return None
-    return tensors, cos, sin, width
+    return {
+        "tensors": tensors,
+        "cos": cos,
+        "sin": sin,
+        "num_rotated": width,
+        "layout": convention.layout,
+        "heads_dim": heads_dim,
+    }
 
 
 def _cos_and_sin(tables: list[Tensor], convention: RotaryConvention) -> tuple[Tensor, Tensor]:
@@ -197,11 +192,9 @@ class _Call:
         arguments = _arguments(given, self.convention) if is_bound else None
         if arguments is None:
             return self.function(*args, **kwargs)
-        tensors, cos, sin, num_rotated = arguments
-        results = rotary(
-            tensors, cos, sin, num_rotated=num_rotated, layout=self.convention.layout, backend=self.backend
-        )
-        rotated = tuple(x.reshape(given[name].shape) for x, name in zip(results, self.convention.tensors, strict=True))
+        rotated = rotary(**arguments, backend=self.backend)
+        if given[self.convention.tensors[0]].dim() == 3:
+            rotated = tuple(x[0] for x in rotated)
         return rotated if len(rotated) > 1 else rotated[0]
 
 
@@ -380,8 +373,7 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
             arguments = _arguments(named, convention)
             if arguments is None:
                 return None
-            tensors, cos, sin, num_rotated = arguments
-            outputs = rotary(tensors, cos, sin, num_rotated=num_rotated, layout=convention.layout, backend="reference")
+            outputs = rotary(**arguments, backend="reference")
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         is_same = len(outputs) == len(leaves) and all(output.shape == torch.Size(shape) for output in outputs)
         return (outputs, leaves) if is_same else None

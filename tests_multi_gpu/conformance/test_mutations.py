@@ -113,7 +113,7 @@ def norm_gradient_without_its_projection() -> Any:
 
     def norm_bwd(d_y: Any, x: Any, mean: Any, rstd: Any, weight: Any, **options: Any) -> Any:
         gradients = own(d_y, x, mean, rstd, weight, **options)
-        return gradients._replace(d_x_TD=d_y * (1.0 if weight is None else weight) * rstd[:, None])
+        return gradients._replace(d_x=d_y * (1.0 if weight is None else weight) * rstd.view(*x.shape[:-1], 1))
 
     return mock.patch.object(norm, "norm_bwd", norm_bwd)
 

@@ -269,9 +269,9 @@ def test_it_finds_faults_where_the_loss_is_not_fused(name: str) -> None:
         assert "own layers and attention" in str(liger_dist.verify(wrapped, batch).problems)
 
 
-def wrong_norm(x_TD: Tensor, *args: Any, **kwargs: Any) -> Any:
-    right = norm_fwd(x_TD, *args, **kwargs)
-    return right._replace(y_TD=right.y_TD * torch.linspace(0.5, 1.5, x_TD.shape[1]).to(x_TD))
+def wrong_norm(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    right = norm_fwd(x, *args, **kwargs)
+    return right._replace(y=right.y * torch.linspace(0.5, 1.5, x.shape[-1]).to(x))
 
 
 def test_it_finds_gradients_that_ranks_do_not_share(workers_2: Workers) -> None:
