@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from inspect import Parameter, signature
 from itertools import product
 from typing import Any
@@ -90,20 +91,37 @@ def _may_overwrite(saved: list[Tensor]) -> bool:
         return False
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return False
-    # Compared with a tensor that only the list holds, and with one that a view keeps like a node keeps a saved tensor:
-    # the number of references depends on the versions of Python and torch.
-    saved += [torch.empty(0), torch.empty(0).requires_grad_()]
-    view = saved[-1].view(0)
-    *names, alone, kept = [sys.getrefcount(tensor) for tensor in saved]
-    *holders, _, _ = [tensor._use_count() for tensor in saved]  # type: ignore[attr-defined]
-    *memory, least, _ = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in saved]
-    # A storage has one Python object; a reference to it does not count in the use count of the memory.
-    *objects, unheld, _ = [sys.getrefcount(tensor.untyped_storage()) for tensor in saved]
-    del saved[-2:], view
-    usual = {1: alone, 2: kept}
-    is_held = any(count > usual.get(holder, 0) for count, holder in zip(names, holders, strict=True))
-    is_alone = not is_held and all(count <= least for count in memory) and all(count <= unheld for count in objects)
-    return is_alone and all(is_local(tensor) and tensor._base is None for tensor in saved)
+    of_holder, least, unheld = _usual_references()
+    for names, holders, memory, objects in _references(saved):
+        # A storage has one Python object; a reference to it does not count in the use count of the memory.
+        if names > of_holder.get(holders, 0) or memory > least or objects > unheld:
+            return False
+    return all(is_local(tensor) and tensor._base is None for tensor in saved)
+
+
+def _references(tensors: list[Tensor]) -> list[tuple[int, int, int, int]]:
+    """Returns numbers of references to each tensor, by Python and by C++, and to its memory, by C++ and by Python."""
+    return [
+        (
+            sys.getrefcount(tensor),
+            tensor._use_count(),  # type: ignore[attr-defined]
+            torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
+            sys.getrefcount(tensor.untyped_storage()),
+        )
+        for tensor in tensors
+    ]
+
+
+@lru_cache(maxsize=1)
+def _usual_references() -> tuple[dict[int, int], int, int]:
+    """Counts the references of Python to a tensor that only a list holds, and to one that a view keeps like a node
+    keeps a saved tensor, by the number of references of C++; and both numbers for the memory of the former. They
+    depend on the versions of Python and torch."""
+    tensors = [torch.empty(0), torch.empty(0).requires_grad_()]
+    view = tensors[-1].view(0)
+    (alone, _, least, unheld), (kept, _, _, _) = _references(tensors)
+    del view
+    return {1: alone, 2: kept}, least, unheld
 
 
 def _has_private_names() -> bool:
