@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from .fused_layers import LayerReport
+from .model.compile import compiled_call
 from .model.peft import active_head, base_head
 from .model.structure import tied_modules
 from .sharding import collect_facts
 from .sharding.base import Facts
-from .wrap import inner_model, record_of
+from .wrap import Wrapped, inner_model, record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,16 @@ class Explanation:
     """implementation of attention, and the reason if it is the model's original one"""
     packing: str | None = None
     """arguments that do not keep packed documents apart, and reasons; None if layers keep documents apart"""
+    compiled: str | None = None
+    """number of compiled decoder layers, or the reason why ``compile_layers="auto"`` compiles none; None if neither
+    applies"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [("refused", "; ".join(self.declined))] if self.declined else []
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows += [] if self.packing is None else [("packed documents", self.packing)]
+        rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -62,26 +67,23 @@ def explain(model: nn.Module) -> Explanation:
         has_lora=in_use is not base,
         config=record.config,
     )
-    packing = None if record.packed is None else str(record.packed)
-    if record.recipe is None:
-        words = f"not fused: {record.unfused_reason}"
-        return Explanation(
-            facts=facts,
-            fused=words,
-            adapter=None,
-            declined=(),
-            layers=record.layers,
-            attention=str(record.attention),
-            packing=packing,
-        )
-    adapter = facts.storage.adapter
-    reasons = tuple(adapter.not_supported_reasons(facts))
+    reasons = () if record.recipe is None else tuple(facts.storage.adapter.not_supported_reasons(facts))
+    is_computed = record.recipe is not None and not reasons
     return Explanation(
         facts=facts,
-        fused=str(record.recipe),
-        adapter=None if reasons else adapter.name,
+        fused=f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe),
+        adapter=facts.storage.adapter.name if is_computed else None,
         declined=reasons,
         layers=record.layers,
         attention=str(record.attention),
-        packing=packing,
+        packing=None if record.packed is None else str(record.packed),
+        compiled=_compiled(record),
     )
+
+
+def _compiled(record: Wrapped) -> str | None:
+    layers = record.structure.layers
+    number = sum(compiled_call(layer) is not None for layer in layers)
+    if number > 0:
+        return f"{number} of {len(layers)}"
+    return None if record.not_compiled is None else f"none: {record.not_compiled}"

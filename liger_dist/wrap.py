@@ -39,6 +39,7 @@ from .sharding import as_strategy, encoders
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
+from .sharding.fsdp_options import FullySharded
 from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
@@ -68,6 +69,8 @@ class Wrapped:
     attention: AttentionSelection
     packed: PackedDocuments | None
     """refuses packed documents that layers would mix; None if none would"""
+    not_compiled: str | None
+    """why ``compile_layers="auto"`` compiles no layers"""
     guard: RemovableHandle | None
     """of the decoder on a mesh with an axis "sp": refuses calls with whole sequences"""
     owner: str
@@ -145,6 +148,8 @@ class _Inspected:
     recipe: LossRecipe | None
     unfused_reason: str | None
     packed: PackedDocuments | None
+    not_compiled: str | None
+    """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
 
 
 def _inspect(
@@ -197,7 +202,19 @@ def _inspect(
                 "that its mean would be of each rank's own tokens; leave out the axis."
             )
         _check_unfused(model, config, outputs, reason)
-    return chosen, _Inspected(structure, initialize, recipe, reason, find_leaks(model, structure))
+    packed = find_leaks(model, structure)
+    chosen, not_compiled = _decide_compilation(chosen, structure, config, mixes_documents=packed is not None)
+    return chosen, _Inspected(structure, initialize, recipe, reason, packed, not_compiled)
+
+
+def _decide_compilation(
+    strategy: Strategy, structure: Structure, config: WrapConfig, *, mixes_documents: bool
+) -> tuple[Strategy, str | None]:
+    """Decides ``compile_layers="auto"``; returns the strategy with True or False, and the reason for False."""
+    if not isinstance(strategy, FullySharded) or strategy.compile_layers != "auto":
+        return strategy, None
+    reason = strategy.reason_against_compiling(structure, config, mixes_documents=mixes_documents)
+    return replace(strategy, compile_layers=reason is None), reason
 
 
 def _check_arguments(outer: object, config: object) -> None:
@@ -335,6 +352,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         layers=layers,
         attention=attention,
         packed=found.packed,
+        not_compiled=found.not_compiled,
         guard=guard_decoder(found.structure.decoder) if _shards_sequences(strategy) else None,
         owner=owner,
     )

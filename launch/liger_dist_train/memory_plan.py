@@ -19,7 +19,7 @@ from liger_dist_train.head_cost import HeadShapes, head_costs
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
-from .model import FULL_FIRST
+from .model import FULL_FIRST, reason_against_compiling
 from .optimizer import matrices_of_layers
 from .parallel_dims import ParallelDims
 
@@ -164,7 +164,11 @@ def _plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
 ) -> MemoryPlan:
     # Each rank of a sequence-parallel group has a shard of the tokens.
-    a = replace(config, sequence_length=-(-config.sequence_length // dims.sequence_parallel))
+    a = replace(
+        config,
+        sequence_length=-(-config.sequence_length // dims.sequence_parallel),
+        compile=reason_against_compiling(config, dims.strategy, model) is None,
+    )
     size = FP32 if a.dtype == "float32" else 2
     layers = [Held.of(module, dims.strategy) for module in structure.layers]
     layer = max(layers, key=lambda found: found.numbers)

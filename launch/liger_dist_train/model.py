@@ -17,6 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
 from liger_dist.fused_layers.recurrent import packing_objection
+from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
+from liger_dist.model.peft import base_model_of
+from liger_dist.model.structure import find_structure
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
 
@@ -128,7 +131,8 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     is_full_first = has_weights and dims.strategy in FULL_FIRST
     if is_full_first:
         model = read_model(config, torch.float32)
-    if config.compile:
+    reason = reason_against_compiling(config, dims.strategy, model)
+    if reason is None:
         compile_layers(model)
     if config.activation_checkpointing:
         _checkpoint_activations(model, offload=config.offload_checkpoints)
@@ -140,7 +144,24 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     if rank() == 0:
         explanation = explain(wrapped)
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
+        print(f"layers: {'compiled, in the first step' if reason is None else f'not compiled ({reason})'}", flush=True)
     return wrapped
+
+
+def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Module) -> str | None:
+    """Says why the layers are not compiled, as a clause; None where they are. The model is not wrapped, and may have no
+    storage."""
+    if config.compile is not None:
+        return None if config.compile else "--compile false"
+    if strategy == "deepspeed":
+        return "DeepSpeed's hooks split a layer into many graphs"
+    if config.mlp_tile_tokens is not None:
+        return f"--mlp_tile_tokens {config.mlp_tile_tokens}"
+    if not config.layer_kernels:
+        return "--layer_kernels false"
+    layers = find_structure(base_model_of(model)).layers
+    mixes_documents = packing_objection(model) is not None
+    return compile_is_no_gain(layers, device=device(), mixes_documents=mixes_documents)
 
 
 def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:

@@ -157,7 +157,11 @@ class TrainOptions:
     activation_checkpointing: bool = option(False, "recompute layers in the backward")
     offload_checkpoints: bool = option(False, "activation_checkpointing: keep the layers' inputs in host memory")
     mlp_tile_tokens: Optional[int] = option(None, "tokens that gated MLPs compute at a time, for long sequences: 8192")
-    compile: bool = option(False, "compile every decoder layer from its own code, with the memory of our kernels")
+    compile: Optional[bool] = option(
+        None,
+        "compile every decoder layer from its own code, with the memory of our kernels; default: on GPUs, except with "
+        "deepspeed, mlp_tile_tokens, and layers that are recurrent or quantized",
+    )
     float8: Optional[Literal["tensorwise", "rowwise"]] = option(
         None,
         "fsdp2, bfloat16: compute the decoder's linear layers in float8, compiled; needs torchao and an H100 or newer",

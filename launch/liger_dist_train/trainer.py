@@ -204,7 +204,8 @@ class Trainer:
                 if interruption is not None and total(interruption.requested)[0]:
                     self.engine.model.train()
                     raise InterruptedStepError
-                with autocast(self.config, self.dims.strategy):
+                # Compiled layers would be compiled again, for sequences of other lengths.
+                with autocast(self.config, self.dims.strategy), torch.compiler.set_stance("force_eager"):
                     logits = self.engine.model(input_ids=ids, use_cache=False).logits
                 newest = from_rank_zero(logits[:, -1:].argmax(-1))
                 ids = torch.cat([ids, newest], 1)

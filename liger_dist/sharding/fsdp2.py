@@ -90,7 +90,7 @@ class FSDP2(FullySharded):
 
     @property
     def compiles_layers(self) -> bool:
-        return self.compile_layers or self.float8 is not None
+        return super().compiles_layers or self.float8 is not None
 
     @property
     def shards_sequences(self) -> bool:

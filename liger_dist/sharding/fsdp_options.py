@@ -5,22 +5,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_map
 
-from liger_dist.config import WrapConfig, check_dtype
+from liger_dist.config import WrapConfig, check_choice, check_dtype
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
-from liger_dist.model.compile import compile_each, compiled_call, restore_call
+from liger_dist.model.compile import compile_each, compiled_call, reason_against_compiling, restore_call
 from liger_dist.model.peft import reads_sharded_weights
 from liger_dist.model.structure import Structure
 
 from .lost_gradients import check_hooks, warn_of_experts
 from .mesh import Mesh, check_mesh, require_process_group
+from .process_groups import compute_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +46,27 @@ class FullySharded:
     """True to free a decoder layer's full weights between its forward and its backward."""
     cpu_offload: bool = False
     """True to keep shards, gradients and optimizer state in host memory."""
-    compile_layers: bool = False
-    """True to compile each decoder layer, as :func:`liger_dist.compile_layers`."""
+    compile_layers: bool | Literal["auto"] = False
+    """True to compile each decoder layer, as :func:`liger_dist.compile_layers`. "auto": on GPUs, except for layers that
+    are recurrent or quantized, and with ``mlp_tile_tokens``; ``explain`` shows the decision."""
 
     def __post_init__(self) -> None:
         check_dtype("param_dtype", self.param_dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
+        check_choice("compile_layers", self.compile_layers, (False, True, "auto"))
 
     @property
     def compiles_layers(self) -> bool:
         """True if an option requires compiled layers."""
-        return self.compile_layers
+        return self.compile_layers is True
+
+    def reason_against_compiling(
+        self, structure: Structure, config: WrapConfig, *, mixes_documents: bool
+    ) -> str | None:
+        """Says why ``compile_layers="auto"`` does not compile these layers; None if it does."""
+        if config.mlp_tile_tokens is not None:
+            return f"mlp_tile_tokens is {config.mlp_tile_tokens}"
+        return reason_against_compiling(structure.layers, device=compute_device(), mixes_documents=mixes_documents)
 
     def compile(self, structure: Structure, undo: ExitStack) -> None:
         """Compiles the decoder layers if an option requires it; call it before they are sharded."""

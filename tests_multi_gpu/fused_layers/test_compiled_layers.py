@@ -16,6 +16,7 @@ from torch import Tensor
 from truth import relative_error
 
 import liger_dist
+from liger_dist.model.compile import reason_against_compiling
 from liger_dist.sharding.process_groups import compute_device
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +125,38 @@ def test_other_lengths_are_not_compiled_one_by_one() -> None:
         wrapped(**texts(length)).loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[-1], graphs
+
+
+@pytest.mark.parametrize("strategy", [liger_dist.FSDP1, liger_dist.FSDP2])
+def test_auto_decides_from_facts_and_explains(strategy: Any, workers_2: Workers) -> None:
+    for with_tiles, alone in workers_2.run(explained, strategy):
+        assert with_tiles == "none: mlp_tile_tokens is 8"
+        assert alone in ("none: the device is cpu", "2 of 2")
+        assert (alone == "2 of 2") == (compute_device().type == "cuda")
+
+
+def explained(strategy: Any) -> list[str | None]:
+    configs = (liger_dist.WrapConfig(mlp_tile_tokens=8), liger_dist.WrapConfig())
+    made = (make_model("llama", dtype=torch.float32) for _ in configs)
+    wrapped = (
+        liger_dist.wrap(model, strategy(compile_layers="auto"), config=config)
+        for model, config in zip(made, configs, strict=True)
+    )
+    return [liger_dist.explain(model).compiled for model in wrapped]
+
+
+def test_auto_leaves_layers_alone_that_compilation_does_not_help() -> None:
+    gpu, layers = torch.device("cuda"), make_model("llama").model.layers
+    assert reason_against_compiling(layers, device=gpu, mixes_documents=False) is None
+    assert "recurrent" in str(reason_against_compiling(layers, device=gpu, mixes_documents=True))
+    assert "no list" in str(reason_against_compiling((), device=gpu, mixes_documents=False))
+    layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    assert "quantized" in str(reason_against_compiling(layers, device=gpu, mixes_documents=False))
+
+
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.raises(liger_dist.LigerDistError, match="compile_layers is 'yes'; expected one of False, True, 'auto'"):
+        liger_dist.FSDP2(compile_layers="yes")  # type: ignore[arg-type]
 
 
 def test_tiles_of_the_mlp_are_refused() -> None:
