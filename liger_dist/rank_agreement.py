@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .explain import Explanation, explain
 from .sharding import deepspeed, fsdp1
+from .sharding.mesh import local_shard
 from .sharding.process_groups import collective_device
 from .wrap import inner_model, record_of
 
@@ -125,7 +126,7 @@ def _copies(
         if tensor is None:
             continue
         if isinstance(parameter, DTensor):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_shard(tensor)
             if tensor_parallel_size > 1 and largest_mesh is not None and parameter.device_mesh.ndim < largest_mesh.ndim:
                 group = largest_mesh.get_group(largest_mesh.ndim - 1)
                 copies.setdefault(group, []).append((name, local))

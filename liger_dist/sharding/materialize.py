@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from liger_dist.errors import LigerDistError
 
 from .base import Initializer
+from .mesh import local_shard
 from .process_groups import collective_device
 
 
@@ -61,7 +62,7 @@ def materialize(
         for module, name in owners[1:]:
             module._parameters[name] = first._parameters[first_name]
     for tensor in (*model.parameters(), *model.buffers()):
-        _poison(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        _poison(local_shard(tensor))
     seed = torch.randint(2**62, (), device="cpu")
     if dist.is_initialized():
         seed = seed.to(collective_device())

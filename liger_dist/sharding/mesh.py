@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from liger_dist.errors import LigerDistError
 
@@ -13,6 +15,11 @@ TENSOR_PARALLEL = "tp"
 """name of a tensor-parallel axis; all others are data-parallel"""
 SEQUENCE = "sp"
 """name of an axis over which sequences are sharded; parameters are sharded over it too"""
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, or the tensor itself; call it without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def require_process_group(strategy: str, world_size: int | None) -> int:

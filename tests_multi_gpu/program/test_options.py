@@ -26,7 +26,7 @@ from models import make_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from training_runs import ROOT, config_for, losses_of, metrics_of, published, write_base
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -499,13 +499,16 @@ def clipped(rank: int, norm_type: float) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     flat = init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
-    full = [torch.randn(8, 6), torch.randn(12, 4), torch.randn(5), torch.randn(7, 3)]
+    # Of the last two, one rank has an empty shard, and every rank all.
+    full = [torch.randn(*shape) for shape in ((8, 6), (12, 4), (5,), (7, 3), (3, 2), (4,))]
     grads = [torch.randn_like(value) * 3 for value in full]
     sharded: list[Any] = [
         distribute_tensor(full[0], grid, [Shard(0), Shard(1)]),
         distribute_tensor(full[1], flat, [Shard(0)]),
         full[2].clone(),
         distribute_tensor(full[3], flat, [Shard(0)]),
+        distribute_tensor(full[4], flat, [Shard(0)]),
+        distribute_tensor(full[5], grid, [Replicate(), Replicate()]),
     ]
     parameters = [nn.Parameter(value) for value in sharded]
     for parameter, gradient in zip(parameters, grads, strict=True):
