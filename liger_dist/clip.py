@@ -67,8 +67,12 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
     if limit < float("inf"):
         # A norm that is not finite is replaced by 0, so that torch clamps the factor limit / 0 to 1.
         finite = torch.where(total.isfinite(), total, 0.0)
-        shards = [_Gradient(local_shard(gradient)) for gradients in by_layout.values() for gradient in gradients]
-        nn.utils.clip_grads_with_norm_(shards, limit, finite)  # type: ignore[arg-type]
+        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
+        for gradient in (gradient for gradients in by_layout.values() for gradient in gradients):
+            by_dtype.setdefault(gradient.dtype, []).append(_Gradient(local_shard(gradient)))
+        for dtype, shards in by_dtype.items():
+            # With a factor of another dtype torch multiplies one tensor after the other.
+            nn.utils.clip_grads_with_norm_(shards, limit, finite.clamp(max=torch.finfo(dtype).max).to(dtype))  # type: ignore[arg-type]
     return total
 
 

@@ -336,7 +336,13 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     layers = LayerReport()
     undo.callback(restore_layers, model, owner=owner)
     if config.layer_kernels:
-        layers = swap_layers(model, backend=config.backend, owner=owner, mlp_tile_tokens=config.mlp_tile_tokens)
+        layers = swap_layers(
+            model,
+            backend=config.backend,
+            owner=owner,
+            mlp_tile_tokens=config.mlp_tile_tokens,
+            compiled=_compiled_layers(found.structure, strategy),
+        )
     attention = AttentionSelection(NOT_WANTED)
     if config.varlen_attention:
         attention = select_attention(model, found.structure.decoder)
@@ -361,6 +367,13 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     swap_model(model, loss)
     loss.install(model)
     return record
+
+
+def _compiled_layers(structure: Structure, strategy: Strategy) -> list[nn.Module]:
+    """Returns layers that are compiled, or will be by the strategy."""
+    if isinstance(strategy, FullySharded) and strategy.compiles_layers:
+        return list(structure.layers)
+    return [layer for layer in structure.layers if compiled_call(layer) is not None]
 
 
 def _restore(model: nn.Module, record: Wrapped) -> None:

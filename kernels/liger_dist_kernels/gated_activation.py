@@ -171,7 +171,12 @@ def gated_activation_bwd(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return d_gate.view(gate.shape), d_up.view(gate.shape)
+    return _shaped(d_gate, gate), _shaped(d_up, up)
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor in the other one's shape; a view costs as much host time as an allocation."""
+    return rows if rows.shape == like.shape else rows.view(like.shape)
 
 
 def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

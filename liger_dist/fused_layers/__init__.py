@@ -5,6 +5,7 @@ forward. A match is detected by structure, confirmed by a probe of the module's 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,10 +41,22 @@ class LayerReport:
         return rows + [("left alone", f"{what}: {why}") for what, why in (*self.left, *self.absent)]
 
 
-def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_tokens: int | None = None) -> LayerReport:
+COMPILED = "its decoder layer is compiled, from its own code"
+
+
+def swap_layers(
+    model: nn.Module,
+    *,
+    backend: Backend,
+    owner: str,
+    mlp_tile_tokens: int | None = None,
+    compiled: Iterable[nn.Module] = (),
+) -> LayerReport:
     """Swaps the forward of every module of ``model`` that one of :data:`KINDS` matches.
 
     Args:
+        compiled: layers whose modules keep their forwards, because a compiled one runs its own code: every check of a
+            swapped forward would be a guard, evaluated in each call.
         owner: id of the ``wrap`` call, for :func:`restore_layers`.
         mlp_tile_tokens: tokens of a tile of gated MLPs; None for all at once.
 
@@ -53,11 +66,17 @@ def swap_layers(model: nn.Module, *, backend: Backend, owner: str, mlp_tile_toke
     swapped: Counter[str] = Counter()
     left: dict[str, str] = {}
     seen: set[str] = set()
+    in_compiled = {module for layer in compiled for module in layer.modules()}
     for module in list(model.modules()):
         if isinstance(module, Swapped):
             seen.add(module._liger_dist_kind.name)
             continue
         name = type(module).__name__
+        if module in in_compiled:
+            kinds = [kind.name for kind in KINDS if kind.is_candidate(module)]
+            seen.update(kinds)
+            left |= {f"{name} ({kind})": COMPILED for kind in kinds[:1]}
+            continue
         reasons: dict[str, str] = {}
         for kind in (kind for kind in KINDS if kind.is_candidate(module)):
             seen.add(kind.name)

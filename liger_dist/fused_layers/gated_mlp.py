@@ -310,11 +310,11 @@ def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *a
     if torch.compiler.is_compiling() or hidden_states is None or args or kwargs or not _is_as_probed(module, match):
         return NotImplemented
     is_own = runs_own_code(hidden_states)
-    compute = functools.partial(original_forward(module) if is_own else _fused, module)
     if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
+        compute = functools.partial(original_forward(module) if is_own else _fused, module)
         recompute = compute if is_own else functools.partial(_fused, module, needs_values=False)
         return compute_in_tiles(module, compute, hidden_states, match.tile_tokens, recompute=recompute)
-    return compute(hidden_states)
+    return NotImplemented if is_own else _fused(module, hidden_states)
 
 
 def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
