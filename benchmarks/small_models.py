@@ -8,13 +8,17 @@ becomes slower does so for all of them. ``--ways`` names some, where not all fit
 fp32 masters, bf16 compute and fp32 reduction. Fused AdamW and clipping are torch's, and for liger_dist under FSDP2
 those of ``liger-dist train``. LoRA: rank 16 on all linear layers, the frozen weights shared by all ways.
 
+``--ways`` also takes a budget of liger_dist's buffer for logits: ``liger_dist, 256 MiB``.
+
 ``host ms``: the time until the call returns, from an empty queue. ``kernels``: launches of one step.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -116,6 +120,18 @@ SHAPES: dict[str, Shape] = {
         },
         4096,
     ),
+    "8 layers of 2048, untied": Shape(
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+        4096,
+    ),
     "Llama 8B, LoRA": Shape("llama", _LLAMA_8B, 1024, has_lora=True),
 }
 TOKENS_UNDER_FSDP2 = 8192
@@ -201,13 +217,15 @@ def make_training(way: str, shape: Shape, sharding: Sharding, frozen: dict[str, 
 
         getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{shape.model_type}")(model=base)
     if is_ours:
+        budget = re.search(r"(\d+) MiB", way)
+        config = liger_dist.WrapConfig(memory_budget=None if budget is None else int(budget[1]) * 2**20)
         if sharding == "fsdp2":
             strategy: Any = liger_dist.FSDP2(param_dtype=torch.bfloat16, compile_layers=is_compiled)
         else:
             strategy = "none"
             if is_compiled:
                 liger_dist.compile_layers(model)
-        model = liger_dist.wrap(model, strategy)
+        model = liger_dist.wrap(model, strategy, config=config)
     else:
         for layer in base.model.layers if is_compiled else ():
             layer.compile()
@@ -251,6 +269,9 @@ def rows_of(problem: str, shape: Shape, sharding: Sharding, ways: list[str], rou
         torch.cuda.synchronize()
         training.peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
         torch.cuda.empty_cache()
+    # Python's garbage collection goes through what is there: that of a single way, in training.
+    gc.collect()
+    gc.freeze()
     draw = random.Random(0)
     for _ in tqdm(range(rounds), desc=problem, disable=dist.get_rank() != 0):
         for way in draw.sample(ways, len(ways)):
@@ -267,6 +288,7 @@ def rows_of(problem: str, shape: Shape, sharding: Sharding, ways: list[str], rou
         row.figures |= {"peak GiB": training.peak_gib, "loss": float(training.loss)}  # type: ignore[arg-type]
         rows.append(row)
     vars(module).update(own)
+    gc.unfreeze()
     torch._dynamo.reset()
     return rows
 

@@ -147,7 +147,7 @@ def rotate(
     heads = min(16, next_power_of_2(heads_q))
     blocks_q = cdiv(heads_q, heads)
     blocks_k = cdiv(k.shape[heads_dim], heads) if len(tensors) > 1 else 0
-    if any(y.numel() > 0 for y in rotated):
+    if rotated[0].numel() > 0 or rotated[-1].numel() > 0:
         launch(
             _rotate_kernel,
             (batch * tokens, blocks_q + blocks_k),
@@ -185,10 +185,12 @@ def rotate(
 
 def _strides(x: Tensor, heads_dim: int) -> tuple[int, int, int]:
     """Returns the strides of batch, tokens and heads; 0 along dims of size 1, which broadcast."""
-    b, *others = (0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
-    if len(others) == 1:
-        return b, others[0], 0
-    return (b, others[1], others[0]) if heads_dim == 1 else (b, others[0], others[1])
+    shape, strides = x.shape, x.stride()
+    batch = 0 if shape[0] == 1 else strides[0]
+    if len(shape) == 3:
+        return batch, 0 if shape[1] == 1 else strides[1], 0
+    first, second = 0 if shape[1] == 1 else strides[1], 0 if shape[2] == 1 else strides[2]
+    return (batch, second, first) if heads_dim == 1 else (batch, first, second)
 
 
 def rotate_reference(

@@ -232,14 +232,20 @@ class Loop:
             is_asked = trainer.progress.step >= stop_at
             if config.gc_every:
                 gc.disable()
+            first = trainer.progress.step
             while trainer.progress.step < trainer.num_steps and not is_asked and not self._stops_early:
                 if config.gc_every and trainer.progress.step % config.gc_every == 0:
                     gc.collect()
                 try:
                     is_asked = self._step(interruption) or trainer.progress.step >= stop_at
+                    if trainer.progress.step == first + 1:
+                        # Collections would go through the model and its compiled code, which stay.
+                        gc.collect()
+                        gc.freeze()
                 except InterruptedStepError:
                     trainer.engine.clear()
                     is_asked = True
+            gc.unfreeze()
             self._checkpoints.finish()
             if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
                 broken = trainer.engine.broken_weights()

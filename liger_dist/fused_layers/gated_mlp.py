@@ -346,10 +346,12 @@ def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = Tru
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
-    return has_settings(module, match.settings) and all(
-        module._modules.get(name) is part and not has_hooks(part) and has_settings(part, settings)
-        for name, (part, settings) in match.others.items()
-    )
+    if not has_settings(module, match.settings):
+        return False
+    for name, (part, settings) in match.others.items():
+        if module._modules.get(name) is not part or has_hooks(part) or not has_settings(part, settings):
+            return False
+    return True
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:
