@@ -157,7 +157,9 @@ def _has_documents(arguments: dict[str, Any]) -> bool:
     if arguments.get("local_size") is not None and arguments["local_size"] < 1:
         return False
     is_indexed = not arguments.get("use_vmap", False) and "allow_is_bidirectional_skip" not in arguments
-    return is_indexed and not torch.compiler.is_compiling() and not is_replaced()
+    # A CUDA graph cannot copy lengths to the host: it computes the dense mask in each replay.
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_indexed and not torch.compiler.is_compiling() and not is_captured and not is_replaced()
 
 
 def is_replaced() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 from truth import relative_error
 
 import liger_dist
+from liger_dist_kernels import NormOptions, norm_fwd
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 2048, 32003), (8192, 4096, 128256)]
@@ -156,6 +158,21 @@ def test_labels_on_the_gpu_are_counted_at_the_models_entry() -> None:
     batch["labels"][0, 3] = 101
     with pytest.raises(liger_dist.LigerDistError, match="a label is 101"):
         model(**batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_launches_of_a_compiled_kernel_read_their_own_arguments(dtype: torch.dtype) -> None:
+    """Numbers of tokens, addresses that are no multiple of 16 bytes, strides and options that vary from launch to
+    launch, each of them twice."""
+    for D, eps in ((64, 1e-6), (96, 1e-6), (96, 1e-1)):
+        options, weight = NormOptions(eps=eps), torch.randn(D, device="cuda").to(dtype)
+        for T, offset, extra in itertools.product((1, 5, 16, 1000), (0, 1), (0, 16, 3)):
+            memory = torch.randn(T * (D + extra) + offset, device="cuda").to(dtype)
+            x = memory[offset:].view(T, D + extra)[:, :D]
+            for _ in range(2):
+                got = norm_fwd(x, weight, None, options=options).y
+                want = norm_fwd(x, weight, None, options=options, backend="reference").y
+                assert relative_error(got, want) < 4e-3, (D, eps, T, offset, extra)
 
 
 def test_cuda_graph_capture_and_replay_with_other_labels() -> None:

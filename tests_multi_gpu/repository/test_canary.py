@@ -97,6 +97,7 @@ NAMES: dict[tuple[str, str], str] = {
         "CompileContext.current_compile_id",
     ): "logits.py tells torch.compile the sizes of logits that it then does not find, under torch 2.11",
     ("torch.autograd.forward_ad", "_current_level"): "torch_modes.py does not see forward-mode differentiation",
+    ("triton.compiler", "CompiledKernel.__getitem__"): "_triton_utils.py cannot launch a compiled kernel",
     ("torch.optim.adam", "Adam._init_group"): "optimizer.py updates DTensors one operator of DTensor after the other",
     ("torch", "_assert_async"): "collectives.py cannot check labels on a GPU without waiting for it",
     ("torch", "Tensor._make_subclass"): "logits.py cannot make zero-width logits",

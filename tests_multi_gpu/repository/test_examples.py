@@ -18,12 +18,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "peft_lora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
-OTHERS = ("tiny.py", "write_chats.py", "write_tasks.py")
-"""imported, or run by test_own_chats.py and test_evaluation.py"""
+OTHERS = ("cuda_graph.py", "tiny.py", "write_chats.py", "write_tasks.py")
+"""needs a GPU, imported, or run by test_own_chats.py and test_evaluation.py"""
 
 
 def test_none_is_left_out() -> None:
     assert {path.name for path in (ROOT / "docs" / "examples").glob("*.py")} == {*EXAMPLES, *OTHERS}
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
+    said = run_command(["python", str(ROOT / "docs" / "examples" / "cuda_graph.py")], tmp_path)
+    assert "the same losses as without a graph" in said
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
