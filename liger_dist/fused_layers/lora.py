@@ -99,9 +99,10 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     name = None if args or kwargs else _adapter(module, x)
     if name is None:
         return NotImplemented
-    y = module.base_layer(x)
-    low = module.lora_A[name](x)
-    b = module.lora_B[name]
+    modules = module._modules
+    y = modules["base_layer"](x)
+    low = modules["lora_A"]._modules[name](x)
+    b = modules["lora_B"]._modules[name]
     if not _may_add(y, low, b.weight):
         return (y + b(low) * module.scaling[name]).to(y.dtype)
     return _added(y, low, b.weight, module.scaling[name])
@@ -118,11 +119,17 @@ def _adapter(module: Any, x: Any) -> str | None:
     if runs_own_code(x, under_autocast=False):
         return None
     name = only_plain_adapter(module)
-    if name is None or not _is_fresh_output_of(module.base_layer):
+    modules = module._modules
+    if name is None or not _is_fresh_output_of(modules["base_layer"]):
         return None
-    a, b = module.lora_A[name], module.lora_B[name]
-    is_plain = all(type(part) is nn.Linear and part.bias is None and is_local(part.weight) for part in (a, b))
-    return name if is_plain and not has_hooks(b) and a.weight.dtype == b.weight.dtype == x.dtype else None
+    a, b = modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
+    for part in (a, b):
+        if type(part) is not nn.Linear or part.bias is not None:
+            return None
+        weight = part.weight
+        if not is_local(weight) or weight.dtype != x.dtype:
+            return None
+    return None if has_hooks(b) else name
 
 
 def _is_fresh_output_of(base: nn.Module) -> bool:

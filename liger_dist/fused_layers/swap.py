@@ -231,25 +231,30 @@ def _defaults_of(cls: Any) -> frozenset[str]:
 
 def has_hooks(module: nn.Module) -> bool:
     """True if the module has hooks, or a patched forward, that do not belong to FSDP or DeepSpeed."""
-    return "forward" in vars(module) or any(not _is_of_framework(hook) for hook in _hooks(module))
+    if "forward" in vars(module):
+        return True
+    hooks = _hooks(module)
+    return bool(hooks) and any(not _is_of_framework(hook) for hook in hooks)
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    for own in (
+def _hooks(module: nn.Module) -> list[Any]:
+    """Returns the hooks of a call of the module."""
+    everywhere = nn.modules.module
+    found: list[Any] = []
+    # Most modules have none, in every layer and step: no generators.
+    for hooks in (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_forward_hooks,
+        everywhere._global_backward_pre_hooks,
+        everywhere._global_backward_hooks,
     ):
-        yield from own.values()
-    everywhere = nn.modules.module
-    for name in (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-    ):
-        yield from getattr(everywhere, name, {}).values()
+        if hooks:
+            found += hooks.values()
+    return found
 
 
 def _is_of_framework(hook: Any) -> bool:
@@ -266,7 +271,7 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     is_linear = type(module) is nn.Linear and "forward" not in vars(module) and nn.Linear.forward is _LINEAR_FORWARD
     # DeepSpeed and others replace it by a Python function.
     is_linear = is_linear and isinstance(F.linear, BuiltinFunctionType)
-    return is_linear and is_local(module.weight) and next(_hooks(module), None) is None
+    return is_linear and is_local(module.weight) and not _hooks(module)
 
 
 def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:

@@ -99,12 +99,14 @@ def reads_base_weight(layer: nn.Module) -> bool:
 def only_plain_adapter(layer: Any) -> str | None:
     """Returns the name of the one active PEFT adapter of a LoRA layer, if its forward now adds ``scaling * B(A(x))``:
     not disabled, not merged, no variant of LoRA, no active dropout."""
-    if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+    active = layer.active_adapters
+    if len(active) != 1 or layer.disable_adapters or layer.merged:
         return None
-    (name,) = layer.active_adapters
-    if name not in layer.lora_A or name in layer.lora_variant:
+    # By the dicts of submodules: each attribute that is a module takes 1 us, in every layer and step.
+    (name,), modules = active, layer._modules
+    if name not in modules["lora_A"]._modules or name in layer.lora_variant:
         return None
-    dropout = layer.lora_dropout[name]
+    dropout = modules["lora_dropout"]._modules[name]
     is_dropped = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
     return None if is_dropped else name
 
