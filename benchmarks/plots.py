@@ -39,6 +39,27 @@ def plot_time(problems: Problems, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_small(problems: Problems, path: Path) -> None:
+    """The host's parts of a step, stacked, with the step's time as a mark."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(problems), 1, figsize=(9, 1.7 * len(problems)), squeeze=False)
+    for (axis,), (name, problem) in zip(axes, problems.items(), strict=True):
+        names, left = [row["name"] for row in problem["rows"]], [0.0] * len(problem["rows"])
+        for part, colour in zip(("forward", "backward", "update"), ("C0", "C1", "C2"), strict=True):
+            values = [row["figures"][f"{part} host ms"] for row in problem["rows"]]
+            axis.barh(names, values, left=left, color=colour, label=f"host: {part}")
+            left = [before + value for before, value in zip(left, values, strict=True)]
+        axis.plot([row["median_ms"] for row in problem["rows"]], names, "k|", markersize=14, label="step")
+        axis.set_title(f"{name}: ms", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def plot_sequences(problems: Problems, path: Path) -> None:
     """Time and memory of every way."""
     import matplotlib.pyplot as plt

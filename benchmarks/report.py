@@ -19,6 +19,7 @@ from .plots import (
     plot_overview,
     plot_ratios,
     plot_sequences,
+    plot_small,
     plot_split,
     plot_steps,
     plot_time,
@@ -88,6 +89,18 @@ belongs to a library. A launch counts for the code that asked for it, so a layer
 computes it. Profiled steps are longer than those that are timed.
 
 ![Computing, communicating and waiting](plots/host_time.png)
+"""
+SMALL = """## Small models: time of the host
+
+Steps of small models, all ways in memory together and a few steps each in turn: bf16 weights on one GPU; under FSDP2
+fp32 masters, bf16 compute and fp32 reduction. Fused AdamW and clipping are torch's, and for liger_dist under FSDP2
+those of `liger-dist train`. `host`: milliseconds until forward, backward and update (clipping and optimizer) return,
+from an empty queue. `GPU`: milliseconds in which a kernel runs, NCCL's included, which may wait for the other GPU.
+`kernels`: launches of a step. LoRA: rank 16 on all linear layers of Llama 8B, the frozen weights shared by all ways.
+The tables of two GPUs were measured before garbage collection was frozen in the benchmark and before the last changes
+to rotary and LoRA layers.
+
+![Milliseconds of a step and of its host](plots/small_models.png)
 """
 SEQUENCES = """## Packed, padded and long sequences
 
@@ -314,6 +327,22 @@ def time_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def small_section(problems: Problems) -> str:
+    """One table for each model and sharding."""
+    parts = [SMALL]
+    header = ("implementation", "ms", "host: forward", "backward", "update", "GPU", "kernels", "peak GiB")
+    names = ("forward host ms", "backward host ms", "update host ms", "GPU busy ms", "kernels", "peak GiB")
+    for name, problem in problems.items():
+        rows = []
+        for row in problem["rows"]:
+            time = f"{row['median_ms']:.1f} ({row['p20_ms']:.1f}–{row['p80_ms']:.1f})"
+            patterns = (".1f", ".1f", ".1f", ".1f", ".0f", ".2f")
+            figures = [number(row["figures"][of], form) for of, form in zip(names, patterns, strict=True)]
+            rows.append([row["name"], time, *figures])
+        parts += [f"### {name}\n", table(header, rows), footnote(problem["environment"])]
+    return "\n".join(parts)
+
+
 def sequences_section(problems: Problems) -> str:
     """One table for each problem."""
     return timed_section(SEQUENCES, problems, {"GiB above the weights": ("GiB", ".2f")}, "way")
@@ -390,6 +419,7 @@ PARTS: tuple[Part, ...] = (
     ("vocab_parallel", {"vocab_parallel": plot_split}, split_section),
     ("training_step", {"training_step": plot_steps, "overview": plot_overview}, step_section),
     ("host_time", {"host_time": plot_time}, time_section),
+    ("small_models", {"small_models": plot_small}, small_section),
     ("sequences", {"sequences": plot_sequences}, sequences_section),
     ("long_context", {"long_context": plot_steps}, long_section),
     ("log_probs", {"log_probs": plot_ratios}, policies_section),

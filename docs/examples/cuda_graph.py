@@ -15,7 +15,8 @@ import liger_dist
 
 SIZE, LAYERS, SEQUENCES, TOKENS = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (64, 2, 2, 32)
 if not torch.cuda.is_available():
-    sys.exit("CUDA graphs need a GPU")
+    print("CUDA graphs need a GPU; this machine has none")
+    sys.exit()
 
 
 def make_training(model):

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
 from liger_dist.fused_layers.recurrent import packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
-from liger_dist.model.peft import base_model_of
 from liger_dist.model.structure import find_structure
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
@@ -159,8 +158,8 @@ def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Modul
         return f"--mlp_tile_tokens {config.mlp_tile_tokens}"
     if not config.layer_kernels:
         return "--layer_kernels false"
-    layers = find_structure(base_model_of(model)).layers
-    mixes_documents = packing_objection(model) is not None
+    layers = find_structure(model).layers
+    mixes_documents = device().type == "cuda" and packing_objection(model) is not None
     return compile_is_no_gain(layers, device=device(), mixes_documents=mixes_documents)
 
 

@@ -18,7 +18,6 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from liger_dist import LigerDistError
 from liger_dist.model.structure import find_structure
-from liger_dist.sharding.mesh import local_shard
 
 from .config import RATIO_OF, TrainConfig
 
@@ -106,8 +105,12 @@ class ShardedAdamW(AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
-            tensors[:] = map(local_shard, tensors)
+            tensors[:] = map(_local, tensors)
         return is_complex
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
@@ -186,7 +189,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         for parameter, average in zip(self._parameters, self.state.values(), strict=True):
-            local_shard(average).lerp_(local_shard(parameter), 1 - self._decay)
+            _local(average).lerp_(_local(parameter), 1 - self._decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -292,5 +295,5 @@ def check_no_weight_decay(config: TrainConfig, model: nn.Module) -> None:
 
 def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
     """Names the tensors whose part on this rank holds NaN or Inf."""
-    local = {name: local_shard(tensor) for name, tensor in tensors.items() if tensor is not None}
+    local = {name: _local(tensor) for name, tensor in tensors.items() if tensor is not None}
     return [clean(name) for name, tensor in local.items() if not bool(tensor.isfinite().all())]
