@@ -38,8 +38,9 @@ def runs_triton(tensor: Tensor, backend: Backend) -> bool:
     return backend == "triton"
 
 
-_COMPILED: dict[Any, tuple[CompiledKernel, tuple[str, ...]]] = {}
-"""compiled kernels by launch, with the names of the parameters that a launch passes by name"""
+_COMPILED: dict[Any, tuple[CompiledKernel, tuple[str, ...], Any]] = {}
+"""compiled kernels by launch, with the names of the parameters that a launch passes by name, and the kernel, whose id
+is part of the launch"""
 _MOST_COMPILED = 4096
 """launches that are remembered: some differ in the number of tokens alone"""
 
@@ -64,10 +65,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **options)
         return
-    key = (id(kernel), device, *map(_kind_of, args), *map(_value_of, options.values()))
+    key = (id(kernel), device, *map(_kind_of, args), *options, *map(_value_of, options.values()))
     known = _COMPILED.get(key)
     if known is not None:
-        compiled, names = known
+        compiled, names, _ = known
         compiled[(*grid, 1, 1)](*args, *[options[name] for name in names])
         return
     found = kernel[grid](*args, **options)
@@ -75,7 +76,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if isinstance(found, CompiledKernel) and torch.version.hip is None:
         if len(_COMPILED) >= _MOST_COMPILED:
             _COMPILED.clear()
-        _COMPILED[key] = found, tuple(kernel.arg_names[len(args) :])
+        _COMPILED[key] = found, tuple(kernel.arg_names[len(args) :]), kernel
 
 
 def _kind_of(argument: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from liger_dist import LigerDistError
+from liger_dist import LigerDistError, explain
 
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
 from .config import TrainConfig
@@ -237,11 +237,10 @@ class Loop:
                 if config.gc_every and trainer.progress.step % config.gc_every == 0:
                     gc.collect()
                 try:
+                    began = time.perf_counter()
                     is_asked = self._step(interruption) or trainer.progress.step >= stop_at
                     if trainer.progress.step == first + 1:
-                        # Collections would go through the model and its compiled code, which stay.
-                        gc.collect()
-                        gc.freeze()
+                        self._settle(time.perf_counter() - began)
                 except InterruptedStepError:
                     trainer.engine.clear()
                     is_asked = True
@@ -254,6 +253,16 @@ class Loop:
         if trainer.progress.step >= trainer.num_steps:
             return None
         return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
+
+    def _settle(self, seconds: float) -> None:
+        """After the first step: says how long it took with compilation, and leaves what is there to the end."""
+        trainer = self._trainer
+        compiled = None if trainer.dims.strategy == "deepspeed" else explain(trainer.engine.model).compiled
+        if compiled is not None:
+            _say(f"layers compiled: {compiled}; with the compilation the first step took {seconds:.1f} s")
+        # Garbage collections would go through the model and its compiled code.
+        gc.collect()
+        gc.freeze()
 
     def _step(self, interruption: Interruption) -> bool:
         """Makes a step and what follows it; True where a rank was asked to end."""

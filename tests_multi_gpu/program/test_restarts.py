@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import shutil
 import signal
 import threading
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -428,18 +430,22 @@ def test_layers_that_are_compiled(
 ) -> None:
     """By Dynamo alone: Inductor's compiler is not everywhere."""
     config = config_for(data, cache, tmp_path, strategy=strategy, compile=True, stop_at_step=3)
-    assert workers_2.run(train_compiled, config) == [2, 2]
+    first, second = workers_2.run(train_compiled, config)
+    assert first[0] == second[0] == 2
+    assert "layers: compiled, in the first step" in first[1]
+    assert "layers compiled: 2 of 2; with the compilation the first step took" in first[1]
+    assert not second[1]
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-4)
 
 
-def train_compiled(config: TrainConfig) -> int:
-    """How many layers were compiled."""
+def train_compiled(config: TrainConfig) -> tuple[int, str]:
+    """How many layers were compiled, and what is printed."""
     own, compiled = torch.nn.Module.compile, []
 
     def compile(self: torch.nn.Module, **_: object) -> None:
         compiled.append(self)
         own(self, backend="aot_eager")
 
-    with mock.patch.object(torch.nn.Module, "compile", compile):
+    with mock.patch.object(torch.nn.Module, "compile", compile), redirect_stdout(io.StringIO()) as said:
         train(config)
-    return len(compiled)
+    return len(compiled), said.getvalue()
