@@ -21,36 +21,29 @@ OVERVIEW = {
 
 def plot_time(problems: Problems, path: Path) -> None:
     """The three parts of a profiled step, stacked."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(problems), 1, figsize=(9, 1.7 * len(problems)), squeeze=False)
-    for (axis,), (name, problem) in zip(axes, problems.items(), strict=True):
-        names, left = [row["name"] for row in problem["rows"]], [0.0] * len(problem["rows"])
-        for part, colour in zip(GPU_PARTS, ("C0", "C1", "lightgrey"), strict=True):
-            values = [row["figures"][f"{part} ms"] for row in problem["rows"]]
-            axis.barh(names, values, left=left, color=colour, label=part)
-            left = [before + value for before, value in zip(left, values, strict=True)]
-        axis.set_title(f"{name} GPUs: ms", fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.invert_yaxis()
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    parts = {part: f"{part} ms" for part in GPU_PARTS}
+    _plot_stacked({f"{name} GPUs": problem for name, problem in problems.items()}, path, parts)
 
 
 def plot_small(problems: Problems, path: Path) -> None:
     """The host's parts of a step, stacked, with the step's time as a mark."""
+    parts = {f"host: {part}": f"{part} host ms" for part in ("forward", "backward", "update")}
+    _plot_stacked(problems, path, parts, marks_step=True)
+
+
+def _plot_stacked(problems: Problems, path: Path, parts: dict[str, str], *, marks_step: bool = False) -> None:
+    """Plots the figures of each row as one bar; ``parts`` names them by label."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(len(problems), 1, figsize=(9, 1.7 * len(problems)), squeeze=False)
     for (axis,), (name, problem) in zip(axes, problems.items(), strict=True):
         names, left = [row["name"] for row in problem["rows"]], [0.0] * len(problem["rows"])
-        for part, colour in zip(("forward", "backward", "update"), ("C0", "C1", "C2"), strict=True):
-            values = [row["figures"][f"{part} host ms"] for row in problem["rows"]]
-            axis.barh(names, values, left=left, color=colour, label=f"host: {part}")
+        for (label, of), colour in zip(parts.items(), ("C0", "C1", "C2" if marks_step else "lightgrey"), strict=True):
+            values = [row["figures"][of] for row in problem["rows"]]
+            axis.barh(names, values, left=left, color=colour, label=label)
             left = [before + value for before, value in zip(left, values, strict=True)]
-        axis.plot([row["median_ms"] for row in problem["rows"]], names, "k|", markersize=14, label="step")
+        if marks_step:
+            axis.plot([row["median_ms"] for row in problem["rows"]], names, "k|", markersize=14, label="step")
         axis.set_title(f"{name}: ms", fontsize=9)
         axis.tick_params(labelsize=7)
         axis.invert_yaxis()

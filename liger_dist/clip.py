@@ -77,7 +77,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
 
 
 class _Gradient(NamedTuple):
-    """A tensor in the place of a parameter's gradient, for torch's function."""
+    """Shard of a gradient, as the attribute that ``clip_grads_with_norm_`` reads of a parameter."""
 
     grad: Tensor
 

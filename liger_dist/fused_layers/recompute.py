@@ -190,9 +190,7 @@ def _drop_at_known_places(last: Any) -> bool:
             # The search that follows adds what is behind it, if there is something.
             steps[type(node).__name__] = _Step()
             return False
-        if step.is_producer:
-            if not hasattr(node, "output"):
-                return False
+        if step.is_producer and hasattr(node, "output"):
             producers.append(node)
         for place, name in step.saved_names:
             held += _saved_as(node, place, name)
@@ -222,7 +220,7 @@ def _drop_by_search(last: Any) -> None:
 
 
 def _walk(last: Any) -> tuple[list[Any], list[Any], dict[Any, tuple[Any, int]]]:
-    """Collects nodes whose output can be recomputed, products, and the edge by which each node was reached; stops after
+    """Collects nodes whose output can be recomputed, products, and the edge that led to each node; stops after
     :data:`MAX_NODES`.
 
     A walk ends at sums where an earlier one began: those of the residual stream, whose past has been walked.
@@ -267,9 +265,7 @@ def _remember(
         for passed, index in reversed(way):
             steps = _step_at(passed, steps).edges.setdefault(index, {})
         step = _step_at(node, steps)
-        if names is None:
-            step.is_producer = True
-        else:
+        if names is not None:
             step.saved_names.add(names)
 
 
@@ -277,6 +273,8 @@ def _step_at(node: Any, steps: _Steps) -> _Step:
     name = type(node).__name__
     if name not in steps:
         steps[name] = _Step()
+    # Also one whose output was kept at that time, by a hook for example.
+    steps[name].is_producer |= _kind_of(node).function is not None
     return steps[name]
 
 

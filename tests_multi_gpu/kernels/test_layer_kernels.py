@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 from weakref import ref
@@ -170,10 +171,57 @@ def check_block(block: Block, y: Tensor, x: Tensor) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("of_norm", [False, True], ids=["RMSNorm", "LayerNorm"])
 def test_outputs_are_recomputed_instead_of_saved(bias: bool, of_norm: bool) -> None:
+    """By a search of the graph the first time, at remembered places after it."""
     block, x = Block(bias, of_norm), random(2, 5, 16, dtype=torch.float64)
-    y = block(x)
-    assert all(memory.expired() for memory in block.memories)
-    check_block(block, y, x)
+    for _ in range(3):
+        y = block(x)
+        assert all(memory.expired() for memory in block.memories)
+        check_block(block, y, x)
+
+
+class ProductBlock(Block):
+    """Down projection of a product that kernels do not recompute, like an attention's output."""
+
+    def changed(self, down: Any, activated: Tensor) -> Tensor:
+        result: Tensor = down(activated.sigmoid() * 2.0)
+        return result
+
+
+class TanhBlock(Block):
+    """A graph that no other test has, with hooks on what its down projection saves."""
+
+    has_hooks = True
+
+    def changed(self, down: Any, activated: Tensor) -> Tensor:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with hooks if self.has_hooks else nullcontext():
+            result: Tensor = down(activated)
+        return result.tanh()
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_an_output_that_a_hook_kept_once_is_recomputed_later() -> None:
+    """The first search finds it behind a hook; the graph without the hook is the same."""
+    block, x = TanhBlock(), random(2, 5, 16, dtype=torch.float64)
+    for block.has_hooks in (True, False, False):
+        y = block(x)
+        assert [memory.expired() for memory in block.memories] == [True, not block.has_hooks]
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("outputs_of_any_size")
+def test_graphs_that_begin_alike_are_told_apart() -> None:
+    """Their last nodes are the same, and one of them holds outputs where the other has none."""
+    x = random(2, 5, 16, dtype=torch.float64)
+    for _ in range(3):
+        other = ProductBlock()
+        other(x)
+        assert other.memories[0].expired()
+        for bias in (False, True):
+            block = Block(bias)
+            y = block(x)
+            assert all(memory.expired() for memory in block.memories)
+            check_block(block, y, x)
 
 
 @pytest.mark.usefixtures("outputs_of_any_size")

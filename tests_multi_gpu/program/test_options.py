@@ -25,8 +25,6 @@ from harness import Workers
 from models import make_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from training_runs import ROOT, config_for, losses_of, metrics_of, published, write_base
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -492,62 +490,6 @@ def test_states_of_eight_bits_are_read_as_fp32_and_the_other_way_round(tmp_path:
                     assert torch.equal(getattr(own, name), getattr(other, name)), (is_8_bit, is_read_as_8_bit, kind)
     with pytest.raises(liger_dist.LigerDistError, match=r"which shards of \[1, 100\] cut through"):
         load_state({"optimizer": {"weight": {"exp_avg": torch.zeros(1, 100)}}}, tmp_path / "True")
-
-
-def clipped(rank: int, norm_type: float) -> None:
-    """Norms over two meshes and a plain parameter, against one process."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    flat = init_device_mesh("cpu", (4,))
-    torch.manual_seed(0)
-    # Of the last two, one rank has an empty shard, and every rank all.
-    full = [torch.randn(*shape) for shape in ((8, 6), (12, 4), (5,), (7, 3), (3, 2), (4,))]
-    grads = [torch.randn_like(value) * 3 for value in full]
-    sharded: list[Any] = [
-        distribute_tensor(full[0], grid, [Shard(0), Shard(1)]),
-        distribute_tensor(full[1], flat, [Shard(0)]),
-        full[2].clone(),
-        distribute_tensor(full[3], flat, [Shard(0)]),
-        distribute_tensor(full[4], flat, [Shard(0)]),
-        distribute_tensor(full[5], grid, [Replicate(), Replicate()]),
-    ]
-    parameters = [nn.Parameter(value) for value in sharded]
-    for parameter, gradient in zip(parameters, grads, strict=True):
-        if isinstance(parameter, DTensor):
-            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        else:
-            parameter.grad = gradient.clone()
-    plain = [nn.Parameter(value.clone()) for value in full]
-    for parameter, gradient in zip(plain, grads, strict=True):
-        parameter.grad = gradient.clone()
-    expected = torch.nn.utils.clip_grad_norm_(plain, 1.5, norm_type)
-    assert torch.allclose(liger_dist.clip_grad_norm_(parameters, 0, norm_type), expected)
-    assert torch.allclose(liger_dist.clip_grad_norm_(parameters, 1.5, norm_type), expected)
-    for parameter, other in zip(parameters, plain, strict=True):
-        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(found, other.grad)
-    assert torch.equal(liger_dist.clip_grad_norm_([], 1.0), torch.zeros(()))
-    gradient = parameters[2].grad
-    assert gradient is not None
-    gradient[0] = float("inf")
-    kept = [p.grad.to_local().clone() for p in parameters if isinstance(p.grad, DTensor)]
-    assert not liger_dist.clip_grad_norm_(parameters, 1.0, norm_type).isfinite()
-    assert all(
-        torch.equal(a, p.grad.to_local()) for a, p in zip(kept, [p for p in parameters if isinstance(p.grad, DTensor)])
-    )
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_adds_up_norms_on_two_meshes(norm_type: float, workers_4: Workers) -> None:
-    workers_4.run(clipped, 0, norm_type)
-
-
-def test_clipping_refuses_what_it_cannot_add_up() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    with pytest.raises(liger_dist.LigerDistError, match="max_norm is -1"):
-        liger_dist.clip_grad_norm_([parameter], -1)
-    parameter.ds_id, parameter.ds_shape = 0, parameter.shape  # type: ignore[attr-defined]
-    with pytest.raises(liger_dist.LigerDistError, match="DeepSpeed's, whose engine clips"):
-        liger_dist.clip_grad_norm_([parameter], 1.0)
 
 
 def test_a_resumed_run_continues_its_row_at_wandb(

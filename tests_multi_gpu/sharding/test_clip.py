@@ -1,0 +1,98 @@
+"""Clips gradients of several meshes, layouts and dtypes: the norm and the gradients of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import liger_dist
+
+
+def clipped(rank: int, norm_type: float) -> None:
+    """Norms over two meshes and a plain parameter, against one process."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flat = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    # Of the last two, one rank has an empty shard, and every rank all.
+    full = [torch.randn(*shape) for shape in ((8, 6), (12, 4), (5,), (7, 3), (3, 2), (4,))]
+    grads = [torch.randn_like(value) * 3 for value in full]
+    sharded: list[Any] = [
+        distribute_tensor(full[0], grid, [Shard(0), Shard(1)]),
+        distribute_tensor(full[1], flat, [Shard(0)]),
+        full[2].clone(),
+        distribute_tensor(full[3], flat, [Shard(0)]),
+        distribute_tensor(full[4], flat, [Shard(0)]),
+        distribute_tensor(full[5], grid, [Replicate(), Replicate()]),
+    ]
+    parameters = [nn.Parameter(value) for value in sharded]
+    for parameter, gradient in zip(parameters, grads, strict=True):
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        else:
+            parameter.grad = gradient.clone()
+    plain = [nn.Parameter(value.clone()) for value in full]
+    for parameter, gradient in zip(plain, grads, strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.nn.utils.clip_grad_norm_(plain, 1.5, norm_type)
+    assert torch.allclose(liger_dist.clip_grad_norm_(parameters, 0, norm_type), expected)
+    assert torch.allclose(liger_dist.clip_grad_norm_(parameters, 1.5, norm_type), expected)
+    for parameter, other in zip(parameters, plain, strict=True):
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, other.grad)
+    assert torch.equal(liger_dist.clip_grad_norm_([], 1.0), torch.zeros(()))
+    gradient = parameters[2].grad
+    assert gradient is not None
+    gradient[0] = float("inf")
+    kept = [p.grad.to_local().clone() for p in parameters if isinstance(p.grad, DTensor)]
+    assert not liger_dist.clip_grad_norm_(parameters, 1.0, norm_type).isfinite()
+    assert all(
+        torch.equal(a, p.grad.to_local()) for a, p in zip(kept, [p for p in parameters if isinstance(p.grad, DTensor)])
+    )
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_adds_up_norms_on_two_meshes(norm_type: float, workers_4: Workers) -> None:
+    workers_4.run(clipped, 0, norm_type)
+
+
+def test_clipping_refuses_what_it_cannot_add_up() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(liger_dist.LigerDistError, match="max_norm is -1"):
+        liger_dist.clip_grad_norm_([parameter], -1)
+    parameter.ds_id, parameter.ds_shape = 0, parameter.shape  # type: ignore[attr-defined]
+    with pytest.raises(liger_dist.LigerDistError, match="DeepSpeed's, whose engine clips"):
+        liger_dist.clip_grad_norm_([parameter], 1.0)
+
+
+def test_gradients_of_several_dtypes() -> None:
+    """Against fp64; each is multiplied by a factor of its dtype."""
+    torch.manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    parameters = [nn.Parameter(torch.zeros(50, 3, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(50, 3).to(parameter.dtype)
+    true = [parameter.grad.double().clone() for parameter in parameters if parameter.grad is not None]
+    norm = torch.cat(true).norm()
+    assert float(liger_dist.clip_grad_norm_(parameters, 1.0)) == pytest.approx(float(norm), rel=1e-2)
+    for parameter, gradient in zip(parameters, true, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype
+        tolerance = 2e-2 if parameter.dtype.itemsize == 2 else 4e-3
+        torch.testing.assert_close(parameter.grad.double(), gradient / norm, rtol=tolerance, atol=1e-6)
+
+
+def test_a_norm_that_fp16_cannot_hold() -> None:
+    """The factor of fp16 gradients is that of the largest fp16 number, not 0."""
+    large, small = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    large.grad, small.grad = torch.tensor([1e6]), torch.tensor([1.0]).half()
+    assert float(liger_dist.clip_grad_norm_([large, small], 1e5)) == pytest.approx(1e6)
+    assert large.grad is not None
+    assert small.grad is not None
+    assert float(large.grad) == pytest.approx(1e5)
+    assert float(small.grad) > 0.0
