@@ -31,7 +31,8 @@ class Explanation:
     attention: str
     """implementation of attention, and the reason if it is the model's original one"""
     packing: str | None = None
-    """arguments that do not keep packed documents apart, and reasons; None if layers keep documents apart"""
+    """how recurrent and convolution layers keep packed documents apart, and arguments with which they do not; None if
+    only attention reads other tokens"""
     compiled: str | None = None
     """number of compiled decoder layers, or the reason why ``compile_layers="auto"`` compiles none; None if neither
     applies"""
@@ -76,7 +77,7 @@ def explain(model: nn.Module) -> Explanation:
         declined=reasons,
         layers=record.layers,
         attention=str(record.attention),
-        packing=None if record.packed is None else str(record.packed),
+        packing=None if record.recurrent is None else str(record.recurrent),
         compiled=_compiled(record),
     )
 

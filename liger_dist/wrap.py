@@ -26,7 +26,7 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
-from .fused_layers.recurrent import PackedDocuments, find_leaks
+from .fused_layers.recurrent import RecurrentLayers, find_recurrent_layers
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
 from .losses.spec import as_output_names
@@ -67,12 +67,12 @@ class Wrapped:
     unfused_reason: str | None
     layers: LayerReport
     attention: AttentionSelection
-    packed: PackedDocuments | None
-    """refuses packed documents that layers would mix; None if none would"""
+    recurrent: RecurrentLayers | None
+    """layers other than attention that read earlier tokens; None if there are none"""
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers"""
-    guard: RemovableHandle | None
-    """of the decoder on a mesh with an axis "sp": refuses calls with whole sequences"""
+    hooks: tuple[RemovableHandle, ...]
+    """of the decoder: of recurrent layers; on a mesh with an axis "sp" one that refuses calls with whole sequences"""
     owner: str
     """id of this ``wrap`` call; ``unwrap`` restores only the layers swapped under it"""
 
@@ -147,7 +147,7 @@ class _Inspected:
     """None for a model with storage"""
     recipe: LossRecipe | None
     unfused_reason: str | None
-    packed: PackedDocuments | None
+    recurrent: RecurrentLayers | None
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
 
@@ -202,18 +202,18 @@ def _inspect(
                 "that its mean would be of each rank's own tokens; leave out the axis."
             )
         _check_unfused(model, config, outputs, reason)
-    packed = find_leaks(model, structure)
-    chosen, not_compiled = _decide_compilation(chosen, structure, config, mixes_documents=packed is not None)
-    return chosen, _Inspected(structure, initialize, recipe, reason, packed, not_compiled)
+    recurrent = find_recurrent_layers(model, structure)
+    chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
+    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled)
 
 
 def _decide_compilation(
-    strategy: Strategy, structure: Structure, config: WrapConfig, *, mixes_documents: bool
+    strategy: Strategy, structure: Structure, config: WrapConfig, *, is_recurrent: bool
 ) -> tuple[Strategy, str | None]:
     """Decides ``compile_layers="auto"``; returns the strategy with True or False, and the reason for False."""
     if not isinstance(strategy, FullySharded) or strategy.compile_layers != "auto":
         return strategy, None
-    reason = strategy.reason_against_compiling(structure, config, mixes_documents=mixes_documents)
+    reason = strategy.reason_against_compiling(structure, config, is_recurrent=is_recurrent)
     return replace(strategy, compile_layers=reason is None), reason
 
 
@@ -329,7 +329,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         strategy=strategy.name,
         config=config,
         hosts=HOSTS,
-        packed=found.packed,
+        recurrent=found.recurrent,
     )
     if found.recipe is not None and strategy.name == "auto":
         loss.head.check_storage(model)
@@ -345,8 +345,15 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         )
     attention = AttentionSelection(NOT_WANTED)
     if config.varlen_attention:
-        attention = select_attention(model, found.structure.decoder)
+        recurrent_layers = () if found.recurrent is None else found.structure.layers
+        attention = select_attention(model, found.structure.decoder, recurrent_layers)
     undo.callback(attention.restore)
+    hooks = []
+    if found.recurrent is not None:
+        has_varlen = attention.reason is None
+        hooks.append(found.recurrent.install(model, found.structure.decoder, owner=owner, has_varlen=has_varlen))
+    if _shards_sequences(strategy):
+        hooks.append(guard_decoder(found.structure.decoder))
     loss.warnings.replaced_attention = attention.own
     record = Wrapped(
         structure=found.structure,
@@ -357,9 +364,9 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused_reason=found.unfused_reason,
         layers=layers,
         attention=attention,
-        packed=found.packed,
+        recurrent=found.recurrent,
         not_compiled=found.not_compiled,
-        guard=guard_decoder(found.structure.decoder) if _shards_sequences(strategy) else None,
+        hooks=tuple(hooks),
         owner=owner,
     )
     setattr(model, _RECORD, record)
@@ -380,8 +387,8 @@ def _restore(model: nn.Module, record: Wrapped) -> None:
     """Restores the classes of model and lm_head, and removes hooks and the record."""
     record.loss.remove(model)
     restore_model(model)
-    if record.guard is not None:
-        record.guard.remove()
+    for hook in record.hooks:
+        hook.remove()
     delattr(model, _RECORD)
 
 

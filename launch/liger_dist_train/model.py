@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
-from liger_dist.fused_layers.recurrent import packing_objection
+from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
 from liger_dist.sharding import STRATEGIES
@@ -159,8 +159,8 @@ def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Modul
     if not config.layer_kernels:
         return "--layer_kernels false"
     layers = find_structure(model).layers
-    mixes_documents = device().type == "cuda" and packing_objection(model) is not None
-    return compile_is_no_gain(layers, device=device(), mixes_documents=mixes_documents)
+    reads_earlier_tokens = device().type == "cuda" and is_recurrent(model)
+    return compile_is_no_gain(layers, device=device(), is_recurrent=reads_earlier_tokens)
 
 
 def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:

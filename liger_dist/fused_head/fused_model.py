@@ -92,8 +92,8 @@ def _make_forward(base: Any) -> Callable[..., Any]:
                 return wrapper(*args, **kwargs)
         loss_call = None
         try:
-            call, loss_call = loss.begin(self, args, kwargs)
-            with running(loss.wrap_id, loss_call):
+            call, loss_call, documents = loss.begin(self, args, kwargs)
+            with running(loss.wrap_id, loss_call), loss.running(documents):
                 output = _call_original(self, base, originals, call.args, call.kwargs)
             return loss.finish(loss_call, output)
         except BaseException:

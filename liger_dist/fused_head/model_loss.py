@@ -7,7 +7,7 @@ model scores them), or the *model's own*.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.recurrent import PackedDocuments
+from liger_dist.fused_layers.document_rows import DocumentRows
+from liger_dist.fused_layers.recurrent import RecurrentLayers
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
@@ -60,10 +61,10 @@ class FusedLoss:
         strategy: str,
         config: WrapConfig,
         hosts: Hosts,
-        packed: PackedDocuments | None,
+        recurrent: RecurrentLayers | None,
     ) -> None:
         self.structure, self.recipe, self.unfused_reason = structure, recipe, unfused_reason
-        self.config, self.hosts, self.packed = config, hosts, packed
+        self.config, self.hosts, self.recurrent = config, hosts, recurrent
         self.wrap_id = WrapId(model)
         self.head = LMHead(structure, wrap_id=self.wrap_id, strategy=strategy, config=config)
         smoothing = getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0
@@ -140,9 +141,12 @@ class FusedLoss:
         return next((mode for wrap_id, mode in reversed(_MODES.get()) if wrap_id is self.wrap_id), None)
 
     @untraced
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, LossCall | None]:
-        """Returns the arguments for the model's forward, and the loss of the call if it is not the model's. The ranks
-        of a vocab-parallel lm_head agree whether one refuses the call.
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, LossCall | None, DocumentRows | None]:
+        """Returns the arguments for the model's forward, the loss of the call if it is not the model's, and the
+        documents that recurrent layers compute in separate rows. The ranks of a vocab-parallel lm_head agree whether
+        one refuses the call.
 
         Raises:
             LigerDistError: on every rank of a vocab-parallel lm_head, where one refuses; otherwise on this one.
@@ -150,6 +154,7 @@ class FusedLoss:
         shards = self.row_shards()
         try:
             call = self.signature.read(model, args, kwargs)
+            documents = self.documents(call)
             decided = self._decide(model, call)
             loss_call = None if decided is None else self._loss_call(model, *decided)
         except Exception as error:
@@ -159,7 +164,7 @@ class FusedLoss:
         if shards is not None:
             has_labels = call.named.get("labels") is not None
             shards.agree_on_call("a loss" if has_labels else "a call without labels")
-        return call, loss_call
+        return call, loss_call, documents
 
     @untraced
     def check_early(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,10 +176,31 @@ class FusedLoss:
         """
         if self.row_shards() is not None or is_running(self.wrap_id):
             return
-        decided = self._decide(model, self.signature.read(model, args, kwargs))
+        call = self.signature.read(model, args, kwargs)
+        self.documents(call)
+        decided = self._decide(model, call)
         if decided is not None:
             call, in_use, _ = decided
             self.checked(model, call, in_use)
+
+    def documents(self, call: Call) -> DocumentRows | None:
+        """Returns the documents of a call that recurrent layers compute in separate rows, and tells them to attention.
+
+        Raises:
+            LigerDistError: the documents would mix.
+        """
+        if self.recurrent is None:
+            return None
+        documents = self.recurrent.documents(call.named)
+        has_labels = call.named.get("labels") is not None
+        for name, value in self.recurrent.keywords(documents, has_labels=has_labels).items():
+            if self.signature.takes_more or name in self.signature.names[len(call.args) :]:
+                call.kwargs[name] = value
+        return documents
+
+    def running(self, documents: DocumentRows | None) -> AbstractContextManager[None]:
+        """Within, a call with these documents runs."""
+        return nullcontext() if self.recurrent is None else self.recurrent.running(documents)
 
     def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)
@@ -182,8 +208,6 @@ class FusedLoss:
     def _decide(self, model: nn.Module, call: Call) -> tuple[Call, HeadInUse, bool] | None:
         """Decides how the loss of a call is computed: None for the model's own, or none; otherwise by lm_head, or
         (True) from full logits."""
-        if self.packed is not None:
-            self.packed.check(call.named)
         if call.named.get("labels") is None:
             # Without labels the models of transformers compute no loss, whatever other arguments they get.
             return None

@@ -34,8 +34,7 @@ def check_distilled(
                 "take; expected arguments of the student's forward."
             )
         call = loss.signature.read(model, (), kwargs)
-        if loss.packed is not None:
-            loss.packed.check(call.named)
+        loss.documents(call)
         call.check_distilled()
         reason = loss.unfused_reason_now(model)
         if reason is not None:

@@ -45,6 +45,7 @@ from .document_mask import (
     document_mask,
     is_replaced,
     mask_of,
+    notes_on,
     sdpa_function,
 )
 
@@ -55,7 +56,6 @@ EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
 """keywords of attention functions that neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 accepts fewer key heads without this option"""
-_DOCUMENTS = "_liger_dist_documents"
 RESTARTS_BESIDE_MASK = (
     "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, so that "
     "its documents attend to each other. Leave attention_mask out where documents are packed."
@@ -192,12 +192,7 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: Docu
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = kwargs.get("sliding_window") if found is None else found.window
     window = window if is_causal else None
-    version = 0 if given.is_inference() else given._version
-    masks: dict[object, DocumentMask]
-    kept_version, masks = vars(given).get(_DOCUMENTS, (None, {}))
-    if kept_version != version:
-        masks = {}
-        vars(given)[_DOCUMENTS] = version, masks
+    masks: dict[object, DocumentMask] = notes_on(given)
     others = () if found is None else found.lengths
     key = (query.device, query.shape[0], query.shape[2], others, window, is_causal)
     if key not in masks:

@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,11 @@ from liger_dist.sharding.accelerate import size_in_accelerate
 
 from .attention import NAME, register_attention
 from .document_mask import is_replaced
+from .token_dependency import passes_masks_on
 
 OWN = ("sdpa", "eager", NAME)
 """implementations that it may replace; another model with the same config may have selected "liger_dist" already"""
+EXPECTS_TENSORS = "its code expects masks that are tensors"
 SELECTED = "liger_dist: packed, padded and windowed sequences without a dense mask"
 
 
@@ -61,10 +63,20 @@ class AttentionSelection:
             _select(self.config, self.own)
 
 
-def select_attention(model: nn.Module, decoder: nn.Module) -> AttentionSelection:
+def select_attention(
+    model: nn.Module, decoder: nn.Module, recurrent_layers: Sequence[nn.Module] = ()
+) -> AttentionSelection:
     """Selects the implementation for ``decoder``, the text decoder of ``model``, in its config, as
-    ``model.set_attn_implementation`` does."""
+    ``model.set_attn_implementation`` does.
+
+    Args:
+        recurrent_layers: decoder layers of which some are recurrent. The classes of many such models do not say that
+            they take masks of any type: their code is run.
+    """
     reason = reason_against(model, decoder)
+    if reason == EXPECTS_TENSORS and recurrent_layers:
+        register_attention()
+        reason = None if passes_masks_on(model, recurrent_layers, NAME) else reason
     if reason is not None:
         return AttentionSelection(reason)
     register_attention()
@@ -117,7 +129,7 @@ def _of_code(decoder: nn.Module) -> str | None:
     if not any(own is not None for own in functions):
         return "its code does not use transformers' AttentionInterface"
     if not getattr(decoder, "_supports_flex_attn", False):
-        return "its code expects masks that are tensors"
+        return EXPECTS_TENSORS
     if any(getattr(own, "_local_mapping", None) for own in functions):
         return "its file has attention functions that no other has"
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):

@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_dist.model.torch_modes import untraced
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+_NOTES = "_liger_dist_notes"
 PADDING_SEGMENT = 128
 """tokens of a padding document; padding is cut into documents of this length, which are nearly free"""
 
@@ -208,6 +209,17 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     has_padding = padding is not None and not bool(valid_on_host.all())
     facts = {"valid": valid if has_padding else None, "is_from_mask": padding is not None}
     return mask_of(lengths, device, rows=rows, window=window, **facts)
+
+
+def notes_on(tensor: Tensor) -> dict[Any, Any]:
+    """Returns a dict that stays with the tensor until its values change: what the host has read of them."""
+    version = 0 if tensor.is_inference() else tensor._version
+    notes: dict[Any, Any]
+    kept_version, notes = vars(tensor).get(_NOTES, (None, {}))
+    if kept_version != version:
+        notes = {}
+        vars(tensor)[_NOTES] = version, notes
+    return notes
 
 
 def document_lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:

@@ -1,65 +1,126 @@
-"""Packed documents in models with recurrent or convolution layers: gated delta nets, Mamba, short convolutions, RWKV.
+"""Packed and padded documents in models with recurrent or convolution layers: gated delta nets, Mamba, short
+convolutions, KDA, RWKV.
 
 A mask keeps documents of a row apart in attention. A state or a causal convolution runs on from one document into the
-next, in transformers without a message. :func:`find_leaks` runs the model's original code on two documents before it is
-wrapped (no class is named here), and :class:`PackedDocuments` refuses the calls whose documents would mix.
+next, in transformers without a message. Such layers are computed on rows of single documents (:mod:`.document_rows`).
+
+:func:`find_recurrent_layers` runs the model's original code on two documents before it is wrapped, see
+:mod:`.token_dependency`: no class is named here. It finds the smallest modules whose output depends on another
+document, and runs the model again with those computed in rows. What stays dependent is refused.
+
+[Note: documents in a backward]
+
+Activation checkpointing runs a layer again in the backward, after the call has ended, and other calls may have come in
+between. Hooks on the decoder's outputs note the documents of their call as soon as its backward begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.peft import base_model_of
 from liger_dist.model.structure import Structure, find_structure
+from liger_dist.model.torch_modes import in_backward, untraced
+from liger_dist_kernels import Backend
 
-from .token_dependency import LENGTHS, POSITIONS, SEQ_IDX, CannotRunError, mixing_module
+from .document_rows import DocumentRows
+from .packed_calls import POSITIONS, SEEN, WAYS, documents_of, packed_by
+from .swap import Kind, LeftAloneError, original_forward, swap_forward
+from .token_dependency import CannotRunError, Run, token_dependency
 
-WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
-"""arguments that may separate documents; positions in addition to lengths add nothing"""
-SEEN = {
-    POSITIONS: "position_ids restart without a 2-D attention_mask",
-    LENGTHS: "cu_seq_lens_q has more documents than rows",
-    SEQ_IDX: "seq_idx changes within a row",
-}
-"""condition under which a call is packed by each argument"""
+MOST_KINDS = 8
+"""classes of mixing modules in one model"""
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""keywords of packed documents, which rows of single documents do not have"""
+_STATES = ("past_key_values", "cache", "cache_params", "state")
+_DOCUMENTS: ContextVar[tuple[tuple[object, DocumentRows | None], ...]] = ContextVar("liger_dist_documents", default=())
+"""models whose call runs in this context, innermost last, and its documents"""
 
 
-class PackedDocuments:
-    """Refuses packed documents in calls of one model whose layers would mix them.
+class RecurrentLayers:
+    """Layers of one model, other than attention, that read earlier tokens.
 
     Args:
-        reasons: for each of :data:`WAYS` that does not keep documents apart, the reason as a clause.
+        mixers: classes of the modules that are computed on rows of single documents.
+        reasons: for each of :data:`WAYS` in which documents would still mix, the reason as a clause.
+        attends_across: those of :data:`WAYS` that the model's original attention ignores.
     """
 
-    def __init__(self, model: nn.Module, reasons: dict[tuple[str, ...], str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mixers: Sequence[type[nn.Module]],
+        reasons: dict[tuple[str, ...], str],
+        attends_across: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        self.mixers = tuple(mixers)
         self._name = type(model).__name__
         self._reasons = reasons
+        self._attends_across = tuple(attends_across)
+        self._has_varlen = False
+        self._in_backward: dict[torch.device, DocumentRows | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_in_backward": {}}
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
-        for way, reason in self._reasons.items():
-            by_reason.setdefault(reason, []).append(" with ".join(way))
-        return "; ".join(f"not separated by {', '.join(ways)}: {reason}" for reason, ways in by_reason.items())
+        for way in WAYS:
+            reason = self.reason_against(way)
+            if reason is not None:
+                by_reason.setdefault(reason, []).append(" with ".join(way))
+        apart = [f"{', '.join(mixer.__name__ for mixer in self.mixers)}: one row per document"] if self.mixers else []
+        return "; ".join(apart + [f"not separated by {', '.join(ways)}: {why}" for why, ways in by_reason.items()])
 
-    def check(self, named: dict[str, Any]) -> None:
-        """Refuses a call whose documents would mix. Synchronises the host with ``position_ids`` if the call has no 2-D
-        mask, as transformers' mask functions do, and with no other tensor of a call that is not packed.
+    def install(self, model: nn.Module, decoder: nn.Module, *, owner: str, has_varlen: bool) -> RemovableHandle:
+        """Swaps the forward of the mixing modules; returns a hook of the decoder.
+
+        Args:
+            owner: id of the ``wrap`` call.
+            has_varlen: True if "liger_dist" attention is selected, which reads the lengths of documents.
+        """
+        self._has_varlen = has_varlen
+        for module in model.modules():
+            if type(module) in self.mixers:
+                swap_forward(module, RECURRENT, self, owner=owner)
+        return decoder.register_forward_hook(self._note_documents)
+
+    def documents(self, named: dict[str, Any]) -> DocumentRows | None:
+        """Reads the documents of a call, see :func:`.packed_calls.documents_of`; None for one text in each row.
 
         Args:
             named: the arguments of the model by name.
 
         Raises:
-            LigerDistError: on this rank.
+            LigerDistError: on this rank; the documents would mix.
         """
         way = packed_by(named)
-        reason = self._reasons.get(way)
-        if reason is None:
+        cache = next((name for name in _STATES if named.get(name) is not None), "use_cache")
+        if way and named.get(cache):
+            raise LigerDistError(
+                f"{self._name} was called with packed documents ({', '.join(SEEN[name] for name in way)}) and {cache}, "
+                "but a cache holds one text for each row; pass use_cache=False."
+            )
+        self._check(named, way)
+        # Generation is the model's own.
+        return None if named.get(cache) else documents_of(named)
+
+    def _check(self, named: dict[str, Any], way: tuple[str, ...]) -> None:
+        reason = self.reason_against(way)
+        if reason is None or (way not in self._reasons and self._positions_suffice(named)):
             return
-        others = [" and ".join(other) for other in WAYS if other not in self._reasons]
+        others = [" and ".join(other) for other in WAYS if self.reason_against(other) is None]
         apart = f"Tell documents apart by {others[0]}, which keeps them apart; or give" if others else "Give"
         raise LigerDistError(
             f"{self._name} was called with packed documents ({', '.join(SEEN[name] for name in way)}), but {reason}. "
@@ -67,47 +128,60 @@ class PackedDocuments:
             "out, so that a row is one text (--attend_across_documents true in the training program)."
         )
 
-    def reason_against(self, *way: str) -> str | None:
+    def _positions_suffice(self, named: dict[str, Any]) -> bool:
+        """True if the model's original attention separates the documents by ``position_ids`` beside other arguments."""
+        positions = {POSITIONS: named.get(POSITIONS)}
+        return bool(packed_by(positions)) and self.reason_against((POSITIONS,)) is None
+
+    def reason_against(self, way: tuple[str, ...]) -> str | None:
         """Says why arguments do not keep documents apart, as a clause; None if they do."""
-        return self._reasons.get(way)
+        if way in self._reasons:
+            return self._reasons[way]
+        if way in self._attends_across and not self._has_varlen:
+            return "its attention, which is the model's own, does not read them"
+        return None
 
+    def keywords(self, documents: DocumentRows | None, *, has_labels: bool) -> dict[str, Any]:
+        """Returns further keywords of a call: no cache, which would hold one text for each row, and lengths for
+        "liger_dist" attention, because some models make their masks without positions."""
+        if documents is None or not (documents.is_packed or has_labels):
+            return {}
+        with_lengths = documents.is_packed and self._has_varlen
+        return {"use_cache": False} | (documents.keywords if with_lengths else {})
 
-def packed_by(named: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the arguments of a call that separate documents of a row, as in :data:`WAYS`; empty if each row is one
-    text.
+    @contextmanager
+    def running(self, documents: DocumentRows | None) -> Iterator[None]:
+        """Within, a call with these documents runs."""
+        token = _DOCUMENTS.set((*_DOCUMENTS.get(), (self, documents)))
+        self._in_backward.clear()
+        try:
+            yield
+        finally:
+            _DOCUMENTS.reset(token)
 
-    The rule of transformers and of the "liger_dist" attention: lengths of more documents than rows, otherwise positions
-    that restart without a 2-D mask.
-    """
-    ends, seq_idx, mask = named.get(LENGTHS), named.get(SEQ_IDX), named.get("attention_mask")
-    ends = named.get("cu_seq_lens_k") if ends is None else ends
-    inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None)
-    rows = 1 if inputs is None else inputs.shape[0]
-    found = []
-    # The shape is known to the host; only lengths that look packed are read: some of them may be zero.
-    if isinstance(ends, Tensor) and ends.numel() - 1 > rows and int((ends.diff() > 0).sum()) > rows:
-        found.append(LENGTHS)
-    if isinstance(seq_idx, Tensor) and bool((seq_idx[..., 1:] != seq_idx[..., :-1]).any()):
-        found.append(SEQ_IDX)
-    has_mask = isinstance(mask, Tensor) and mask.dim() == 2
-    if not found and not has_mask and _restart(named.get(POSITIONS)):
-        found.append(POSITIONS)
-    return tuple(found)
+    def documents_now(self, hidden_states: Tensor) -> DocumentRows | None:
+        """Returns the documents of the call that runs, or whose backward does."""
+        for owner, documents in reversed(_DOCUMENTS.get()):
+            if owner is self:
+                return documents
+        return self._in_backward.get(hidden_states.device) if in_backward() else None
 
+    def _note_documents(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        """See [Note: documents in a backward]."""
+        running = [documents for owner, documents in _DOCUMENTS.get() if owner is self]
+        documents = running[-1] if running else None
 
-def _restart(position_ids: Any) -> bool:
-    """True if positions within a row are not consecutive."""
-    if not isinstance(position_ids, Tensor) or position_ids.is_meta:
-        return False
-    if position_ids.dim() == 3 and position_ids.shape[0] == 4:
-        # Those of the text, before the three of images.
-        position_ids = position_ids[0]
-    return position_ids.dim() == 2 and bool((position_ids.diff() != 1).any())
+        def note(gradient: Tensor) -> None:
+            self._in_backward[gradient.device] = documents
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(note)
 
 
 def packing_objection(model: nn.Module) -> str | None:
-    """Says why a model does not support documents packed by ``position_ids`` that restart, as a clause; None if it
-    does. The model may be on the meta device; it is not changed.
+    """Says why a model that :func:`liger_dist.wrap` wraps would refuse documents packed by ``position_ids`` that
+    restart, as a clause; None if it would not. The model may be on the meta device; it is not changed.
 
     Args:
         model: a Hugging Face causal language model that is not wrapped, or a ``PeftModel`` of one; of a wrapped model,
@@ -116,38 +190,104 @@ def packing_objection(model: nn.Module) -> str | None:
     Raises:
         LigerDistError: the model has no lm_head.
     """
+    found = _found_in(model)
+    return None if found is None else found.reason_against((POSITIONS,))
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """True if layers other than attention read earlier tokens: recurrences and convolutions. Arguments and errors as of
+    :func:`packing_objection`."""
+    return _found_in(model) is not None
+
+
+def _found_in(model: nn.Module) -> RecurrentLayers | None:
     model = base_model_of(model)
-    leaks = find_leaks(model, find_structure(model))
-    return None if leaks is None else leaks.reason_against(POSITIONS)
+    return find_recurrent_layers(model, find_structure(model))
 
 
-def find_leaks(model: nn.Module, structure: Structure) -> PackedDocuments | None:
+def find_recurrent_layers(model: nn.Module, structure: Structure) -> RecurrentLayers | None:
     """Runs the model's code on two documents, see :mod:`.token_dependency`; no weight is read, and no collective runs.
 
     Returns:
-        Calls to refuse; None for a model in which only attention reads other tokens.
+        None for a model in which only attention reads other tokens.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     try:
-        if mixing_module(model, structure.layers, ()) is None:
-            return None
+        first = token_dependency(model, structure.layers, ()).mixer
     except CannotRunError as error:
         convolution = next(_with_convolution(structure.layers), None)
         if convolution is None:
             return None
         unknown = f"its {convolution} mixes tokens by a convolution or recurrence, and could not be probed ({error})"
-        return PackedDocuments(model, dict.fromkeys(WAYS, unknown))
-    reasons = {way: reason for way in WAYS if (reason := _reason(model, structure, way)) is not None}
-    return PackedDocuments(model, reasons) if reasons else None
+        return RecurrentLayers(model, (), dict.fromkeys(WAYS, unknown))
+    if first is None:
+        return None
+    mixers: dict[type[nn.Module], Run] = {}
+    reasons: dict[tuple[str, ...], str] = {}
+    attends_across: list[tuple[str, ...]] = []
+    for way in WAYS:
+        try:
+            if _separate(model, structure, way, mixers):
+                attends_across.append(way)
+        except LeftAloneError as reason:
+            reasons[way] = str(reason)
+    return RecurrentLayers(model, tuple(mixers), reasons, attends_across)
 
 
-def _reason(model: nn.Module, structure: Structure, way: tuple[str, ...]) -> str | None:
-    try:
-        mixer = mixing_module(model, structure.layers, way)
-    except CannotRunError as error:
-        return f"its own code does not take them ({error})"
-    return None if mixer is None else f"its {mixer} carries state from one document of a row into the next"
+def _separate(model: nn.Module, structure: Structure, way: tuple[str, ...], mixers: dict[type[nn.Module], Run]) -> bool:
+    """Adds the classes whose modules mix documents to ``mixers``, until none does; returns True if the model's original
+    attention still does.
+
+    Raises:
+        LeftAloneError: rows do not keep documents apart, or the code does not run.
+    """
+    while True:
+        try:
+            found = token_dependency(model, structure.layers, way, mixers)
+        except CannotRunError as error:
+            raise LeftAloneError(f"its own code does not take them ({error})") from error
+        mixer = found.mixer
+        if mixer is None:
+            return found.attends_across
+        carries = f"its {mixer.__name__} carries state from one document of a row into the next"
+        if mixer in mixers or len(mixers) == MOST_KINDS:
+            raise LeftAloneError(carries)
+        modules = [module for module in model.modules() if type(module) is mixer]
+        if any(hasattr(part, "is_causal") for module in modules for part in module.modules()):
+            raise LeftAloneError(f"{carries}, and contains an attention")
+        if any("forward" in vars(module) for module in modules):
+            raise LeftAloneError(f"{carries}, and has a patched forward")
+        mixers[mixer] = _run_of_class
+
+
+def _run_of_class(module: nn.Module, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _in_rows(partial(type(module).forward, module), documents, args, kwargs, in_one_call=False)
+
+
+def _in_rows(
+    forward: Any, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_one_call: bool
+) -> Any:
+    kept = {name: value for name, value in kwargs.items() if name not in _OF_DOCUMENTS}
+    # Nothing is left to mask, and some forwards have no default.
+    kept |= {name: None for name in kept if "mask" in name}
+    device = _hidden_states(args, kwargs).device
+
+    def forward_from_zero(*args: Any, **kwargs: Any) -> Any:
+        positions = kwargs.get(POSITIONS)
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            # A layer may start anew at position 0; where lengths alone separate documents, positions run on.
+            kwargs[POSITIONS] = positions - positions[:, :1]
+        return forward(*args, **kwargs)
+
+    return documents.compute(forward_from_zero, args, kept, device=device, in_one_call=in_one_call)
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for leaf in (*args, *kwargs.values()):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2:
+            return leaf
+    raise CannotRunError("no argument has the shape [B, S, D]")
 
 
 def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:
@@ -156,3 +296,53 @@ def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:
         for module in layer.modules():
             if any(isinstance(child, nn.Conv1d | nn.RNNBase) for child in module.children()):
                 yield type(module).__name__
+
+
+@untraced
+def _compute(module: nn.Module, layers: RecurrentLayers, *args: Any, **kwargs: Any) -> Any:
+    hidden_states = _hidden_states(args, kwargs)
+    documents = layers.documents_now(hidden_states)
+    if documents is None:
+        return NotImplemented
+    if tuple(hidden_states.shape[:2]) != documents.shape:
+        raise LigerDistError(
+            f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; expected "
+            f"{documents.shape} tokens, as the arguments of the call that separate documents."
+        )
+    if _has_state(args, kwargs, documents):
+        return NotImplemented
+    forward = partial(original_forward(module), module)
+    return _in_rows(forward, documents, args, kwargs, in_one_call=_has_collectives(module))
+
+
+def _has_state(args: tuple[Any, ...], kwargs: dict[str, Any], documents: DocumentRows) -> bool:
+    """True if an argument holds the state of earlier tokens."""
+    if any(kwargs.get(name) is not None for name in _STATES):
+        return True
+    for value in args:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        is_cache = hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache")
+        if is_cache or (isinstance(value, tuple | list) and tensors and not any(map(documents.is_of_tokens, tensors))):
+            return True
+    return False
+
+
+def _has_collectives(module: nn.Module) -> bool:
+    """True if parts of the module unshard their parameters when they are called: as often on every rank."""
+    parts = list(module.modules())[1:]
+    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in parts):
+        return True
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _match(module: nn.Module, backend: Backend) -> Any:
+    raise LeftAloneError("recurrent layers are found by a run of their model")
+
+
+RECURRENT = Kind(
+    name="recurrent layer",
+    is_candidate=lambda module: False,
+    match=_match,
+    compute=_compute,
+    absent="no module other than attention reads earlier tokens",
+)

@@ -21,10 +21,12 @@ Legend: S tokens of a row, K keys.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -37,6 +39,9 @@ from torch.overrides import TorchFunctionMode
 from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
+
+from .document_rows import DocumentRows
+from .packed_calls import LENGTHS, POSITIONS, SEQ_IDX, documents_of
 
 DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""
@@ -73,23 +78,43 @@ class CannotRunError(Exception):
 
 
 class _FoundError(Exception):
-    """Ends a run; carries the class name of the mixing module."""
+    """Ends a run at the module that mixes documents."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module).__name__)
+        self.kind = type(module)
 
 
-POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
-"""arguments of a model that separate packed documents; :data:`LENGTHS` comes with three more of FlashAttention"""
+Run = Callable[[nn.Module, DocumentRows, tuple[Any, ...], dict[str, Any]], Any]
+"""computes a module on rows of single documents, from its arguments"""
 
 
-def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str]) -> str | None:
+NONE_IN_ROWS: Mapping[type[nn.Module], Run] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Found:
+    """How tokens depend on another document of their row, beside the attention that a mask keeps apart."""
+
+    mixer: type[nn.Module] | None
+    """class of a module that carries state from one document into the next; None if there is none"""
+    attends_across: bool
+    """True if the model's original attention reads other documents: its mask has only one text for each row"""
+
+
+def token_dependency(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    told_by: Collection[str],
+    in_rows: Mapping[type[nn.Module], Run] = NONE_IN_ROWS,
+) -> Found:
     """Finds a module that carries state from one document of a row into the next.
 
     Args:
         layers: the decoder layers of ``model``.
         told_by: names of the arguments that separate documents: :data:`POSITIONS`, :data:`LENGTHS`,
             :data:`SEQ_IDX`. Without any, a row is one text.
-
-    Returns:
-        The name of its class; None if documents stay apart.
+        in_rows: classes of modules that are computed on rows of single documents.
 
     Raises:
         CannotRunError: the model's forward raised, does not accept an argument, or computed NaN or Inf.
@@ -102,23 +127,35 @@ def mixing_module(model: nn.Module, layers: Sequence[nn.Module], told_by: Collec
     failures = []
     for kept, in_one_row in attempts:
         try:
-            return _found_in_both_modes(model, kept, told_by, in_one_row)
+            return _found_in_both_modes(model, kept, told_by, in_rows, in_one_row)
         except CannotRunError as failure:
             failures.append(failure)
     raise failures[0]
 
 
 def _found_in_both_modes(
-    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool
-) -> str | None:
-    found = _found(model, layers, told_by, in_one_row, training=False)
+    model: nn.Module,
+    kept: Sequence[nn.Module],
+    told_by: Collection[str],
+    in_rows: Mapping[type[nn.Module], Run],
+    in_one_row: bool,
+) -> Found:
+    found = _found(model, kept, told_by, in_rows, in_one_row, training=False)
+    if not told_by or found.mixer is not None:
+        return found
     # Training runs other functions, with and without lengths.
-    return _found(model, layers, told_by, in_one_row, training=True) if told_by and found is None else found
+    return _found(model, kept, told_by, in_rows, in_one_row, training=True)
 
 
 def _found(
-    model: nn.Module, layers: Sequence[nn.Module], told_by: Collection[str], in_one_row: bool, *, training: bool
-) -> str | None:
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    told_by: Collection[str],
+    in_rows: Mapping[type[nn.Module], Run],
+    in_one_row: bool,
+    *,
+    training: bool,
+) -> Found:
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations run.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
     generators = [device] if device.type == "cuda" else []
@@ -134,16 +171,51 @@ def _found(
         for module in model.modules():
             module.training = training
             module.register_forward_hook(_compare_documents, with_kwargs=True)
+        _compute_in_rows(model, in_rows, ids, given)
+        tokens = _TokenByToken(ids.shape[1])
         try:
-            with _TokenByToken(ids.shape[1]):
+            with tokens:
                 model(input_ids=ids, **given)
         except _FoundError as found:
-            return str(found)
+            return Found(found.kind, tokens.attends_across)
         except CannotRunError:
             raise
         except Exception as error:
             raise CannotRunError(f"{type(error).__name__}: {error}") from error
-    return None
+    return Found(None, tokens.attends_across)
+
+
+def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementation: str) -> bool:
+    """True if the model's code passes the masks of an attention implementation on to its attention function, whatever
+    their type."""
+    padding = torch.ones(2, PAIR, dtype=torch.int64)
+    padding[0, : DOCUMENTS[0]] = 0
+    for given in (_documents((POSITIONS,), False), {"attention_mask": padding}):
+        with ExitStack() as stack:
+            for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng([]), catch_warnings()):
+                stack.enter_context(within)
+            simplefilter("ignore")
+            stack.enter_context(swapped(vars(F), "linear", _linear))
+            stack.enter_context(_without_weights(model, layers, torch.device("cpu"), implementation))
+            try:
+                with _TokenByToken(PAIR):
+                    model(input_ids=_token_ids(model), **dict(_arguments(model, given, torch.device("cpu"))))
+            except Exception:
+                return False
+    return True
+
+
+def _compute_in_rows(
+    model: nn.Module, in_rows: Mapping[type[nn.Module], Run], ids: Tensor, given: dict[str, Any]
+) -> None:
+    documents = documents_of({"input_ids": ids, **given}) if in_rows else None
+
+    def patch(module: nn.Module, run: Run, documents: DocumentRows) -> None:
+        vars(module)["forward"] = lambda *args, **kwargs: run(module, documents, args, kwargs)
+
+    for module in model.modules() if documents is not None else ():
+        if type(module) in in_rows:
+            patch(module, in_rows[type(module)], documents)
 
 
 def _documents(told_by: Collection[str], in_one_row: bool) -> dict[str, Tensor | int]:
@@ -172,7 +244,7 @@ def _compare_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if type(module).__module__.startswith("torch.") or _agree(outputs):
         return
     if _agree(_second_documents([*args, *kwargs.values()])):
-        raise _FoundError(type(module).__name__)
+        raise _FoundError(module)
 
 
 def _second_documents(values: Sequence[Any]) -> list[Tensor]:
@@ -229,6 +301,8 @@ class _TokenByToken(TorchFunctionMode):
     def __init__(self, length: int) -> None:
         super().__init__()
         self._length = length
+        self.attends_across = False
+        """True if a score of another document's key is not masked"""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given, name = [*args, *(kwargs or {}).values()], getattr(func, "__name__", "")
@@ -256,6 +330,8 @@ class _TokenByToken(TorchFunctionMode):
         """Masks the scores ``[..., S, K]`` of other tokens' keys; returns any other tensor unchanged."""
         if scores.shape[-2] != self._length or scores.shape[-1] < self._length:
             return scores
+        of_others = scores[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
+        self.attends_across |= bool((of_others > UNLIKELY).any())
         own = torch.eye(*scores.shape[-2:], dtype=torch.bool, device=scores.device)
         shared = scores[..., self._length :]
         # Not the score of the token's key, which may be masked as well. The value equals the largest other score,
@@ -294,14 +370,16 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _without_weights(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def _without_weights(
+    model: nn.Module, layers: Sequence[nn.Module], device: torch.device, attention: str = EAGER
+) -> Iterator[None]:
     """Gives the modules of ``model`` made-up parameters and no hooks within the context; keeps one of ``layers`` of
     each kind."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     configs = {id(config): config for _, state in before if _is_config(config := state.get("config"))}
     with ExitStack() as stack:
         for config in configs.values():
-            stack.enter_context(_eager(config))
+            stack.enter_context(_implemented(config, attention))
         try:
             for module, state in before:
                 vars(module).update(_made_up(state, device))
@@ -349,14 +427,15 @@ def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> No
 
 
 @contextmanager
-def _eager(config: Any) -> Iterator[None]:
-    """Makes the model's file compute attention and experts of a config within the context. "sdpa" may be another
-    package's function by now, with collectives: DeepSpeed's sequence parallelism."""
-    own = {name: getattr(config, name, None) for name in IMPLEMENTATIONS}
-    changed = {name: value for name, value in own.items() if value not in (None, EAGER)}
+def _implemented(config: Any, attention: str) -> Iterator[None]:
+    """Makes the model's file compute the experts of a config within the context, and attention with "eager". "sdpa" may
+    be another package's function by now, with collectives: DeepSpeed's sequence parallelism."""
+    wanted = dict(zip(IMPLEMENTATIONS, (attention, EAGER), strict=True))
+    own = {name: getattr(config, name, None) for name in wanted}
+    changed = {name: value for name, value in own.items() if value not in (None, wanted[name])}
     try:
         for name in changed:
-            setattr(config, name, {"": EAGER})
+            setattr(config, name, {"": wanted[name]})
         yield
     finally:
         for name, value in changed.items():

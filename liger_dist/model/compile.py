@@ -56,17 +56,17 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
         layer.compile(backend=_compile_graph)
 
 
-def reason_against_compiling(layers: Iterable[nn.Module], *, device: torch.device, mixes_documents: bool) -> str | None:
+def reason_against_compiling(layers: Iterable[nn.Module], *, device: torch.device, is_recurrent: bool) -> str | None:
     """Says why compiled layers are no gain, as a clause; None where they are one (docs/benchmarks.md). Equal on all
     ranks.
 
     Args:
-        mixes_documents: True if layers other than attention read earlier tokens. In transformers a recurrence is a
+        is_recurrent: True if layers other than attention read earlier tokens. In transformers a recurrence is a
             loop, whose steps are compiled one by one.
     """
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if mixes_documents:
+    if is_recurrent:
         return "layers are recurrent or convolve"
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     if not parameters:

@@ -61,12 +61,12 @@ class FullySharded:
         return self.compile_layers is True
 
     def reason_against_compiling(
-        self, structure: Structure, config: WrapConfig, *, mixes_documents: bool
+        self, structure: Structure, config: WrapConfig, *, is_recurrent: bool
     ) -> str | None:
         """Says why ``compile_layers="auto"`` does not compile these layers; None if it does."""
         if config.mlp_tile_tokens is not None:
             return f"mlp_tile_tokens is {config.mlp_tile_tokens}"
-        return reason_against_compiling(structure.layers, device=compute_device(), mixes_documents=mixes_documents)
+        return reason_against_compiling(structure.layers, device=compute_device(), is_recurrent=is_recurrent)
 
     def compile(self, structure: Structure, undo: ExitStack) -> None:
         """Compiles the decoder layers if an option requires it; call it before they are sharded."""

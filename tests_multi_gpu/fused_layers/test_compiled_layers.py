@@ -146,11 +146,11 @@ def explained(strategy: Any) -> list[str | None]:
 
 def test_auto_leaves_layers_alone_that_compilation_does_not_help() -> None:
     gpu, layers = torch.device("cuda"), make_model("llama").model.layers
-    assert reason_against_compiling(layers, device=gpu, mixes_documents=False) is None
-    assert "recurrent" in str(reason_against_compiling(layers, device=gpu, mixes_documents=True))
-    assert "no list" in str(reason_against_compiling((), device=gpu, mixes_documents=False))
+    assert reason_against_compiling(layers, device=gpu, is_recurrent=False) is None
+    assert "recurrent" in str(reason_against_compiling(layers, device=gpu, is_recurrent=True))
+    assert "no list" in str(reason_against_compiling((), device=gpu, is_recurrent=False))
     layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    assert "quantized" in str(reason_against_compiling(layers, device=gpu, mixes_documents=False))
+    assert "quantized" in str(reason_against_compiling(layers, device=gpu, is_recurrent=False))
 
 
 def test_an_unknown_value_is_refused() -> None:

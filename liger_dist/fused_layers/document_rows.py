@@ -1,0 +1,241 @@
+"""Rows of single documents for layers with a batch dimension: the tokens ``[B, S]`` of a micro-batch, gathered into
+rows that hold one document each.
+
+A recurrence or causal convolution starts anew in every row and never reads what follows, so that the padding at the end
+of a row changes nothing before it. Rows of similar lengths are computed together, in as few calls as keep the padding
+small.
+
+Legend: B rows, S tokens of a row, T tokens of the documents, L tokens of a row of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+MOST_PADDING = 1.25
+"""computed tokens for each token of the documents, at most"""
+LEADING_BITS = 4
+"""binary digits that the length of a row keeps when it is rounded up, by at most 1/8: kernels and allocations meet few
+lengths"""
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Rearrangement of tokens."""
+
+    index: Tensor
+    """int64: for each result its token"""
+    zeros: Tensor | None
+    """int64: results that are 0 instead; None for none"""
+
+    def of(self, x_TD: Tensor) -> Tensor:
+        result = x_TD.index_select(0, self.index)
+        return result if self.zeros is None else result.index_fill_(0, self.zeros, 0)
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers tokens; its backward gathers as well, because every token is in one place and padding has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gather: _Gather, transposed: _Gather) -> Tensor:
+        ctx.gather, ctx.transposed = gather, transposed
+        return gather.of(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _gathered(gradient, ctx.transposed, ctx.gather), None, None
+
+
+def _gathered(x_TD: Tensor, gather: _Gather, transposed: _Gather) -> Tensor:
+    if not (x_TD.requires_grad and torch.is_grad_enabled()):
+        return gather.of(x_TD)
+    result: Tensor = _Gathered.apply(x_TD, gather, transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Calls:
+    """Rows of all documents, in calls of rows of one length each.
+
+    Args:
+        places: int64 ``[T]``: places of the documents' tokens among ``B * S``, one document after another.
+        lengths: of the documents.
+        shape: ``(B, S)``.
+        shapes: rows and their length for each call; the longest documents are in the first one.
+    """
+
+    def __init__(
+        self,
+        places: Tensor,
+        lengths: Sequence[int],
+        shape: tuple[int, int],
+        shapes: list[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        self.shapes = shapes
+        of_documents = torch.tensor(lengths)
+        of_rows = torch.tensor([length for rows, length in shapes for _ in range(rows)])
+        order = of_documents.argsort(descending=True, stable=True)
+        begins = of_documents.cumsum(0) - of_documents
+        first_slots = torch.empty_like(begins).index_copy_(0, order, of_rows.cumsum(0) - of_rows)
+        slots = torch.arange(len(places)) + (first_slots - begins).repeat_interleave(of_documents)
+        # Padding repeats the first token of its row [B, S] that no mask excludes: only causal layers do not read it.
+        row = places[begins] // shape[1]
+        first_of_row = torch.full(shape[:1], shape[0] * shape[1]).scatter_reduce(0, row, places[begins], "amin")
+        source = first_of_row[row[order]].repeat_interleave(of_rows).index_copy_(0, slots, places)
+        slot_of = torch.zeros(shape[0] * shape[1], dtype=torch.int64).index_copy_(0, places, slots)
+        to_slots = _Gather(_moved(source, device), None)
+        to_slots_0 = _Gather(to_slots.index, _others(len(source), slots, device))
+        to_places = _Gather(_moved(slot_of, device), _others(len(slot_of), places, device))
+        self._into, self._back = (to_slots, to_places), (to_places, to_slots_0)
+
+    def into_rows(self, x: Tensor) -> list[Tensor]:
+        """Gathers ``[B, S, ...]`` into ``[rows, L, ...]`` for each call."""
+        rows = _gathered(x.flatten(0, 1), *self._into)
+        parts = rows.split([n * length for n, length in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def from_rows(self, results: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        """Gathers the results ``[rows, L, ...]`` of all calls into ``[B, S, ...]``; tokens of no document are 0."""
+        flat = [result.flatten(0, 1) for result in results]
+        return _gathered(flat[0] if len(flat) == 1 else torch.cat(flat), *self._back).unflatten(0, shape)
+
+
+def _others(total: int, indices: Tensor, device: torch.device) -> Tensor | None:
+    """Returns the numbers below ``total`` that are no ``indices``; None if there are none."""
+    if len(indices) == total:
+        return None
+    is_other = torch.ones(total, dtype=torch.bool).index_fill_(0, indices, 0)
+    return _moved(is_other.nonzero()[:, 0], device)
+
+
+def _moved(index: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory the host does not wait for the copy.
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+
+
+class DocumentRows:
+    """Documents of one micro-batch.
+
+    Args:
+        places: int64 ``[T]`` on the CPU: places of the documents' tokens among the ``B * S`` of all rows, one document
+            after another.
+        lengths: tokens of each document, which lies within one row; none is 0.
+        shape: ``(B, S)``.
+        is_packed: True if rows hold several documents; False for a text with padding in each row.
+    """
+
+    def __init__(self, places: Tensor, lengths: Sequence[int], shape: tuple[int, int], *, is_packed: bool) -> None:
+        self.shape, self.is_packed = shape, is_packed
+        self.lengths = tuple(lengths)
+        self._places = places
+        self._calls: dict[tuple[torch.device, bool], _Calls] = {}
+
+    def calls(self, device: torch.device, *, in_one: bool) -> _Calls:
+        """Returns the rows on ``device``, made once: in one call, or in as few as keep the padding below
+        :data:`MOST_PADDING`."""
+        if (device, in_one) not in self._calls:
+            shapes = [(len(self.lengths), max(self.lengths))] if in_one else grouped(self.lengths)
+            self._calls[device, in_one] = _Calls(self._places, self.lengths, self.shape, shapes, device)
+        return self._calls[device, in_one]
+
+    @cached_property
+    def keywords(self) -> dict[str, Any]:
+        """The lengths as transformers' keywords of FlashAttention, on the CPU; for rows without padding."""
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+        longest = max(self.lengths)
+        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+    def compute(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        device: torch.device,
+        in_one_call: bool,
+    ) -> Any:
+        """Computes a layer on rows of single documents.
+
+        Args:
+            args, kwargs: arguments of ``forward``. Tensors ``[B, S, ...]``, also in tuples and dicts, become rows;
+                masks ``[B, 1, S, S]`` become None.
+            in_one_call: True for layers whose parts have collectives.
+
+        Returns:
+            What ``forward`` returns, with tensors ``[B, S, ...]``; None for states and other tensors.
+        """
+        calls = self.calls(device, in_one=in_one_call)
+        leaves, structure = tree_flatten((args, kwargs))
+        by_call = zip(*(self._split(leaf, calls) for leaf in leaves), strict=True)
+        outputs = []
+        for of_call in by_call:
+            own_args, own_kwargs = tree_unflatten(list(of_call), structure)
+            outputs.append(tree_flatten(forward(*own_args, **own_kwargs)))
+        joined = [self._join(parts, calls) for parts in zip(*(found for found, _ in outputs), strict=True)]
+        return tree_unflatten(joined, outputs[0][1])
+
+    def _split(self, leaf: Any, calls: _Calls) -> list[Any]:
+        if self.is_of_tokens(leaf):
+            return calls.into_rows(leaf.expand(*self.shape, *leaf.shape[2:]))
+        is_dense_mask = getattr(leaf, "ndim", 0) == 4 and tuple(leaf.shape[1:]) == (1, self.shape[1], self.shape[1])
+        return [None if is_dense_mask else leaf] * len(calls.shapes)
+
+    def is_of_tokens(self, leaf: Any) -> bool:
+        """True for a tensor ``[B, S, ...]``, or ``[1, S, ...]`` for all rows."""
+        length = self.shape[1]
+        return isinstance(leaf, Tensor) and leaf.dim() > 1 and tuple(leaf.shape[:2]) in (self.shape, (1, length))
+
+    def _join(self, parts: Sequence[Any], calls: _Calls) -> Any:
+        first = parts[0]
+        is_of_rows = isinstance(first, Tensor) and tuple(first.shape[:2]) == calls.shapes[0]
+        return calls.from_rows(parts, self.shape) if is_of_rows else None
+
+
+def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Divides rows of these lengths into calls: the fewest with at most :data:`MOST_PADDING` tokens for each token, and
+    among those the division with the fewest tokens.
+
+    Returns:
+        For each call its number of rows and their length, the longest rows first.
+    """
+    rounded = sorted(map(rounded_up, lengths), reverse=True)
+    kinds = sorted(set(rounded), reverse=True)
+    # How many rows are at least as long as each kind, after 0.
+    ends = [0, *(len(rounded) - rounded[::-1].index(kind) for kind in kinds)]
+
+    def tokens(first: int, last: int) -> int:
+        """Tokens of one call with the rows of the kinds from ``first`` to before ``last``."""
+        return kinds[first] * (ends[last] - ends[first])
+
+    # The fewest tokens of the rows of the first kinds, and the kind at which their last call begins.
+    best = [tokens(0, last) for last in range(len(ends))]
+    beginnings = [[0] * len(ends)]
+    while best[-1] > MOST_PADDING * sum(lengths) and len(beginnings) < len(kinds):
+        begins = []
+        for last in range(len(ends)):
+            costs = [best[first] + tokens(first, last) for first in range(max(last, 1))]
+            begins.append(costs.index(min(costs)))
+        best = [best[first] + tokens(first, last) for last, first in enumerate(begins)]
+        beginnings.append(begins)
+    shapes: list[tuple[int, int]] = []
+    last = len(kinds)
+    for begins in reversed(beginnings):
+        first = begins[last]
+        if last > first:
+            shapes.append((ends[last] - ends[first], kinds[first]))
+        last = first
+    return shapes[::-1]
+
+
+def rounded_up(length: int) -> int:
+    """Rounds up to :data:`LEADING_BITS` binary digits."""
+    step = 1 << max(0, (length - 1).bit_length() - LEADING_BITS)
+    return -(-length // step) * step
