@@ -22,6 +22,29 @@ BATCH_SIZE = 3
 
 
 FAMILIES = ("llama", "qwen2", "gemma2")
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "granitemoehybrid": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+        "embedding_multiplier": 1.0,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1},
+}
+"""families with recurrent or convolution layers, and what their tiny configs have beside the usual sizes"""
 
 
 def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: int = 2) -> Any:
@@ -42,6 +65,8 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
             decoder_start_token_id=0,
             attn_implementation="eager",
         )
+    if family in HYBRIDS:
+        return _make_hybrid(family, tied)
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
     extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
     return classes[family](
@@ -60,6 +85,15 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
         pad_token_id=0 if padded else None,
         **extra,
     )
+
+
+def _make_hybrid(family: str, tied: bool) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": 2, "initializer_range": 0.3}
+    if family != "mamba2":
+        sizes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **HYBRIDS[family])
 
 
 def make_model(
@@ -131,7 +165,12 @@ def _pad(batch: dict[str, Any]) -> None:
 
 
 def documents_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The documents of a packed batch, each by itself."""
+    """The documents of a packed batch, or the texts of a padded one, each by itself."""
+    if "attention_mask" in batch:
+        return [
+            {name: batch[name][row][mask.bool()][None] for name in ("input_ids", "labels")}
+            for row, mask in enumerate(batch["attention_mask"])
+        ]
     tokens = {name: batch[name].flatten() for name in ("input_ids", "labels")}
     starts = (batch["position_ids"].flatten() == 0).nonzero()[:, 0].tolist()
     spans = zip(starts, [*starts[1:], batch["input_ids"].numel()], strict=True)
@@ -143,11 +182,12 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
     From its logits: the model's own loss goes through fp32 and would not be the truth.
     """
-    if "position_ids" in batch:
+    is_encoder_decoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
+    if "position_ids" in batch or ("attention_mask" in batch and not is_encoder_decoder):
         sums, counts = zip(*(true_loss_sum(model, document) for document in documents_of(batch)), strict=True)
         return torch.stack(sums).sum(), sum(counts)
     labels = batch["labels"]
-    if model.config.is_encoder_decoder:  # type: ignore[union-attr]
+    if is_encoder_decoder:
         started = model._shift_right(labels)  # type: ignore[operator]
         logits = model(input_ids=batch["input_ids"], decoder_input_ids=started, use_cache=False).logits
     else:

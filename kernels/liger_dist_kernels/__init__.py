@@ -17,6 +17,9 @@ from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
 from .gated_activation import gated_activation_fwd as gated_activation_fwd
+from .gated_norm import GatedNormOptions as GatedNormOptions
+from .gated_norm import gated_norm_bwd as gated_norm_bwd
+from .gated_norm import gated_norm_fwd as gated_norm_fwd
 from .labels import label_facts as label_facts
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import HeadSlice as HeadSlice

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._triton_utils import Backend, cdiv, launch, rows_of, runs_triton, statistics_dtype
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 """``gelu`` is the exact one, by the error function; ``gelu_tanh`` its approximation (Hendrycks and Gimpel 2016)"""
 
@@ -37,9 +37,12 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activated(g, KIND: tl.constexpr):
+def activate(g, KIND: tl.constexpr):
     """Computes the activation and its derivative; tanh is written with a sigmoid, which the interpreter supports
     too."""
+    if KIND == "sigmoid":
+        sigmoid = _sigmoid(g)
+        return sigmoid, sigmoid * (1.0 - sigmoid)
     if KIND == "silu":
         sigmoid = _sigmoid(g)
         return g * sigmoid, sigmoid * (1.0 + g * (1.0 - sigmoid))
@@ -65,7 +68,7 @@ def _gated_activation_fwd_kernel(
     dtype = tl.float64 if FP64 else tl.float32
     g = tl.load(gate_ptr + row * stride_gt + offs_f, mask=mask_f, other=0.0).to(dtype)
     u = tl.load(up_ptr + row * stride_ut + offs_f, mask=mask_f, other=0.0).to(dtype)
-    activated, _ = _activated(g, KIND)
+    activated, _ = activate(g, KIND)
     tl.store(y_ptr + row * F + offs_f, (activated * u).to(y_ptr.dtype.element_ty), mask=mask_f)
 
 
@@ -93,7 +96,7 @@ def _gated_activation_bwd_kernel(
     d_y = tl.load(d_y_ptr + row * stride_yt + offs_f, mask=mask_f, other=0.0).to(dtype)
     g = tl.load(gate_ptr + row * stride_gt + offs_f, mask=mask_f, other=0.0).to(dtype)
     u = tl.load(up_ptr + row * stride_ut + offs_f, mask=mask_f, other=0.0).to(dtype)
-    activated, slope = _activated(g, KIND)
+    activated, slope = activate(g, KIND)
     tl.store(d_gate_ptr + row * stride_dgt + offs_f, (d_y * u * slope).to(d_gate_ptr.dtype.element_ty), mask=mask_f)
     tl.store(d_up_ptr + row * stride_dut + offs_f, (d_y * activated).to(d_up_ptr.dtype.element_ty), mask=mask_f)
 
@@ -102,7 +105,7 @@ def gated_activation_fwd(gate: Tensor, up: Tensor, *, activation: Activation, ba
     """Computes ``activation(gate) * up`` in the inputs' dtype; both inputs are ``[..., F]`` and have one dtype."""
     if not runs_triton(gate, backend):
         dtype = statistics_dtype(gate.dtype)
-        return (_activated_with_slope(gate.to(dtype), activation)[0] * up.to(dtype)).to(gate.dtype)
+        return (activated_with_slope(gate.to(dtype), activation)[0] * up.to(dtype)).to(gate.dtype)
     num_features = gate.shape[-1]
     y = gate.new_empty(gate.shape)
     if y.numel() > 0:
@@ -140,7 +143,7 @@ def gated_activation_bwd(
     """
     if not runs_triton(gate, backend):
         dtype = statistics_dtype(gate.dtype)
-        activated, slope = _activated_with_slope(gate.to(dtype), activation)
+        activated, slope = activated_with_slope(gate.to(dtype), activation)
         slope = d_y.to(dtype) * up.to(dtype) * slope
         of_gate, of_up = slope.to(gate.dtype), (d_y.to(dtype) * activated).to(up.dtype)
         return (gate.copy_(of_gate), up.copy_(of_up)) if overwrite else (of_gate, of_up)
@@ -179,8 +182,11 @@ def _shaped(rows: Tensor, like: Tensor) -> Tensor:
     return rows if rows.shape == like.shape else rows.view(like.shape)
 
 
-def _activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Computes the activation and its derivative in plain torch."""
+    if activation == "sigmoid":
+        sigmoid = torch.sigmoid(g)
+        return sigmoid, sigmoid * (1.0 - sigmoid)
     if activation == "silu":
         sigmoid = torch.sigmoid(g)
         return F.silu(g), sigmoid * (1.0 + g * (1.0 - sigmoid))

@@ -259,7 +259,7 @@ def norm_bwd(
     # By the block, not by D: a thread holds elements of the block.
     rows = max((4096 if is_sparse else 8192) // block, 1)
     bytes_of_step = rows * block * (d_y_TD.element_size() + x_TD.element_size())
-    most, shared = _resources(x)
+    most, shared = resources(x)
     programs = max(min(most * (2 if is_sparse else 1), cdiv(T, rows)), 1)
     d_x = x.new_empty(x.shape)
     d_weight = rstd_T.new_empty((programs, D)) if needs_weight else None
@@ -296,12 +296,12 @@ def norm_bwd(
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(
         d_x,
-        None if d_weight is None else _sum(d_weight, parameter_dtype),
-        None if d_bias is None else _sum(d_bias, parameter_dtype),
+        None if d_weight is None else sum_of_parts(d_weight, parameter_dtype),
+        None if d_bias is None else sum_of_parts(d_bias, parameter_dtype),
     )
 
 
-def _sum(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_of_parts(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     P, D = parts_PD.shape
     total_D = parts_PD.new_empty(D, dtype=dtype)
     launch(_norm_bwd_sum_kernel, (cdiv(D, 32),), parts_PD, total_D, P, D, BLOCK_P=64, BLOCK_D=32, num_warps=4)
@@ -312,7 +312,7 @@ def _power_of_2_below(number: int, *, most: int) -> int:
     return min(1 << (max(number, 1).bit_length() - 1), most)
 
 
-def _resources(tensor: Tensor) -> tuple[int, int]:
+def resources(tensor: Tensor) -> tuple[int, int]:
     """Returns the number of programs that share the rows of a backward, each of which keeps a sum of the parameters'
     gradients, and the bytes of shared memory of one, less 8 KiB for the reductions of a row."""
     if not tensor.is_cuda:

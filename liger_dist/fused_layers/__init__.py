@@ -15,12 +15,13 @@ from liger_dist.model.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
+from .gated_norm import GATED_NORM
 from .lora import LOW_RANK
 from .norm import NORM
 from .rotary import ROTARY
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
-KINDS: tuple[Kind, ...] = (NORM, LOW_RANK, GATED_MLP, ROTARY)
+KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK, GATED_MLP, ROTARY)
 """Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""
 
 

@@ -37,7 +37,7 @@ class _Gather:
     """int64: results that are 0 instead; None for none"""
 
     def of(self, x_TD: Tensor) -> Tensor:
-        result = x_TD.index_select(0, self.index)
+        result: Tensor = x_TD.index_select(0, self.index)
         return result if self.zeros is None else result.index_fill_(0, self.zeros, 0)
 
 

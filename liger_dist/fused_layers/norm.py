@@ -27,7 +27,7 @@ WIDTH = 32
 """features in the probe of a norm without parameters"""
 
 
-def _refuse_freed(weight: Tensor | None) -> None:
+def refuse_freed(weight: Tensor | None) -> None:
     """Refuses a second backward through a graph whose weights FSDP1 has freed, which kernels would read.
 
     Raises:
@@ -70,7 +70,7 @@ class _Norm(RecomputedFunction):
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         free_copy(ctx)
         x, mean_T, rstd_T, weight_D = ctx.saved_tensors
-        _refuse_freed(weight_D)
+        refuse_freed(weight_D)
         gradients = norm_bwd(
             d_y,
             x,

@@ -78,8 +78,7 @@ def _padded(valid: Tensor) -> DocumentRows | None:
     if torch.equal(valid, is_text_first):
         return None
     places = valid.flatten().nonzero()[:, 0]
-    lengths = lengths[lengths > 0].tolist()
-    return DocumentRows(places, lengths, (valid.shape[0], valid.shape[1]), is_packed=False)
+    return DocumentRows(places, lengths[lengths > 0].tolist(), (valid.shape[0], valid.shape[1]), is_packed=False)
 
 
 def _packed(named: dict[str, Any], way: tuple[str, ...], shape: tuple[int, int]) -> DocumentRows:

@@ -156,16 +156,8 @@ def _found(
     *,
     training: bool,
 ) -> Found:
-    # Kernels of other packages need the device that the model will run on; on the CPU torch's operations run.
-    device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
-    generators = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
-        for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings()):
-            stack.enter_context(within)
-        simplefilter("ignore")
-        # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
-        stack.enter_context(swapped(vars(F), "linear", _linear))
-        stack.enter_context(_without_weights(model, layers, device))
+        device = stack.enter_context(_dummy_run(model, layers, EAGER))
         ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
         given = dict(_arguments(model, _documents(told_by, in_one_row), device))
         for module in model.modules():
@@ -190,32 +182,44 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
     their type."""
     padding = torch.ones(2, PAIR, dtype=torch.int64)
     padding[0, : DOCUMENTS[0]] = 0
-    for given in (_documents((POSITIONS,), False), {"attention_mask": padding}):
-        with ExitStack() as stack:
-            for within in (torch_defaults(), torch.no_grad(), torch.random.fork_rng([]), catch_warnings()):
-                stack.enter_context(within)
-            simplefilter("ignore")
-            stack.enter_context(swapped(vars(F), "linear", _linear))
-            stack.enter_context(_without_weights(model, layers, torch.device("cpu"), implementation))
+    arguments: tuple[dict[str, Any], ...] = (_documents((POSITIONS,), False), {"attention_mask": padding})
+    for given in arguments:
+        with _dummy_run(model, layers, implementation) as device:
             try:
                 with _TokenByToken(PAIR):
-                    model(input_ids=_token_ids(model), **dict(_arguments(model, given, torch.device("cpu"))))
+                    model(input_ids=_token_ids(model).to(device), **dict(_arguments(model, given, device)))
             except Exception:
                 return False
     return True
 
 
+@contextmanager
+def _dummy_run(model: nn.Module, layers: Sequence[nn.Module], attention: str) -> Iterator[torch.device]:
+    """Prepares the model for a run without weights within the context; yields the device of the run."""
+    # Kernels of other packages need the device that the model will run on; on the CPU torch's operations run.
+    device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
+    generators = [device] if device.type == "cuda" else []
+    with torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings():
+        simplefilter("ignore")
+        # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
+        with swapped(vars(F), "linear", _linear), _without_weights(model, layers, device, attention):
+            yield device
+
+
 def _compute_in_rows(
     model: nn.Module, in_rows: Mapping[type[nn.Module], Run], ids: Tensor, given: dict[str, Any]
 ) -> None:
+    """Patches the forwards of modules of the classes ``in_rows``, for one run."""
     documents = documents_of({"input_ids": ids, **given}) if in_rows else None
+    if documents is None:
+        return
 
-    def patch(module: nn.Module, run: Run, documents: DocumentRows) -> None:
-        vars(module)["forward"] = lambda *args, **kwargs: run(module, documents, args, kwargs)
+    def on_rows(module: nn.Module, documents: DocumentRows) -> Callable[..., Any]:
+        return lambda *args, **kwargs: in_rows[type(module)](module, documents, args, kwargs)
 
-    for module in model.modules() if documents is not None else ():
+    for module in model.modules():
         if type(module) in in_rows:
-            patch(module, in_rows[type(module)], documents)
+            vars(module)["forward"] = on_rows(module, documents)
 
 
 def _documents(told_by: Collection[str], in_one_row: bool) -> dict[str, Tensor | int]:
@@ -371,7 +375,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 @contextmanager
 def _without_weights(
-    model: nn.Module, layers: Sequence[nn.Module], device: torch.device, attention: str = EAGER
+    model: nn.Module, layers: Sequence[nn.Module], device: torch.device, attention: str
 ) -> Iterator[None]:
     """Gives the modules of ``model`` made-up parameters and no hooks within the context; keeps one of ``layers`` of
     each kind."""

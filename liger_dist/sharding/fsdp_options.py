@@ -60,9 +60,7 @@ class FullySharded:
         """True if an option requires compiled layers."""
         return self.compile_layers is True
 
-    def reason_against_compiling(
-        self, structure: Structure, config: WrapConfig, *, is_recurrent: bool
-    ) -> str | None:
+    def reason_against_compiling(self, structure: Structure, config: WrapConfig, *, is_recurrent: bool) -> str | None:
         """Says why ``compile_layers="auto"`` does not compile these layers; None if it does."""
         if config.mlp_tile_tokens is not None:
             return f"mlp_tile_tokens is {config.mlp_tile_tokens}"

@@ -168,6 +168,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from cross_entropies()
     yield from divergences()
     yield from norms()
+    yield from gated_norms()
 
 
 def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -257,6 +258,22 @@ def norms() -> Iterator[tuple[str, Callable[[], Any]]]:
             )
 
         yield f"{'LayerNorm' if subtracts else 'RMSNorm'}, {str(dtype)[6:]}, {D}, {'bias' * has_bias}", call
+
+
+def gated_norms() -> Iterator[tuple[str, Callable[[], Any]]]:
+    sizes = ((128, 1), (256, 1), (1024, 1), (4096, 1), (5376, 1), (8192, 1), (8192, 8))
+    for dtype, (D, groups), gates_first in itertools.product(DTYPES, sizes, (False, True)):
+
+        def call(dtype: torch.dtype = dtype, D: int = D, groups: int = groups, gates_first: bool = gates_first) -> None:
+            x, weight = vector(dtype, 1).new_empty(TOKENS, D), vector(dtype, D)
+            options = kernels.GatedNormOptions(
+                eps=1e-6, groups=groups, gates_first=gates_first, round_before_weight=True
+            )
+            rstd = kernels.gated_norm_fwd(x, x, weight, options=options).rstd_TG
+            kernels.gated_norm_bwd(x, x, x, rstd, weight, needs_weight=True, options=options)
+
+        order = "before" if gates_first else "after"
+        yield f"gated norm, {str(dtype)[6:]}, {D}, {groups} groups, {order}", call
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Times packed training of a hybrid model: gated delta nets and attention, documents of about 700 tokens.
+
+    python -m benchmarks.hybrids [--only "with fla"]
+
+Eight layers of the shape of Qwen3.5-4B with lm_head, bf16, forward and backward of 8192 tokens. transformers lets
+documents of a row run into each other in the recurrent layers; its time for "packed" is that of a wrong result, and
+right are only "one by one" and "padded rows". With fla the delta rule is that of flash-linear-attention, otherwise
+torch's fallback in transformers; both have transformers' own convolution.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import liger_dist
+
+from .harness import Candidate, arguments, measure, save, show
+
+LENGTHS = (644, 812, 591, 730, 705, 688, 1010, 402, 777, 653, 720, 460)
+"""8192 tokens"""
+SHAPE: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
+
+
+def build() -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["qwen3_5_text"](**SHAPE)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+def batches() -> dict[str, list[dict[str, Tensor]]]:
+    """Micro-batches of the same documents: packed, as one text, one by one and in padded rows."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(SHAPE["vocab_size"], (1, sum(LENGTHS)), device="cuda", generator=generator)
+    positions = torch.cat([torch.arange(length, device="cuda") for length in LENGTHS])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    documents = list(zip(ids.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True))
+    longest = max(LENGTHS)
+    padded = {
+        "input_ids": torch.cat([nn.functional.pad(one, (0, longest - one.shape[1])) for one, _ in documents]),
+        "labels": torch.cat([nn.functional.pad(one, (0, longest - one.shape[1]), value=-100) for _, one in documents]),
+    }
+    mask = torch.arange(longest, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
+    return {
+        "packed": [{"input_ids": ids, "labels": labels, "position_ids": positions}],
+        "one text": [{"input_ids": ids, "labels": labels}],
+        "one by one": [{"input_ids": one, "labels": two} for one, two in documents],
+        "padded rows": [padded | {"attention_mask": mask.long()}],
+    }
+
+
+def step(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> Callable[[], None]:
+    num_items = torch.tensor(sum(LENGTHS) - len(LENGTHS), device="cuda")
+
+    def run() -> None:
+        for batch in micro_batches:
+            model(**batch, num_items_in_batch=num_items).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    given = parser.parse_args()
+    torch.cuda.set_device(0)
+    own, ours = build(), liger_dist.wrap(build(), "none")
+    print(liger_dist.explain(ours))
+    data = batches()
+    candidates = [
+        Candidate("liger_dist, packed", step(ours, data["packed"])),
+        Candidate("liger_dist, one text", step(ours, data["one text"])),
+        Candidate("Hugging Face, packed: documents mix", step(own, data["packed"])),
+        Candidate("Hugging Face, one text", step(own, data["one text"])),
+        Candidate("Hugging Face, one by one", step(own, data["one by one"])),
+        Candidate("Hugging Face, padded rows", step(own, data["padded rows"])),
+    ]
+    has_fla = "fla" in sys.modules
+    problem = f"8 layers of Qwen3.5-4B, 8192 tokens in {len(LENGTHS)} documents, {'with' if has_fla else 'without'} fla"
+    rows = measure(problem, candidates, rounds=given.rounds)
+    for row in rows:
+        row.figures["peak GiB"] = row.extra_mib / 1024
+    show(rows, ("peak GiB",))
+    save("hybrids", rows, given.results)
+
+
+if __name__ == "__main__":
+    main()

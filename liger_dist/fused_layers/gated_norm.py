@@ -1,0 +1,225 @@
+"""RMSNorm with a gate, as after gated delta nets, Mamba2 and KDA: one autograd function, the match of modules, and
+their swapped forward.
+
+A candidate is a module without submodules, whose only parameter is a weight of one dimension and whose forward takes a
+gate. Its original forward runs on probe values instead of its parameters; the gated norm that agrees with it, forward
+and backward, in fp32 and bf16, is the match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import refuse_second_order
+from liger_dist.model.stand_ins import swapped
+from liger_dist.model.structure import full_shape
+from liger_dist_kernels import Backend, GatedNormOptions, gated_norm_bwd, gated_norm_fwd
+
+from .norm import refuse_freed
+from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
+from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
+
+TOLERANCE = 1e-5
+MOST_FEATURES = 8192
+"""features of a group; the backward of wider ones runs at 0.4 TB/s (an H100)"""
+
+
+class _GatedNorm(RecomputedFunction):
+    is_end_of_walk = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight_D: Tensor, options: GatedNormOptions, backend: Backend
+    ) -> Tensor:
+        ctx.options, ctx.backend = options, backend
+        y, rstd_TG = gated_norm_fwd(x, gate, weight_D, options=options, backend=backend)
+        ctx.save_for_backward(x, gate, rstd_TG, weight_D)
+        if should_recompute(y) and any(ctx.needs_input_grad):
+            # A copy: the weight may be resharded when the output is recomputed.
+            ctx.weight = weight_D.detach().clone()
+            note_output(ctx, y)
+        return y
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        x, gate = ctx.saved_tensors[:2]
+        return gated_norm_fwd(x, gate, ctx.weight, options=ctx.options, backend=ctx.backend).y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        free_copy(ctx)
+        x, gate, rstd_TG, weight_D = ctx.saved_tensors
+        refuse_freed(weight_D)
+        gradients = gated_norm_bwd(
+            d_y,
+            x,
+            gate,
+            rstd_TG,
+            weight_D,
+            needs_weight=ctx.needs_input_grad[2],
+            options=ctx.options,
+            backend=ctx.backend,
+        )
+        return *gradients, None, None
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, *, options: GatedNormOptions, backend: Backend = "auto"
+) -> Tensor:
+    """Normalises ``x`` and multiplies it by the weight and the activation of ``gate``. The result is recomputed in the
+    backward instead of saved, where a norm follows.
+
+    Args:
+        x, gate: ``[..., D]``, floating.
+        weight: ``[D]``.
+    """
+    if not torch.is_grad_enabled():
+        return gated_norm_fwd(x, gate, weight, options=options, backend=backend).y
+    result: Tensor = _GatedNorm.apply(x, gate, weight, options, backend)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedNormMatch:
+    """Gated norm that a module computes."""
+
+    options: GatedNormOptions
+    backend: Backend
+    settings: dict[str, Any]
+    """attributes of the module when it was matched: values, strings and flags"""
+
+    def __str__(self) -> str:
+        options = self.options
+        words = [
+            f"{options.activation} {'before' if options.gates_first else 'after'} the norm",
+            f"eps {options.eps:g}",
+        ]
+        words += [f"{options.groups} groups"] if options.groups > 1 else []
+        words += ["normalized values rounded before the weight"] if options.round_before_weight else []
+        return f"gated RMSNorm ({', '.join(words)})"
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    named = "norm" in type(module).__name__.lower()
+    return named and not module._modules and set(module._parameters) == {"weight"} and "gate" in _arguments(module)
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(signature(type(module).forward).parameters)[1:]
+
+
+def _match(module: nn.Module, backend: Backend) -> GatedNormMatch:
+    weight = module._parameters["weight"]
+    shape = () if weight is None else full_shape(weight)
+    if len(shape) != 1 or shape[0] < 2:
+        raise LeftAloneError(f"its weight has the shape {shape}")
+    if _arguments(module)[1:] != ["gate"]:
+        raise LeftAloneError(f"its forward takes {', '.join(_arguments(module))}")
+    with probing(module):
+        probe = _Probe(module, shape[0])
+        options = next((options for options in probe.candidates() if probe.agrees(options)), None)
+        if options is None:
+            raise LeftAloneError("its forward is no RMSNorm of the last dim with a gate")
+        rounded = probe.rounding(options)
+        if rounded is None:
+            raise LeftAloneError("it rounds in a way that is not known")
+        if shape[0] > MOST_FEATURES * rounded.groups:
+            raise LeftAloneError(f"its groups have more than {MOST_FEATURES} features")
+        return GatedNormMatch(options=rounded, backend=backend, settings=settings_of(module))
+
+
+class _Probe:
+    """Original forward of one module on probe values.
+
+    Args:
+        width: features.
+    """
+
+    def __init__(self, module: nn.Module, width: int) -> None:
+        self._module = module
+        generator = torch.Generator().manual_seed(0)
+        # Rows of very different sizes, so that the position of eps shows.
+        sizes = torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
+        self._x = torch.randn(1, 5, width, generator=generator) * sizes
+        self._gate = 3 * torch.randn(1, 5, width, generator=generator)
+        self._weight = torch.randn(width, generator=generator)
+
+    def candidates(self) -> Iterator[GatedNormOptions]:
+        """Yields options without rounding: numbers that the module has, and both orders."""
+        settings = settings_of(self._module).values()
+        numbers = sorted({value for value in settings if isinstance(value, float) and 0 < value < 0.1})
+        width = len(self._weight)
+        counts = {value for value in settings if type(value) is int and 0 < value <= width and width % value == 0}
+        groups = sorted({1} | counts | {width // count for count in counts})
+        for eps in numbers:
+            for group in groups:
+                for gates_first in (False, True):
+                    for activation in ("silu", "sigmoid"):
+                        yield GatedNormOptions(eps=eps, activation=activation, gates_first=gates_first, groups=group)
+
+    def _own(self, x: Tensor, gate: Tensor, weight: Tensor, *, training: bool = False) -> Tensor:
+        with swapped(self._module._parameters, "weight", weight), in_mode(self._module, training):
+            result: Tensor = type(self._module).forward(self._module, x, gate)
+        return result
+
+    @staticmethod
+    def _ours(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) -> Tensor:
+        return gated_norm(x, gate, weight, options=options, backend="reference")
+
+    def agrees(self, options: GatedNormOptions) -> bool:
+        """True if outputs and gradients are the module's, in training and evaluation."""
+        return all(self._agrees(options, training) for training in (False, True))
+
+    def _agrees(self, options: GatedNormOptions, training: bool) -> bool:
+        def run(is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
+            leaves = [tensor.clone().requires_grad_() for tensor in (self._x, self._gate, self._weight)]
+            x, gate, weight = leaves
+            if is_original:
+                return [self._own(x, gate, weight, training=training)], leaves
+            return [self._ours(x, gate, weight, options)], leaves
+
+        return agrees(run, tolerance=TOLERANCE)
+
+    def rounding(self, options: GatedNormOptions) -> GatedNormOptions | None:
+        """Adds the module's rounding to the options, from bf16 rows and weights of two dtypes; None if it is
+        unknown."""
+        for round_before_weight in (True, False):
+            candidate = replace(options, round_before_weight=round_before_weight)
+            if all(self._rounds_alike(candidate, dtype) for dtype in (torch.bfloat16, torch.float32)):
+                return candidate
+        return None
+
+    def _rounds_alike(self, options: GatedNormOptions, dtype: torch.dtype) -> bool:
+        x, gate, weight = self._x.bfloat16(), self._gate.bfloat16(), self._weight.to(dtype)
+        with torch.no_grad():
+            own, ours = self._own(x, gate, weight), self._ours(x, gate, weight, options)
+        return own.dtype == ours.dtype and float((own == ours).float().mean()) > 0.97
+
+
+def _compute(
+    module: nn.Module, match: GatedNormMatch, hidden_states: Any = None, gate: Any = None, **kwargs: Any
+) -> Any:
+    if kwargs or runs_own_code(hidden_states, under_autocast=False) or not is_local(gate):
+        return NotImplemented
+    weight: Any = getattr(module, "weight", None)
+    fits = is_local(weight) and tuple(weight.shape) == hidden_states.shape[-1:] and gate.shape == hidden_states.shape
+    if not fits or not has_settings(module, match.settings):
+        return NotImplemented
+    return gated_norm(hidden_states, gate, weight, options=match.options, backend=match.backend)
+
+
+GATED_NORM = Kind(
+    name="gated norm",
+    is_candidate=_is_candidate,
+    match=_match,
+    compute=_compute,
+    absent="no module without submodules has 'norm' in the name of its class, a weight alone and an argument 'gate'",
+    is_expected=lambda model: False,
+)

@@ -1,0 +1,66 @@
+"""Models with recurrent or convolution layers on packed and padded rows, in every layout: gradients and values equal
+those of the unwrapped model on each document alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cells import MODEL, ONE, PRINCIPAL, Cell, Model
+from harness import InThisProcess, Workers
+from models import HYBRIDS
+from test_conformance import train
+
+ROWS = ("packed", "packed, by lengths", "padded")
+USES = ("checkpointing", "MLP tiles", "two forwards")
+HYBRID_MODELS = {family: Model(family=family) for family in HYBRIDS}
+"""as models of cells; their mixers compute in fp32 in fp64 models, too"""
+TOLERANCE, IN_FP32 = 2e-5, 1e-3
+"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding"""
+
+
+def cells() -> list[Any]:
+    """Every family and kind of rows in every principal layout. ``make test`` runs Qwen3.5 packed in each, and each
+    other combination of a family and rows under FSDP2 or on one process."""
+    found = []
+    for layout in (ONE, *PRINCIPAL):
+        for family in HYBRIDS:
+            for rows in ROWS:
+                cell = replace(layout, model=family, data=rows)
+                is_first = family == "qwen3_5_text" and rows == "packed"
+                is_kept = is_first or layout is ONE or (layout == PRINCIPAL[4] and rows == "packed")
+                found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
+        for use in USES:
+            cell = replace(layout, model="qwen3_5_text", data="packed", use=use)
+            if use != "MLP tiles" or layout.engine in ("none", "ddp", "fsdp2", "zero"):
+                is_kept = layout in (ONE, PRINCIPAL[4])
+                found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, model in HYBRID_MODELS.items():
+        monkeypatch.setitem(MODEL, name, model)
+
+
+@pytest.mark.parametrize("cell", cells())
+def test_documents_are_apart_in_every_layout(cell: Cell, request: pytest.FixtureRequest) -> None:
+    reason = cell.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    if cell.world == 1:
+        with InThisProcess() as here:
+            results = here.run(train_hybrid, cell)
+    else:
+        workers: Workers = request.getfixturevalue(f"workers_{cell.world}")
+        results = workers.run(train_hybrid, cell)
+    for errors in results:
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < (IN_FP32 if cell.engine == "zero" else TOLERANCE), f"{worst} is off by {errors[worst]:.2e}"
+
+
+def train_hybrid(cell: Cell) -> dict[str, float]:
+    MODEL.update(HYBRID_MODELS)
+    return train(cell)
