@@ -17,8 +17,10 @@ from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import explain
+from .fused_head.call import IGNORE_INDEX
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
+from .fused_layers.packed_calls import as_padded_rows, documents_of
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
@@ -116,6 +118,8 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
     """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
     ``teacher`` the distillation loss with that of full logits; and with the model as it was before :func:`wrap`.
 
+    Packed documents run apart in that model, one in each row, so that nothing can read another document there.
+
     Four passes forward and backward with the same random numbers: fused, fused with twice the loss, unfused, and
     unfused with the model's own layers and attention. The last two materialise the logits: choose a batch that fits. On
     a mesh with an axis "sp" they compute the full sequences on every rank, without exchanges. Gradients are compared
@@ -207,10 +211,32 @@ def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, 
     if axis is not None and teacher is None:
         fused = replace(fused, loss=_mean(fused.loss, axis))
     unfused = _run_unfused(model, batch, teacher, axis)
-    has_lengths = batch.get("cu_seq_lens_q") is not None
-    with own_layers(model, keeps_attention=has_lengths) as kept:
-        own = _run_unfused(model, batch, teacher, axis)
+    with _own_model(model, batch, is_whole=teacher is not None or axis is not None) as (own_batch, kept):
+        own = _run_unfused(model, own_batch, teacher, axis)
     return _Passes(fused, doubled, unfused, own, kept)
+
+
+@contextmanager
+def _own_model(
+    model: nn.Module, batch: dict[str, Any], *, is_whole: bool
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Within, the model is as it was before :func:`wrap`. Yields its batch, with packed documents in separate rows, and
+    what it keeps of this library's.
+
+    Args:
+        is_whole: True if the documents have to stay in their rows.
+    """
+    inner = inner_model(model)
+    record = record_of(inner)
+    documents = None if record.loss.is_encoder_decoder else documents_of(batch)
+    if is_whole or documents is None or not documents.is_packed:
+        has_lengths = batch.get("cu_seq_lens_q") is not None
+        with own_layers(model, keeps_attention=has_lengths, keeps_rows=documents is not None) as kept:
+            yield batch, kept
+        return
+    rows = as_padded_rows(batch, documents, batch.get("ignore_index", IGNORE_INDEX))
+    with own_layers(model) as kept:
+        yield rows, kept
 
 
 def _run_unfused(

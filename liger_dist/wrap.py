@@ -26,7 +26,7 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
-from .fused_layers.recurrent import RecurrentLayers, find_recurrent_layers
+from .fused_layers.recurrent import RECURRENT, RecurrentLayers, find_recurrent_layers
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
 from .losses.spec import as_output_names
@@ -428,12 +428,15 @@ def full_logits(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_layers(model: nn.Module, *, keeps_attention: bool) -> Iterator[tuple[str, ...]]:
+def own_layers(
+    model: nn.Module, *, keeps_attention: bool = False, keeps_rows: bool = False
+) -> Iterator[tuple[str, ...]]:
     """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this
     library's, as clauses.
 
     Args:
         keeps_attention: for calls that the model's own attention does not know.
+        keeps_rows: for packed documents, which its own recurrent layers do not separate.
 
     Raises:
         LigerDistError: the model is not wrapped.
@@ -444,8 +447,11 @@ def own_layers(model: nn.Module, *, keeps_attention: bool) -> Iterator[tuple[str
     with ExitStack() as stack:
         if any(compiled_call(layer) is not None for layer in record.structure.layers):
             kept.append("compiled layers, which run their own code")
-        elif record.layers.swapped:
-            stack.enter_context(suspended_forwards(inner, owner=record.owner))
+        else:
+            keeps_rows = keeps_rows and record.recurrent is not None
+            kept += ["recurrent layers on rows of single documents, which its own mix"] if keeps_rows else []
+            keeps = RECURRENT if keeps_rows else None
+            stack.enter_context(suspended_forwards(inner, owner=record.owner, keeps=keeps))
         if keeps_attention and record.attention.reason is None:
             kept.append("attention to documents by their lengths, which the model's own does not separate")
         else:

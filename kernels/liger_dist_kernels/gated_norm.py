@@ -3,8 +3,8 @@
 
 Legend: T rows, D features, G groups of ``D / G`` features that are normalized apart.
 
-``n = h / rms(h)``; the gate comes after the norm, ``h = x`` and ``y = n * weight * activation(gate)`` (Yang et al. 2024,
-arXiv:2412.06464), or before it, ``h = x * activation(gate)`` and ``y = n * weight`` (Dao and Gu 2024,
+``n = h / rms(h)``; the gate comes after the norm, ``h = x`` and ``y = n * weight * activation(gate)`` (Yang et al.
+2024, arXiv:2412.06464), or before it, ``h = x * activation(gate)`` and ``y = n * weight`` (Dao and Gu 2024,
 arXiv:2405.21060). Arithmetic is fp32 (fp64 for fp64 rows).
 """
 

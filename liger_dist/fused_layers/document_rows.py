@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MOST_PADDING = 1.25
@@ -105,7 +106,8 @@ class _Calls:
     def from_rows(self, results: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         """Gathers the results ``[rows, L, ...]`` of all calls into ``[B, S, ...]``; tokens of no document are 0."""
         flat = [result.flatten(0, 1) for result in results]
-        return _gathered(flat[0] if len(flat) == 1 else torch.cat(flat), *self._back).unflatten(0, shape)
+        tokens: Tensor = _gathered(flat[0] if len(flat) == 1 else torch.cat(flat), *self._back)
+        return tokens.view(*shape, *tokens.shape[1:])
 
 
 def _others(total: int, indices: Tensor, device: torch.device) -> Tensor | None:
@@ -145,6 +147,12 @@ class DocumentRows:
             shapes = [(len(self.lengths), max(self.lengths))] if in_one else grouped(self.lengths)
             self._calls[device, in_one] = _Calls(self._places, self.lengths, self.shape, shapes, device)
         return self._calls[device, in_one]
+
+    def padded(self, x: Tensor, value: float) -> Tensor:
+        """Returns ``[documents, L, ...]`` of ``x`` ``[B, S, ...]``: a row for each document in order, padded at its
+        end."""
+        parts = x.flatten(0, 1)[self._places.to(x.device)].split(self.lengths)
+        return pad_sequence(list(parts), batch_first=True, padding_value=value)
 
     @cached_property
     def keywords(self) -> dict[str, Any]:

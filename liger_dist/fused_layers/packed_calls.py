@@ -18,6 +18,9 @@ POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
 """arguments of a model that separate packed documents; :data:`LENGTHS` comes with three more of FlashAttention"""
 WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
 """arguments that may separate documents; positions in addition to lengths add nothing"""
+OF_DOCUMENTS = (LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", SEQ_IDX)
+"""keywords of packed documents, which rows of single documents do not have"""
+INPUTS = ("input_ids", "inputs_embeds")
 SEEN = {
     POSITIONS: "position_ids restart without a 2-D attention_mask",
     LENGTHS: "cu_seq_lens_q has more documents than rows",
@@ -71,6 +74,28 @@ def documents_of(named: dict[str, Any]) -> DocumentRows | None:
     return _packed(named, way, shape) if way else None
 
 
+def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index: int) -> dict[str, Any]:
+    """Returns the arguments of a call with each document in a row padded at its end, which every model keeps apart.
+
+    Args:
+        batch: the arguments that ``documents`` were read from; tensors ``[B, S, ...]``, and positions ``[n, B, S]``,
+            become rows.
+    """
+    device = next(batch[name] for name in INPUTS if isinstance(batch.get(name), Tensor)).device
+    rows: dict[str, Any] = {}
+    for name, value in batch.items():
+        fill = ignore_index if name in ("labels", "shift_labels") else 0
+        if documents.is_of_tokens(value):
+            rows[name] = documents.padded(value.expand(*documents.shape, *value.shape[2:]), fill)
+        elif isinstance(value, Tensor) and value.dim() == 3 and tuple(value.shape[1:]) == documents.shape:
+            rows[name] = torch.stack([documents.padded(part, fill) for part in value])
+        elif name not in OF_DOCUMENTS:
+            rows[name] = value
+    lengths = torch.tensor(documents.lengths, device=device)
+    longest = torch.arange(max(documents.lengths), device=device)
+    return rows | {"attention_mask": (longest < lengths[:, None]).long()}
+
+
 def _padded(valid: Tensor) -> DocumentRows | None:
     """Returns one document for each row of a mask ``[B, S]`` with a token; None if all padding follows the texts."""
     lengths = valid.sum(1)
@@ -104,7 +129,7 @@ def _packed(named: dict[str, Any], way: tuple[str, ...], shape: tuple[int, int])
 
 
 def _shape_of(named: dict[str, Any]) -> tuple[int, int] | None:
-    inputs = next((named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None)
+    inputs = next((named[name] for name in INPUTS if isinstance(named.get(name), Tensor)), None)
     return None if inputs is None or inputs.dim() < 2 else (inputs.shape[0], inputs.shape[1])
 
 

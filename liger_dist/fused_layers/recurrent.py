@@ -35,14 +35,12 @@ from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist_kernels import Backend
 
 from .document_rows import DocumentRows
-from .packed_calls import POSITIONS, SEEN, WAYS, documents_of, packed_by
+from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
 from .swap import Kind, LeftAloneError, original_forward, swap_forward
 from .token_dependency import CannotRunError, Run, token_dependency
 
 MOST_KINDS = 8
 """classes of mixing modules in one model"""
-_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""keywords of packed documents, which rows of single documents do not have"""
 _STATES = ("past_key_values", "cache", "cache_params", "state")
 _DOCUMENTS: ContextVar[tuple[tuple[object, DocumentRows | None], ...]] = ContextVar("liger_dist_documents", default=())
 """models whose call runs in this context, innermost last, and its documents"""
@@ -232,6 +230,10 @@ def find_recurrent_layers(model: nn.Module, structure: Structure) -> RecurrentLa
                 attends_across.append(way)
         except LeftAloneError as reason:
             reasons[way] = str(reason)
+    if mixers and reasons:
+        # What rows do not explain with one argument, they do not explain with another.
+        carries = f"its {first.__name__} carries state from one document of a row into the next"
+        return RecurrentLayers(model, (), dict.fromkeys(WAYS, carries) | reasons)
     return RecurrentLayers(model, tuple(mixers), reasons, attends_across)
 
 
@@ -268,7 +270,7 @@ def _run_of_class(module: nn.Module, documents: DocumentRows, args: tuple[Any, .
 def _in_rows(
     forward: Any, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_one_call: bool
 ) -> Any:
-    kept = {name: value for name, value in kwargs.items() if name not in _OF_DOCUMENTS}
+    kept = {name: value for name, value in kwargs.items() if name not in OF_DOCUMENTS}
     # Nothing is left to mask, and some forwards have no default.
     kept |= {name: None for name in kept if "mask" in name}
     device = _hidden_states(args, kwargs).device

@@ -140,10 +140,14 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
 
 
 @contextmanager
-def suspended_forwards(model: nn.Module, *, owner: str) -> Iterator[None]:
-    """Restores the original forwards of modules that :func:`swap_forward` of this owner has swapped, within the
-    context."""
-    swapped = [(m, type(m), match_of(m)) for m in model.modules() if vars(m).get(_OWNER) == owner]
+def suspended_forwards(model: nn.Module, *, owner: str, keeps: Kind | None = None) -> Iterator[None]:
+    """Restores the original forwards of modules that :func:`swap_forward` of this owner has swapped, but for those of
+    the kind ``keeps``, within the context."""
+    swapped = [
+        (module, type(module), match_of(module))
+        for module in model.modules()
+        if isinstance(module, Swapped) and vars(module)[_OWNER] == owner and module._liger_dist_kind is not keeps
+    ]
     try:
         for module, _, _ in swapped:
             restore_forward(module, owner=owner)

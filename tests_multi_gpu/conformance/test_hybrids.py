@@ -58,7 +58,9 @@ def test_documents_are_apart_in_every_layout(cell: Cell, request: pytest.Fixture
         results = workers.run(train_hybrid, cell)
     for errors in results:
         worst = max(errors, key=lambda name: errors[name])
-        assert errors[worst] < (IN_FP32 if cell.engine == "zero" else TOLERANCE), f"{worst} is off by {errors[worst]:.2e}"
+        assert errors[worst] < (IN_FP32 if cell.engine == "zero" else TOLERANCE), (
+            f"{worst} is off by {errors[worst]:.2e}"
+        )
 
 
 def train_hybrid(cell: Cell) -> dict[str, float]:

@@ -1,0 +1,379 @@
+"""Recurrent and convolution layers on rows of single documents: which documents a call has, when a layer is computed
+again, and what else happens to a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from models import HYBRIDS, VOCAB_SIZE, make_model
+from torch import Tensor, nn
+
+import liger_dist
+from liger_dist.fused_layers.document_rows import MOST_PADDING, grouped, rounded_up
+from liger_dist.fused_layers.packed_calls import documents_of, packed_by
+from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
+
+FAMILIES = tuple(HYBRIDS)
+TOLERANCE = 5e-6
+"""the mixers compute in fp32 in fp64 models, too"""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def packed(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB_SIZE, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+def trained(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of calls, and gradients of their sum in one backward."""
+    model.train().zero_grad()
+    losses = [model(**batch).loss for batch in batches]
+    torch.stack(losses).sum().backward()
+    return [float(loss.detach()) for loss in losses], gradients_of(model)
+
+
+def alone(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """The same from every document in a call of its own."""
+    model.train().zero_grad()
+    losses = []
+    for batch in batches:
+        starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["position_ids"].shape[1]]
+        lengths = [end - start for start, end in pairwise(starts)]
+        count, total = int((batch["labels"] != -100).sum()), 0.0
+        for ids, labels in zip(batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True):
+            valid = int((labels != -100).sum())
+            if valid:
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss * valid / count
+                loss.backward()
+                total += float(loss.detach())
+        losses.append(total)
+    return losses, gradients_of(model)
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert got[0] == pytest.approx(want[0], abs=TOLERANCE)
+    assert got[1].keys() == want[1].keys()
+    total = float(torch.stack([gradient.norm() for gradient in want[1].values()]).norm())
+    for name, gradient in want[1].items():
+        error = float((got[1][name] - gradient).norm())
+        assert error <= TOLERANCE * (float(gradient.norm()) + 1e-3 * total), (
+            f"{name}: {error / float(gradient.norm()):.1e}"
+        )
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(**options))
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 13, 9], [28], [1, 1, 1, 2], [3] * 64, [2, 60, 1, 1, 30]], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_of_all_lengths(family: str, lengths: list[int]) -> None:
+    batch = packed(lengths)
+    want = alone(make_model(family), batch)
+    assert_equal(trained(wrapped(make_model(family)), batch), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True, None])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba2"])
+def test_recomputed_layers_have_the_documents_of_their_call(family: str, reentrant: bool | None) -> None:
+    """Also after another call: two calls before one backward, packed in other ways, and one that is not packed."""
+    batches = [packed([5, 1, 13, 9]), packed([20, 8], seed=1), packed([28], seed=2)]
+    want = alone(make_model(family), *batches)
+    model: Any = make_model(family)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_equal(trained(wrapped(model), *batches), want)
+
+
+def test_a_loss_of_hidden_states_recomputes_with_the_documents_of_its_call() -> None:
+    """Its backward does not begin at the decoder's last output."""
+    batch = packed([5, 1, 13, 9])
+    del batch["labels"]
+    results = []
+    for checkpointing in (False, True):
+        model: Any = make_model("qwen3_5_text")
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped(model).train()
+        model(**batch, output_hidden_states=True).hidden_states[1].square().sum().backward()
+        results.append(([0.0], gradients_of(model)))
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_lora_on_the_projections_of_recurrent_layers(family: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        model = get_peft_model(make_model(family), LoraConfig(target_modules="all-linear", r=2))  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        return model.double()
+
+    batch = packed([5, 1, 13, 9])
+    assert_equal(trained(wrapped(adapted()), batch), alone(adapted(), batch))
+
+
+@pytest.mark.parametrize(
+    "options", [{"mlp_tile_tokens": 7}, {"fused_loss": False}, {"varlen_attention": False}], ids=str
+)
+def test_documents_are_apart_with_every_option(options: dict[str, Any]) -> None:
+    batch = packed([5, 1, 13, 9])
+    want = alone(make_model("qwen3_5_text"), batch)
+    assert_equal(trained(wrapped(make_model("qwen3_5_text"), **options), batch), want)
+
+
+def test_documents_are_apart_in_compiled_layers() -> None:
+    """Also those of other lengths, in the graphs of the first."""
+    batches = [packed([5, 1, 13, 9]), packed([20, 8], seed=1)]
+    want = alone(make_model("lfm2"), *batches)
+    model: Any = make_model("lfm2")
+    liger_dist.compile_layers(model)
+    assert_equal(trained(wrapped(model), *batches), want)
+
+
+def test_evaluation_without_labels_and_caches() -> None:
+    model: Any = make_model("qwen3_5_text").eval()
+    batch = packed([5, 1, 13, 9])
+    del batch["labels"]
+    with torch.no_grad():
+        parts = batch["input_ids"].split([5, 1, 13, 9], 1)
+        want = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+        padded = torch.ones(2, 9, dtype=torch.long)
+        padded[0, :4] = 0
+        prompts = {"input_ids": batch["input_ids"][0, :18].view(2, 9), "attention_mask": padded}
+        generated = model.generate(**prompts, max_new_tokens=5, do_sample=False)
+        wrapped(model)
+        assert torch.allclose(model(**batch).logits, want, atol=1e-5)
+        assert torch.equal(model.generate(**prompts, max_new_tokens=5, do_sample=False), generated)
+        with pytest.raises(liger_dist.LigerDistError, match=r"and use_cache, .* pass use_cache=False"):
+            model(**batch, use_cache=True)
+
+
+def test_unpacked_rows_run_the_models_own_code() -> None:
+    """A mask of ones makes a row one text, as in transformers; so do positions that restart nowhere."""
+    rows: dict[str, dict[str, Any]] = {
+        "a 2-D mask": {**packed([5, 7]), "attention_mask": torch.ones(1, 12, dtype=torch.long)},
+        "positions": packed([12]) | {"position_ids": torch.arange(3, 15)[None]},
+        "one length": packed([12]) | {"cu_seq_lens_q": torch.tensor([0, 12]), "cu_seq_lens_k": torch.tensor([0, 12])},
+        "padding after the text": {
+            **{name: value.repeat(2, 1) for name, value in packed([12]).items()},
+            "attention_mask": (torch.arange(12) < torch.tensor([[12], [7]])).long(),
+        },
+    }
+    for name, row in rows.items():
+        own, model = make_model("lfm2"), wrapped(make_model("lfm2"), layer_kernels=False, varlen_attention=False)
+        got, want = trained(model, row), trained(own, row)
+        assert got[0] == pytest.approx(want[0], abs=1e-6), name
+
+
+def test_unwrap_restores_the_layers() -> None:
+    model: Any = make_model("mamba2")
+    before = [type(module) for module in model.modules()]
+    batch = packed([5, 7])
+    leaking, _ = trained(model, batch)
+    separated, _ = trained(wrapped(model), batch)
+    liger_dist.unwrap(model)
+    assert trained(model, batch)[0] == pytest.approx(leaking, rel=1e-6)
+    assert abs(separated[0] - leaking[0]) > 1e-3
+    assert [type(module) for module in model.modules()] == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_verify_compares_packed_documents_with_each_alone() -> None:
+    batch = packed([5, 1, 13, 9])
+    ends = torch.tensor([0, 5, 6, 19, 28], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
+    padded = torch.ones(2, 9, dtype=torch.long)
+    padded[0, :4] = 0
+    ids = batch["input_ids"][0, :18].view(2, 9)
+    of_texts = {"input_ids": ids, "labels": ids.masked_fill(padded == 0, -100), "attention_mask": padded}
+    model = wrapped(make_model("qwen3_5_text"))
+    for rows in (batch, batch | lengths, of_texts):
+        verification = liger_dist.verify(model, rows)
+        assert verification.ok, verification
+        # The state of the model's own layers runs over padding before a text.
+        assert len(verification.kept) == ("attention_mask" in rows)
+    # What the model's own code does with a row of two documents is a problem of any wrapped model.
+    leaking = wrapped(make_model("qwen3_5_text"), varlen_attention=False)
+    for module in leaking.modules():
+        if type(module).__name__ == "Qwen3_5GatedDeltaNet":
+            module.forward = partial(super(type(module), module).forward)
+    problems = liger_dist.verify(leaking, batch).problems
+    assert any("the model as it was before wrap" in problem for problem in problems)
+
+
+def test_copies_and_pickles_of_a_wrapped_model_keep_documents_apart() -> None:
+    batch = packed([5, 1, 13, 9])
+    want = alone(make_model("lfm2"), batch)
+    model = wrapped(make_model("lfm2"))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        assert_equal(trained(other, batch), want)
+
+
+def test_explain_shows_how_documents_are_kept_apart() -> None:
+    model = wrapped(make_model("qwen3_5_text"))
+    assert "packed documents      Qwen3_5GatedDeltaNet: one row per document" in str(liger_dist.explain(model))
+    assert is_recurrent(make_model("qwen3_5_text"))
+    assert packing_objection(make_model("qwen3_5_text")) is None
+    assert not is_recurrent(make_model("llama"))
+    assert liger_dist.explain(wrapped(make_model("llama"))).packing is None
+
+
+def test_projections_sharded_one_by_one_are_called_as_often_on_every_rank(workers_2: Workers) -> None:
+    """By other code, after wrap: each call all-gathers its weight."""
+    for got, want in workers_2.run(of_ranks):
+        assert_equal(got, want)
+
+
+def of_ranks() -> tuple[Any, Any]:
+    """This rank's loss and gradients of all ranks, whose documents have one length and several."""
+    import torch.distributed as dist
+    from models import full
+    from torch.distributed.fsdp import fully_shard
+
+    batches = [packed([9, 9]), packed([1, 2, 4, 8, 16, 32], seed=1)]
+    losses, gradients = alone(make_model("qwen3_5_text"), *batches)
+    want = [losses[dist.get_rank()]], {name: gradient / 2 for name, gradient in gradients.items()}
+    model: Any = liger_dist.wrap(make_model("qwen3_5_text"), "auto")
+    for layer in model.model.layers:
+        for part in (*getattr(layer, "linear_attn", nn.Module()).children(), layer.mlp):
+            if isinstance(part, nn.Linear):
+                fully_shard(part)
+        fully_shard(layer)
+    fully_shard(model)
+    loss = model(**batches[dist.get_rank()]).loss
+    loss.backward()
+    return ([float(loss.detach())], {name: full(p.grad).double() for name, p in model.named_parameters()}), want
+
+
+def test_distillation_of_packed_documents() -> None:
+    batch = packed([5, 1, 13, 9])
+    pairs: list[tuple[Any, Any]] = [(make_model("lfm2"), make_model("lfm2", seed=7).eval()) for _ in range(2)]
+    model, teacher = pairs[0]
+    loss = liger_dist.distillation_loss(wrapped(model), wrapped(teacher), **batch).loss
+    model, teacher = pairs[1]
+    total, count = 0.0, int((batch["labels"] != -100).sum())
+    wrapped(model)
+    wrapped(teacher)
+    for ids, labels in zip(
+        batch["input_ids"].split([5, 1, 13, 9], 1), batch["labels"].split([5, 1, 13, 9], 1), strict=True
+    ):
+        valid = int((labels != -100).sum())
+        if valid:
+            one = liger_dist.distillation_loss(model, teacher, input_ids=ids, labels=labels).loss
+            total += float(one.detach()) * valid / count
+    assert float(loss.detach()) == pytest.approx(total, abs=TOLERANCE)
+
+
+def places(**named: Any) -> list[list[int]] | None:
+    documents = documents_of({"input_ids": torch.zeros(2, 6, dtype=torch.long), **named})
+    if documents is None:
+        return None
+    tokens = torch.arange(12).view(2, 6)
+    calls = documents.calls(torch.device("cpu"), in_one=True)
+    rows = calls.into_rows(tokens)[0]
+    return [row[:length].tolist() for row, length in zip(rows, sorted(documents.lengths, reverse=True), strict=True)]
+
+
+def test_the_documents_of_a_call() -> None:
+    restarting = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    first = [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5], [10, 11]]
+    assert places(position_ids=restarting) == places(position_ids=restarting.expand(2, -1)) == first
+    assert places(position_ids=torch.stack([restarting[0], torch.arange(6)])) == [[6, 7, 8, 9, 10, 11], *first[::2]]
+    assert places(position_ids=restarting.expand(4, 2, -1)) == first
+    assert places(position_ids=restarting, attention_mask=torch.ones(2, 6)) is None
+    assert places(position_ids=torch.arange(6)[None]) is None
+    assert places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]])) == first
+    assert places(cu_seq_lens_q=torch.tensor([0, 4, 6, 6, 10, 12])) == first
+    # A length that goes on in the next row ends there.
+    assert places(cu_seq_lens_q=torch.tensor([0, 4, 10, 12])) == first
+    assert places(cu_seq_lens_q=torch.tensor([0, 6, 12, 12])) is None
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]])
+    assert places(attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
+    assert places(attention_mask=mask, position_ids=restarting) == [[2, 3, 4, 5], [6, 7, 9]]
+    assert places(attention_mask=mask.flip(1)[:1].expand(2, -1)) is None
+    assert places(attention_mask=torch.zeros(2, 6)) is None
+    with pytest.raises(liger_dist.LigerDistError, match="ends at 11 but the micro-batch has 12 tokens"):
+        places(cu_seq_lens_q=torch.tensor([0, 4, 6, 11]))
+
+
+def test_rows_come_back_in_their_places_and_their_padding_has_no_gradient() -> None:
+    generator = random.Random(0)
+    for _ in range(30):
+        length = generator.randint(2, 40)
+        positions = torch.cat([torch.arange(generator.randint(1, 9)) for _ in range(length)])[: 2 * length]
+        batch = {"input_ids": positions.new_zeros(2, length), "position_ids": positions.view(2, length)}
+        documents = documents_of(batch)
+        if documents is None:
+            continue
+        x = torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
+        for in_one in (True, False):
+            calls = documents.calls(x.device, in_one=in_one)
+            rows = calls.into_rows(x)
+            assert [tuple(row.shape[:2]) for row in rows] == calls.shapes
+            y = calls.from_rows(rows, (2, length))
+            assert torch.equal(y, x)
+            upstream = torch.randn_like(y)
+            assert torch.equal(torch.autograd.grad(y, x, upstream)[0], upstream)
+
+
+def test_calls_are_few_and_their_padding_is_bounded() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        most = generator.choice([1, 8, 100, 3000])
+        lengths = [generator.randint(1, most) for _ in range(generator.randint(1, 60))]
+        calls = grouped(lengths)
+        assert sum(rows for rows, _ in calls) == len(lengths)
+        assert sum(rows * length for rows, length in calls) <= MOST_PADDING * sum(lengths)
+        ordered = iter(sorted(lengths, reverse=True))
+        assert all(next(ordered) <= length for rows, length in calls for _ in range(rows))
+    assert grouped([700] * 12) == [(12, 704)]
+    assert len(grouped([644, 812, 591, 730, 705, 688, 1010, 402, 777, 653, 720, 460])) <= 2
+    assert len({rounded_up(length) for length in range(1, 100_000)}) < 140
+
+
+class Unread(Tensor):
+    """Raises where the host would wait for its values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__bool__, Tensor.__int__, Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero):
+            raise AssertionError(f"the host reads a tensor: {func}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_call_reads_each_tensor_once() -> None:
+    ids, positions = torch.zeros(2, 12, dtype=torch.long), torch.arange(12).repeat(2, 1)
+    ends = torch.tensor([0, 12, 24]).as_subclass(Unread)
+    assert packed_by({"input_ids": ids.as_subclass(Unread), "cu_seq_lens_q": ends, "attention_mask": ids}) == ()
+    batch = {"input_ids": ids, "position_ids": positions}
+    assert documents_of(batch) is None
+    object.__setattr__(positions, "__class__", Unread)
+    assert documents_of(batch) is None
+    with pytest.raises(AssertionError, match="the host reads"):
+        documents_of(batch | {"position_ids": positions.clone()})
