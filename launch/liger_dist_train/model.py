@@ -13,7 +13,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
 from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
@@ -42,18 +43,7 @@ def find_config(config: TrainConfig, vocab_size: int) -> Any:
         LigerDistError: unknown preset, a folder or file that does not exist, a vocabulary smaller than the tokenizer's.
     """
     if config.model in PRESETS:
-        hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[config.model]
-        return LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value_heads,
-            max_position_embeddings=config.sequence_length,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        return _config_of_preset(config, vocab_size)
     path = Path(config.model)
     found = read_config(path)
     available = found.get_text_config().vocab_size
@@ -69,6 +59,31 @@ def find_config(config: TrainConfig, vocab_size: int) -> Any:
             "(max_position_embeddings); lower it, or change the model's config."
         )
     return found
+
+
+def _config_of_preset(config: TrainConfig, vocab_size: int) -> Any:
+    """Makes the config of a Llama, or of Qwen3.5: three gated delta nets for each attention."""
+    hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[config.model]
+    is_hybrid = config.model.startswith("qwen3_5")
+    of_hybrids = {
+        "head_dim": hidden_size // heads,
+        "linear_num_key_heads": key_value_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": hidden_size // heads,
+        "linear_value_head_dim": hidden_size // heads,
+    }
+    return CONFIG_MAPPING["qwen3_5_text" if is_hybrid else "llama"](
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=config.sequence_length,
+        bos_token_id=None,
+        eos_token_id=None,
+        **(of_hybrids if is_hybrid else {}),
+    )
 
 
 def read_config(path: Path) -> Any:

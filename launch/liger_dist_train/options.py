@@ -45,6 +45,7 @@ PRESETS = {
     "160m": (768, 2048, 12, 12, 4),
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
+    "qwen3_5_tiny": (128, 352, 4, 4, 2),
 }
 
 
@@ -53,7 +54,9 @@ class TrainOptions:
     """Trains a causal language model with liger_dist."""
 
     model: str = option(
-        "tiny", "preset (tiny, small, 160m, 1b, 8b), folder of a pretrained model, config.json, or NAME of the hub"
+        "tiny",
+        "preset (tiny, small, 160m, 1b, 8b, qwen3_5_tiny), folder of a pretrained model, config.json, or NAME of the "
+        "hub",
     )
     tokenizer: Optional[str] = option(None, "folder or NAME of a tokenizer; default: that of --model")
     chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")

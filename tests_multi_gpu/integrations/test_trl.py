@@ -21,6 +21,7 @@ import torch.distributed as dist
 from harness import InThisProcess, Workers
 from hosts import watched
 from models import VOCAB_SIZE, make_config, make_model
+from models import make_model as make_model_of
 from torch.distributed.tensor import DTensor
 from trainers import arguments_of, forget_earlier_trainers, make_tokenizer, pretended_gpus
 from truth import relative_error
@@ -159,8 +160,11 @@ def test_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
-def test_documents_without_padding_are_those_with_padding() -> None:
-    """The same documents in the same steps: attention between them would change every loss and weight."""
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_documents_without_padding_are_those_with_padding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same documents in the same steps: attention between them, or a state that runs on, would change every loss
+    and weight."""
+    monkeypatch.setitem(globals(), "make_model", lambda _, **options: make_model_of(family, **options))
     with InThisProcess() as here:
         padded, padding_free = (
             here.run(functools.partial(trained, kind, None, how="fused_heads", adapted=False))[0]

@@ -201,6 +201,7 @@ def as_run(words: list[str]) -> list[str]:
     takes_more = {
         "launch/llama_8b.yaml",
         "launch/llama_8b_long.yaml",
+        "launch/qwen3_5_4b.yaml",
         "sbatch",
         "kubectl",
         "make",
