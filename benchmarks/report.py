@@ -102,6 +102,16 @@ to rotary and LoRA layers.
 
 ![Milliseconds of a step and of its host](plots/small_models.png)
 """
+HYBRIDS = """## Hybrid models: packed documents
+
+Forward and backward of eight layers of the shape of Qwen3.5-4B with its lm_head, bf16, on one GPU: 8192 tokens in 12
+documents. `documents mix`: the time of a wrong result, because the recurrent layers of transformers read the documents
+before. `one by one`: a call for each document. With fla the delta rule is that of flash-linear-attention, otherwise
+torch's fallback in transformers; the convolution is always that of transformers. Memory is the peak of a step above the
+weights, their gradients included. Without fla the padded rows do not fit.
+
+![Milliseconds and memory of every way](plots/hybrids.png)
+"""
 SEQUENCES = """## Packed, padded and long sequences
 
 Forward and backward of four layers of the shape of Llama 8B with its lm_head, bf16, on one GPU.
@@ -348,6 +358,11 @@ def sequences_section(problems: Problems) -> str:
     return timed_section(SEQUENCES, problems, {"GiB above the weights": ("GiB", ".2f")}, "way")
 
 
+def hybrids_section(problems: Problems) -> str:
+    """One table with and without fla."""
+    return timed_section(HYBRIDS, problems, {"GiB above the weights": ("GiB", ".1f")}, "way")
+
+
 def policies_section(problems: Problems) -> str:
     """One table for each shape and use."""
     parts = [POLICIES]
@@ -421,6 +436,7 @@ PARTS: tuple[Part, ...] = (
     ("host_time", {"host_time": plot_time}, time_section),
     ("small_models", {"small_models": plot_small}, small_section),
     ("sequences", {"sequences": plot_sequences}, sequences_section),
+    ("hybrids", {"hybrids": plot_sequences}, hybrids_section),
     ("long_context", {"long_context": plot_steps}, long_section),
     ("log_probs", {"log_probs": plot_ratios}, policies_section),
     ("policy_step", {}, policy_steps_section),

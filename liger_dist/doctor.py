@@ -207,6 +207,16 @@ def kernels_of_models() -> Iterator[Finding]:
         yield Finding("optional model kernels", f"not installed: {', '.join(missing)}", "note", remedy)
     else:
         yield Finding("optional model kernels", ", ".join(OF_SOME_MODELS))
+    if "fla" not in missing and torch.cuda.get_device_capability()[0] == 9:
+        yield of_linear_attention(metadata.version("triton"))
+
+
+def of_linear_attention(triton: str) -> Finding:
+    """Checks this version of Triton, which flash-linear-attention 0.6 refuses in backwards on Hopper GPUs from 3.4 to
+    3.7.0: they would be wrong."""
+    is_refused = (3, 4, 0) <= numbers(triton) < (3, 7, 1)
+    remedy = "its backward raises an error on Hopper GPUs: pip install 'triton>=3.7.1'" if is_refused else ""
+    return Finding("linear attention", f"fla with Triton {triton}", "wrong" if is_refused else "ok", remedy)
 
 
 def host() -> Iterator[Finding]:

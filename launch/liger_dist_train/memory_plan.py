@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
+from liger_dist.fused_layers.recurrent import is_recurrent
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist_train.head_cost import HeadShapes, head_costs
 
@@ -103,7 +104,8 @@ def plan(
     structure = find_structure(model)
     text = model_config.get_text_config()
     width = getattr(text, "intermediate_size", None)
-    if not structure.layers or not isinstance(width, int) or getattr(text, "num_experts", None):
+    is_known = bool(structure.layers) and isinstance(width, int) and not getattr(text, "num_experts", None)
+    if not is_known or is_recurrent(model):
         raise LigerDistError(
             f"--dry_run knows decoder layers of attention and a gated MLP, and {type(model).__name__} has others; "
             "measure a step instead (peak_memory_bytes in metrics.jsonl)."

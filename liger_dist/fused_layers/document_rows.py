@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-MOST_PADDING = 1.25
+MOST_PADDING = 1.15
 """computed tokens for each token of the documents, at most"""
-LEADING_BITS = 4
-"""binary digits that the length of a row keeps when it is rounded up, by at most 1/8: kernels and allocations meet few
+LEADING_BITS = 5
+"""binary digits that the length of a row keeps when it is rounded up, by at most 1/16: kernels and allocations meet few
 lengths"""
 
 

@@ -103,7 +103,7 @@ class GatedNormMatch:
         ]
         words += [f"{options.groups} groups"] if options.groups > 1 else []
         words += ["normalized values rounded before the weight"] if options.round_before_weight else []
-        return f"gated RMSNorm ({', '.join(words)})"
+        return f"GatedRMSNorm ({', '.join(words)})"
 
 
 def _is_candidate(module: nn.Module) -> bool:

@@ -141,9 +141,9 @@ def _found_in_both_modes(
     in_one_row: bool,
 ) -> Found:
     found = _found(model, kept, told_by, in_rows, in_one_row, training=False)
-    if not told_by or found.mixer is not None:
+    if not told_by or found.mixer is not None or (in_rows and tuple(told_by) != (POSITIONS,)):
         return found
-    # Training runs other functions, with and without lengths.
+    # Training runs other functions, with and without lengths; in rows the modules get no lengths.
     return _found(model, kept, told_by, in_rows, in_one_row, training=True)
 
 

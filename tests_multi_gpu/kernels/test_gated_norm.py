@@ -105,7 +105,7 @@ def test_modules_of_transformers_are_matched_and_agree(file: str, name: str, giv
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(fused_loss=False))
-        assert any(what.startswith(f"{name}: gated RMSNorm") for what, _ in liger_dist.explain(model).layers.swapped)
+        assert any(what.startswith(f"{name}: GatedRMSNorm") for what, _ in liger_dist.explain(model).layers.swapped)
         results = []
         for one in (own, model):
             x, gate = random(2, 7, 128, dtype=dtype), random(2, 7, 128, dtype=dtype, seed=1)

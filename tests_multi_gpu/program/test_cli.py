@@ -143,6 +143,16 @@ def test_the_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_the_doctor_knows_which_triton_linear_attention_refuses() -> None:
+    from liger_dist.doctor import of_linear_attention
+
+    verdicts = {
+        version: of_linear_attention(version).verdict for version in ("3.3.1", "3.4.0", "3.7.0", "3.7.1", "3.9.0")
+    }
+    assert [version for version, verdict in verdicts.items() if verdict == "wrong"] == ["3.4.0", "3.7.0"]
+    assert "triton>=3.7.1" in of_linear_attention("3.6.0").remedy
+
+
 def test_the_doctor_under_torchrun(workers_2: Workers) -> None:
     for text, ok in workers_2.run(diagnosed):
         assert ok

@@ -14,7 +14,9 @@ import liger_dist
 from liger_dist_train import run, scoring
 from liger_dist_train.config import parse
 from liger_dist_train.export import export
+from liger_dist_train.memory_plan import plan
 from liger_dist_train.model import check_packing, find_config, shell
+from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
 
 
@@ -74,3 +76,13 @@ def test_documents_that_would_mix_are_refused_before_data_is_read(
     assert ("--attend_across_documents true" in str(caught.value)) == (program != "score")
     across = config_for(data, cache, tmp_path / "out", attend_across_documents=True, attention="eager", model=str(path))
     check_packing(across, shell(across, find_config(across, 601)))
+
+
+def test_a_dry_run_of_a_hybrid_is_refused() -> None:
+    """Rather than planned as if all layers were attention."""
+    config = parse(
+        [str(LAUNCH / "qwen3_5_4b.yaml"), "--model", str(LAUNCH / "models" / "qwen3_5_4b.json"), "--dry_run"]
+    )
+    model_config = find_config(config, 1)
+    with pytest.raises(liger_dist.LigerDistError, match="--dry_run knows decoder layers of attention"):
+        plan(config, parallel_dims_of(config, 8), shell(config, model_config), model_config)
