@@ -20,6 +20,7 @@ from .explain import explain
 from .fused_head.call import IGNORE_INDEX
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
+from .fused_layers.document_rows import DocumentRows
 from .fused_layers.packed_calls import as_padded_rows, documents_of
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
@@ -216,6 +217,17 @@ def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, 
     return _Passes(fused, doubled, unfused, own, kept)
 
 
+def _splits_alike(batch: dict[str, Any], documents: DocumentRows) -> bool:
+    """True if rows of single documents have the losses of the batch: it has no dense mask, and no document's first
+    token has a label, which the document before would predict."""
+    mask = batch.get("attention_mask")
+    ignore_index = batch.get("ignore_index", IGNORE_INDEX)
+    first = documents.padded(batch["labels"].reshape(documents.shape), ignore_index)[:, 0]
+    return (mask is None or mask.dim() == 2) and (
+        batch.get("shift_labels") is not None or bool((first == ignore_index).all())
+    )
+
+
 @contextmanager
 def _own_model(
     model: nn.Module, batch: dict[str, Any], *, is_whole: bool
@@ -228,8 +240,9 @@ def _own_model(
     """
     inner = inner_model(model)
     record = record_of(inner)
-    documents = None if record.loss.is_encoder_decoder else documents_of(batch)
-    if is_whole or documents is None or not documents.is_packed:
+    splits = not (is_whole or record.loss.is_encoder_decoder)
+    documents = documents_of(batch) if splits or record.recurrent is not None else None
+    if not splits or documents is None or not documents.is_packed or not _splits_alike(batch, documents):
         has_lengths = batch.get("cu_seq_lens_q") is not None
         with own_layers(model, keeps_attention=has_lengths, keeps_rows=documents is not None) as kept:
             yield batch, kept

@@ -348,10 +348,10 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         recurrent_layers = () if found.recurrent is None else found.structure.layers
         attention = select_attention(model, found.structure.decoder, recurrent_layers)
     undo.callback(attention.restore)
-    hooks = []
+    hooks: list[RemovableHandle] = []
     if found.recurrent is not None:
         has_varlen = attention.reason is None
-        hooks.append(found.recurrent.install(model, found.structure.decoder, owner=owner, has_varlen=has_varlen))
+        hooks += found.recurrent.install(model, found.structure.decoder, owner=owner, has_varlen=has_varlen)
     if _shards_sequences(strategy):
         hooks.append(guard_decoder(found.structure.decoder))
     loss.warnings.replaced_attention = attention.own

@@ -183,7 +183,9 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
     From its logits: the model's own loss goes through fp32 and would not be the truth.
     """
     is_encoder_decoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
-    if "position_ids" in batch or ("attention_mask" in batch and not is_encoder_decoder):
+    # The state of a recurrent layer runs over padding before a text.
+    is_hybrid = model.config.model_type in HYBRIDS  # type: ignore[union-attr]
+    if "position_ids" in batch or ("attention_mask" in batch and is_hybrid):
         sums, counts = zip(*(true_loss_sum(model, document) for document in documents_of(batch)), strict=True)
         return torch.stack(sums).sum(), sum(counts)
     labels = batch["labels"]

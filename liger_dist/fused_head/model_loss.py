@@ -194,7 +194,8 @@ class FusedLoss:
         documents = self.recurrent.documents(call.named)
         has_labels = call.named.get("labels") is not None
         for name, value in self.recurrent.keywords(documents, has_labels=has_labels).items():
-            if self.signature.takes_more or name in self.signature.names[len(call.args) :]:
+            is_known = self.signature.takes_more or name in self.signature.names
+            if is_known and name not in self.signature.names[: len(call.args)]:
                 call.kwargs[name] = value
         return documents
 

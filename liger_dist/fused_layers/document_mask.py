@@ -213,7 +213,9 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
 
 def notes_on(tensor: Tensor) -> dict[Any, Any]:
     """Returns a dict that stays with the tensor until its values change: what the host has read of them."""
-    version = 0 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return {}  # It has no version.
+    version = tensor._version
     notes: dict[Any, Any]
     kept_version, notes = vars(tensor).get(_NOTES, (None, {}))
     if kept_version != version:

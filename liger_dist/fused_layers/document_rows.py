@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from liger_dist.model.torch_modes import is_transformed
+
 MOST_PADDING = 1.15
 """computed tokens for each token of the documents, at most"""
 LEADING_BITS = 5
@@ -39,7 +41,7 @@ class _Gather:
 
     def of(self, x_TD: Tensor) -> Tensor:
         result: Tensor = x_TD.index_select(0, self.index)
-        return result if self.zeros is None else result.index_fill_(0, self.zeros, 0)
+        return result if self.zeros is None else result.index_fill(0, self.zeros, 0)
 
 
 class _Gathered(torch.autograd.Function):
@@ -56,7 +58,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _gathered(x_TD: Tensor, gather: _Gather, transposed: _Gather) -> Tensor:
-    if not (x_TD.requires_grad and torch.is_grad_enabled()):
+    if is_transformed() or not (x_TD.requires_grad and torch.is_grad_enabled()):
         return gather.of(x_TD)
     result: Tensor = _Gathered.apply(x_TD, gather, transposed)  # type: ignore[no-untyped-call]
     return result

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from liger_dist.errors import LigerDistError
 
-from .document_mask import notes_on
 from .document_rows import DocumentRows
 
 POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
@@ -33,45 +31,40 @@ def packed_by(named: dict[str, Any]) -> tuple[str, ...]:
     """Returns the arguments of a call that separate documents of a row, as in :data:`WAYS`; empty if each row is one
     text.
 
-    The rule of transformers and of the "liger_dist" attention: lengths of more documents than rows, otherwise positions
-    that restart without a 2-D mask.
+    The rule of the "liger_dist" attention: lengths whose documents are not the rows, otherwise positions that restart
+    without a 2-D mask.
     """
-    shape = _shape_of(named)
-    seq_idx, mask = named.get(SEQ_IDX), named.get("attention_mask")
-    found = []
-    if sum(length > 0 for length in _lengths_in(named)) > (1 if shape is None else shape[0]):
-        found.append(LENGTHS)
-    if isinstance(seq_idx, Tensor) and _beginnings(seq_idx, step=0):
-        found.append(SEQ_IDX)
-    has_mask = isinstance(mask, Tensor) and mask.dim() == 2
-    if not found and not has_mask and _restarts(named.get(POSITIONS)):
-        found.append(POSITIONS)
-    return tuple(found)
+    return tuple(name for name, _ in _boundaries(named))
 
 
 def documents_of(named: dict[str, Any]) -> DocumentRows | None:
     """Returns the documents of a call that is packed, or whose rows have padding before or within their text; None for
-    rows of one text each. The host waits for a 2-D mask, and without one for the arguments that may separate documents.
+    rows of one text each. The host waits for a 2-D mask and for the arguments that may separate documents.
 
     Args:
         named: the arguments of the model by name.
 
     Raises:
-        LigerDistError: the lengths do not add up to the tokens.
+        LigerDistError: the lengths do not add up to the tokens, or stand beside a mask with padding.
     """
     shape = _shape_of(named)
     if shape is None or 0 in shape:
         return None
+    found = _boundaries(named)
     mask = named.get("attention_mask")
-    if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
-        notes = notes_on(mask)
-        if "valid" not in notes:
-            notes["valid"] = mask.bool().cpu()
-        if not notes["valid"].all():
-            # As in attention, which ignores lengths beside a mask with padding.
-            return _padded(notes["valid"])
-    way = packed_by(named)
-    return _packed(named, way, shape) if way else None
+    valid = mask.bool().cpu() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
+    if valid is not None and not valid.all():
+        if found:
+            raise LigerDistError(
+                f"{found[0][0]} separates documents beside a 2-D attention_mask with padding, which makes a row one "
+                "text; leave the mask out and count padding as a document, or give each document a separate row."
+            )
+        return _padded(valid)
+    if not found:
+        return None
+    begins = {row * shape[1] for row in range(shape[0])}.union(*(places for _, places in found))
+    lengths = [end - first for first, end in pairwise([*sorted(begins), shape[0] * shape[1]])]
+    return DocumentRows(torch.arange(shape[0] * shape[1]), lengths, shape, is_packed=True)
 
 
 def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index: int) -> dict[str, Any]:
@@ -85,11 +78,13 @@ def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index:
     rows: dict[str, Any] = {}
     for name, value in batch.items():
         fill = ignore_index if name in ("labels", "shift_labels") else 0
+        if name in OF_DOCUMENTS:
+            continue
         if documents.is_of_tokens(value):
             rows[name] = documents.padded(value.expand(*documents.shape, *value.shape[2:]), fill)
         elif isinstance(value, Tensor) and value.dim() == 3 and tuple(value.shape[1:]) == documents.shape:
             rows[name] = torch.stack([documents.padded(part, fill) for part in value])
-        elif name not in OF_DOCUMENTS:
+        else:
             rows[name] = value
     lengths = torch.tensor(documents.lengths, device=device)
     longest = torch.arange(max(documents.lengths), device=device)
@@ -106,63 +101,52 @@ def _padded(valid: Tensor) -> DocumentRows | None:
     return DocumentRows(places, lengths[lengths > 0].tolist(), (valid.shape[0], valid.shape[1]), is_packed=False)
 
 
-def _packed(named: dict[str, Any], way: tuple[str, ...], shape: tuple[int, int]) -> DocumentRows:
-    rows, length = shape
-    begins = {row * length for row in range(rows)}
-    if LENGTHS in way:
-        lengths = _lengths_in(named)
-        if sum(lengths) != rows * length or min(lengths) < 0:
-            raise LigerDistError(
-                f"cu_seq_lens_q ends at {sum(lengths)} but the micro-batch has {rows * length} tokens; expected the "
-                "sums of the lengths of all documents, from 0 to the number of tokens, padding included."
-            )
-        begins |= set(accumulate(lengths))
-    for name, beginnings in ((SEQ_IDX, partial(_beginnings, step=0)), (POSITIONS, _restarts)):
-        if name in way:
-            # One row of positions holds for all rows.
-            copies = rows if named[name].shape[-2] == 1 else 1
-            found = beginnings(named[name])
-            begins |= {(row + copy) * length + place for row, place in found for copy in range(copies)}
-    ends = sorted(begins | {rows * length})
-    lengths = [end - first for first, end in pairwise(ends)]
-    return DocumentRows(torch.arange(rows * length), lengths, shape, is_packed=True)
+def _boundaries(named: dict[str, Any]) -> list[tuple[str, list[int]]]:
+    """Lists the arguments that separate documents, with the places among ``B * S`` where they begin a document within a
+    row. Not kept from call to call: the host cannot know whether a tensor has been written to since."""
+    shape, mask = _shape_of(named), named.get("attention_mask")
+    if shape is None or 0 in shape:
+        return []
+    found = [(LENGTHS, _ends_within_rows(named, shape)), (SEQ_IDX, _changes(named.get(SEQ_IDX), shape, step=0))]
+    found = [(name, places) for name, places in found if places]
+    has_mask = isinstance(mask, Tensor) and mask.dim() == 2
+    if found or has_mask:
+        return found
+    positions = named.get(POSITIONS)
+    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
+        # Those of the text, before the three of images.
+        positions = positions[0]
+    places = _changes(positions, shape, step=1)
+    return [(POSITIONS, places)] if places else []
+
+
+def _ends_within_rows(named: dict[str, Any], shape: tuple[int, int]) -> list[int]:
+    ends = named.get(LENGTHS)
+    ends = named.get("cu_seq_lens_k") if ends is None else ends
+    if not isinstance(ends, Tensor) or ends.is_meta:
+        return []
+    read: list[int] = ends.tolist()
+    total = shape[0] * shape[1]
+    if read[:1] != [0] or read[-1] != total or sorted(read) != read:
+        raise LigerDistError(
+            f"cu_seq_lens_q ends at {read[-1] if read else None} but the micro-batch has {total} tokens; expected the "
+            "sums of the lengths of all documents, from 0 to the number of tokens, padding included."
+        )
+    return [end for end in read if end % shape[1]]
+
+
+def _changes(numbers: Any, shape: tuple[int, int], *, step: int) -> list[int]:
+    """Lists the places of tokens whose number, ``[B, S]`` or ``[1, S]`` for all rows, is not that of the token before
+    plus ``step``."""
+    if not isinstance(numbers, Tensor) or numbers.is_meta or tuple(numbers.shape[-1:]) != shape[1:]:
+        return []
+    numbers = numbers[None] if numbers.dim() == 1 else numbers
+    if numbers.dim() != 2:
+        return []
+    begins = (numbers.diff() != step).cpu().expand(shape[0], -1).nonzero().tolist()
+    return [row * shape[1] + place + 1 for row, place in begins]
 
 
 def _shape_of(named: dict[str, Any]) -> tuple[int, int] | None:
     inputs = next((named[name] for name in INPUTS if isinstance(named.get(name), Tensor)), None)
     return None if inputs is None or inputs.dim() < 2 else (inputs.shape[0], inputs.shape[1])
-
-
-def _lengths_in(named: dict[str, Any]) -> list[int]:
-    """Reads the lengths of the documents, some of which may be 0; empty if they cannot be of more documents than
-    rows."""
-    ends, shape = named.get(LENGTHS), _shape_of(named)
-    ends = named.get("cu_seq_lens_k") if ends is None else ends
-    # The shape is known to the host; only lengths that look packed are read.
-    if not isinstance(ends, Tensor) or ends.numel() - 1 <= (1 if shape is None else shape[0]):
-        return []
-    notes = notes_on(ends)
-    if "lengths" not in notes:
-        notes["lengths"] = ends.diff().tolist()
-    lengths: list[int] = notes["lengths"]
-    return lengths
-
-
-def _restarts(position_ids: Any) -> list[tuple[int, int]]:
-    """Lists the row and the place of tokens whose position does not follow that of the token before."""
-    if not isinstance(position_ids, Tensor) or position_ids.is_meta:
-        return []
-    if position_ids.dim() == 3 and position_ids.shape[0] == 4:
-        # Those of the text, before the three of images.
-        return _beginnings(position_ids[0], step=1)
-    return _beginnings(position_ids, step=1) if position_ids.dim() == 2 else []
-
-
-def _beginnings(numbers: Tensor, *, step: int) -> list[tuple[int, int]]:
-    """Lists the row and the place of tokens whose number ``[B, S]`` is not that of the token before plus ``step``."""
-    notes = notes_on(numbers)
-    if step not in notes:
-        begins = (numbers.diff() != step).cpu().nonzero()
-        notes[step] = [(row, place + 1) for row, place in begins.tolist()]
-    found: list[tuple[int, int]] = notes[step]
-    return found

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from liger_dist_kernels import Backend
 
 from .document_rows import DocumentRows
 from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
-from .swap import Kind, LeftAloneError, original_forward, swap_forward
+from .swap import Kind, LeftAloneError, check_swappable, original_forward, swap_forward
 from .token_dependency import CannotRunError, Run, token_dependency
 
 MOST_KINDS = 8
@@ -68,9 +69,11 @@ class RecurrentLayers:
         self._attends_across = tuple(attends_across)
         self._has_varlen = False
         self._in_backward: dict[torch.device, DocumentRows | None] = {}
+        self._last: DocumentRows | None = None
+        """documents of the last call"""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_in_backward": {}}
+        return vars(self) | {"_in_backward": {}, "_last": None}
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
@@ -81,8 +84,10 @@ class RecurrentLayers:
         apart = [f"{', '.join(mixer.__name__ for mixer in self.mixers)}: one row per document"] if self.mixers else []
         return "; ".join(apart + [f"not separated by {', '.join(ways)}: {why}" for why, ways in by_reason.items()])
 
-    def install(self, model: nn.Module, decoder: nn.Module, *, owner: str, has_varlen: bool) -> RemovableHandle:
-        """Swaps the forward of the mixing modules; returns a hook of the decoder.
+    def install(
+        self, model: nn.Module, decoder: nn.Module, *, owner: str, has_varlen: bool
+    ) -> tuple[RemovableHandle, RemovableHandle]:
+        """Swaps the forward of the mixing modules; returns hooks of the decoder.
 
         Args:
             owner: id of the ``wrap`` call.
@@ -92,7 +97,23 @@ class RecurrentLayers:
         for module in model.modules():
             if type(module) in self.mixers:
                 swap_forward(module, RECURRENT, self, owner=owner)
-        return decoder.register_forward_hook(self._note_documents)
+        return (
+            decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),
+            decoder.register_forward_hook(self._note_documents),
+        )
+
+    def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses packed documents in a call of the decoder alone, whose arguments the model has not read."""
+        if in_backward() or _DOCUMENTS.get():
+            return  # In the call of a model, possibly another one that shares the decoder.
+        named = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
+        way = packed_by(named)
+        if way:
+            raise LigerDistError(
+                f"{type(decoder).__name__} was called by itself with packed documents "
+                f"({', '.join(SEEN[name] for name in way)}), which its recurrent layers would mix; call the "
+                f"{self._name} around it, with output_hidden_states=True for its hidden states."
+            )
 
     def documents(self, named: dict[str, Any]) -> DocumentRows | None:
         """Reads the documents of a call, see :func:`.packed_calls.documents_of`; None for one text in each row.
@@ -150,8 +171,15 @@ class RecurrentLayers:
     @contextmanager
     def running(self, documents: DocumentRows | None) -> Iterator[None]:
         """Within, a call with these documents runs."""
-        token = _DOCUMENTS.set((*_DOCUMENTS.get(), (self, documents)))
         self._in_backward.clear()
+        self._last = documents
+        with self.apart(documents):
+            yield
+
+    @contextmanager
+    def apart(self, documents: DocumentRows | None = None) -> Iterator[None]:
+        """Within, layers get tokens of these documents; None for rows of one text each."""
+        token = _DOCUMENTS.set((*_DOCUMENTS.get(), (self, documents)))
         try:
             yield
         finally:
@@ -162,7 +190,15 @@ class RecurrentLayers:
         for owner, documents in reversed(_DOCUMENTS.get()):
             if owner is self:
                 return documents
-        return self._in_backward.get(hidden_states.device) if in_backward() else None
+        if not in_backward():
+            return None
+        if hidden_states.device not in self._in_backward and self._last is not None:
+            raise LigerDistError(
+                f"a recurrent layer of {self._name} is computed again in a backward that did not pass the decoder's "
+                "outputs, as of a loss on a tensor that a hook took from a layer: the documents of its call are "
+                "unknown. Do not checkpoint the layers of such a model, or leave documents unpacked."
+            )
+        return self._in_backward.get(hidden_states.device)
 
     def _note_documents(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """See [Note: documents in a backward]."""
@@ -258,8 +294,11 @@ def _separate(model: nn.Module, structure: Structure, way: tuple[str, ...], mixe
         modules = [module for module in model.modules() if type(module) is mixer]
         if any(hasattr(part, "is_causal") for module in modules for part in module.modules()):
             raise LeftAloneError(f"{carries}, and contains an attention")
-        if any("forward" in vars(module) for module in modules):
-            raise LeftAloneError(f"{carries}, and has a patched forward")
+        try:
+            for module in modules:
+                check_swappable(module)
+        except LeftAloneError as reason:
+            raise LeftAloneError(f"{carries}, and {reason}") from reason
         mixers[mixer] = _run_of_class
 
 
@@ -314,7 +353,9 @@ def _compute(module: nn.Module, layers: RecurrentLayers, *args: Any, **kwargs: A
     if _has_state(args, kwargs, documents):
         return NotImplemented
     forward = partial(original_forward(module), module)
-    return _in_rows(forward, documents, args, kwargs, in_one_call=_has_collectives(module))
+    # A mixing module inside this one gets rows of single documents already.
+    with layers.apart():
+        return _in_rows(forward, documents, args, kwargs, in_one_call=_has_collectives(module))
 
 
 def _has_state(args: tuple[Any, ...], kwargs: dict[str, Any], documents: DocumentRows) -> bool:

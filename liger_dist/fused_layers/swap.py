@@ -115,18 +115,28 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
         owner: id of the ``wrap`` call; :func:`restore_forward` restores only the modules swapped under it.
 
     Raises:
-        LeftAloneError: the instance has a patched forward.
+        LeftAloneError: see :func:`check_swappable`.
     """
+    check_swappable(module)
+    base = below_wrappers(type(module))
+    swapped = with_base(type(module), base, _class_for(kind, base))
+    setattr(module, _MATCH, match)
+    setattr(module, _OWNER, owner)
+    module.__class__ = swapped
+
+
+def check_swappable(module: nn.Module) -> None:
+    """Raises:
+    LeftAloneError: a swapped forward of the instance would not be called.
+    """
+    if isinstance(module, Swapped):
+        raise LeftAloneError("its forward has been swapped by the wrap of another model that shares it")
     if "forward" in vars(module):
         raise LeftAloneError("its forward has been patched on the instance")
-    base = below_wrappers(type(module))
-    if type(module) is not base and "forward" in vars(type(module)):
+    if type(module) is not below_wrappers(type(module)) and "forward" in vars(type(module)):
         # transformers defines a forward on every subclass of its checkpointed layers, FSDP2's included, which calls the
         # base's: a swap below it would never run.
         raise LeftAloneError(f"{type(module).__name__}, made by fully_shard, defines its own forward")
-    setattr(module, _MATCH, match)
-    setattr(module, _OWNER, owner)
-    module.__class__ = with_base(type(module), base, _class_for(kind, base))
 
 
 def restore_forward(module: nn.Module, *, owner: str) -> None:

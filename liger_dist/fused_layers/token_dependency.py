@@ -214,8 +214,19 @@ def _compute_in_rows(
     if documents is None:
         return
 
+    running: list[nn.Module] = []
+
     def on_rows(module: nn.Module, documents: DocumentRows) -> Callable[..., Any]:
-        return lambda *args, **kwargs: in_rows[type(module)](module, documents, args, kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if running:  # Inside another one, on its rows.
+                return type(module).forward(module, *args, **kwargs)
+            running.append(module)
+            try:
+                return in_rows[type(module)](module, documents, args, kwargs)
+            finally:
+                running.clear()
+
+        return forward
 
     for module in model.modules():
         if type(module) in in_rows:

@@ -313,6 +313,8 @@ def test_the_documents_of_a_call() -> None:
     # A length that goes on in the next row ends there.
     assert places(cu_seq_lens_q=torch.tensor([0, 4, 10, 12])) == first
     assert places(cu_seq_lens_q=torch.tensor([0, 6, 12, 12])) is None
+    assert places(cu_seq_lens_q=torch.tensor([0, 4, 12])) == [[6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [4, 5]]
+    assert places(seq_idx=torch.tensor([0, 0, 0, 0, 1, 1])) == first
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]])
     assert places(attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
     assert places(attention_mask=mask, position_ids=restarting) == [[2, 3, 4, 5], [6, 7, 9]]
@@ -320,6 +322,54 @@ def test_the_documents_of_a_call() -> None:
     assert places(attention_mask=torch.zeros(2, 6)) is None
     with pytest.raises(liger_dist.LigerDistError, match="ends at 11 but the micro-batch has 12 tokens"):
         places(cu_seq_lens_q=torch.tensor([0, 4, 6, 11]))
+    with pytest.raises(liger_dist.LigerDistError, match="seq_idx separates documents beside a 2-D attention_mask"):
+        places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask)
+
+
+def test_tensors_that_are_written_to_are_read_again() -> None:
+    """Without a version to show it: in inference mode, by numpy."""
+    model = wrapped(make_model("mamba2")).eval()
+    one, other = packed([5, 7]), packed([9, 3])
+    ids = one["input_ids"]
+    with torch.inference_mode():
+        want = model(input_ids=ids, position_ids=other["position_ids"].clone(), use_cache=False).logits
+        positions = one["position_ids"].clone()
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+        positions.copy_(other["position_ids"])
+        assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, want)
+    array = one["position_ids"].numpy().copy()
+    positions = torch.from_numpy(array)
+    model(input_ids=ids, position_ids=positions, use_cache=False)
+    array[:] = other["position_ids"].numpy()
+    assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, want)
+
+
+def test_what_would_leak_is_refused() -> None:
+    """A call of the decoder alone, and a recomputation that does not know its call."""
+    batch = packed([5, 7])
+    model: Any = make_model("falcon_h1")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    wrapped(model).train()
+    del batch["labels"]
+    with pytest.raises(liger_dist.LigerDistError, match="FalconH1Model was called by itself with packed documents"):
+        model.model(**batch)
+    model(**batch)
+    with pytest.raises(liger_dist.LigerDistError, match="did not pass the decoder's outputs"):
+        seen[-1].square().sum().backward()
+
+
+def test_layers_shared_with_another_wrapped_model_stay_its_own() -> None:
+    batch = packed([5, 7])
+    first, second = make_model("lfm2"), make_model("lfm2", seed=5)
+    second.model = first.model
+    want = alone(make_model("lfm2"), batch)
+    wrapped(first)
+    wrapped(second, layer_kernels=False)
+    assert_equal(trained(first, batch), want)
+    with pytest.raises(liger_dist.LigerDistError, match="swapped by the wrap of another model"):
+        second(**batch)
 
 
 def test_rows_come_back_in_their_places_and_their_padding_has_no_gradient() -> None:
@@ -367,13 +417,10 @@ class Unread(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_call_reads_each_tensor_once() -> None:
+def test_a_call_reads_only_what_may_separate_documents() -> None:
     ids, positions = torch.zeros(2, 12, dtype=torch.long), torch.arange(12).repeat(2, 1)
-    ends = torch.tensor([0, 12, 24]).as_subclass(Unread)
-    assert packed_by({"input_ids": ids.as_subclass(Unread), "cu_seq_lens_q": ends, "attention_mask": ids}) == ()
-    batch = {"input_ids": ids, "position_ids": positions}
-    assert documents_of(batch) is None
-    object.__setattr__(positions, "__class__", Unread)
-    assert documents_of(batch) is None
-    with pytest.raises(AssertionError, match="the host reads"):
-        documents_of(batch | {"position_ids": positions.clone()})
+    unread = ids.as_subclass(Unread)
+    assert packed_by({"input_ids": unread, "labels": unread, "attention_mask": unread, "position_ids": unread}) == ()
+    for name, value in (("position_ids", positions), ("cu_seq_lens_q", torch.tensor([0, 12, 24])), ("seq_idx", ids)):
+        with pytest.raises(AssertionError, match="the host reads"):
+            packed_by({"input_ids": ids, name: value.as_subclass(Unread)})

@@ -132,10 +132,8 @@ def test_adapters_and_shards_change_nothing_and_the_probe_has_no_collective(work
     model, _ = made("lfm2_moe")
     patch_mixers(model)
     objection = packing_objection(model)
-    assert (
-        objection
-        == "its Lfm2MoeShortConv carries state from one document of a row into the next, and has a patched forward"
-    )
+    assert objection is not None
+    assert objection.endswith("into the next, and its forward has been patched on the instance")
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1))
     assert packing_objection(adapted) == objection
     assert workers_2.run(objection_of_one_rank) == [objection, None]
