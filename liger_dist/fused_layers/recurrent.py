@@ -149,8 +149,8 @@ class RecurrentLayers:
 
     def _positions_suffice(self, named: dict[str, Any]) -> bool:
         """True if the model's original attention separates the documents by ``position_ids`` beside other arguments."""
-        positions = {POSITIONS: named.get(POSITIONS)}
-        return bool(packed_by(positions)) and self.reason_against((POSITIONS,)) is None
+        others = {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
+        return packed_by(others) == (POSITIONS,) and self.reason_against((POSITIONS,)) is None
 
     def reason_against(self, way: tuple[str, ...]) -> str | None:
         """Says why arguments do not keep documents apart, as a clause; None if they do."""
