@@ -45,7 +45,7 @@ def documents_of(named: dict[str, Any]) -> DocumentRows | None:
         named: the arguments of the model by name.
 
     Raises:
-        LigerDistError: the lengths do not add up to the tokens, or stand beside a mask with padding.
+        LigerDistError: the lengths do not add up to the tokens.
     """
     shape = _shape_of(named)
     if shape is None or 0 in shape:
@@ -54,12 +54,8 @@ def documents_of(named: dict[str, Any]) -> DocumentRows | None:
     mask = named.get("attention_mask")
     valid = mask.bool().cpu() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
     if valid is not None and not valid.all():
-        if found:
-            raise LigerDistError(
-                f"{found[0][0]} separates documents beside a 2-D attention_mask with padding, which makes a row one "
-                "text; leave the mask out and count padding as a document, or give each document a separate row."
-            )
-        return _padded(valid)
+        # As in attention, which ignores lengths beside a mask with padding.
+        return _padded(valid, is_packed=bool(found))
     if not found:
         return None
     begins = {row * shape[1] for row in range(shape[0])}.union(*(places for _, places in found))
@@ -91,11 +87,12 @@ def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index:
     return rows | {"attention_mask": (longest < lengths[:, None]).long()}
 
 
-def _padded(valid: Tensor) -> DocumentRows | None:
-    """Returns one document for each row of a mask ``[B, S]`` with a token; None if all padding follows the texts."""
+def _padded(valid: Tensor, *, is_packed: bool) -> DocumentRows | None:
+    """Returns one document for each row of a mask ``[B, S]`` with a token; None if all padding follows the texts and
+    the call has no lengths, which layers would read."""
     lengths = valid.sum(1)
     is_text_first = torch.arange(valid.shape[1]) < lengths[:, None]
-    if torch.equal(valid, is_text_first):
+    if not lengths.any() or (torch.equal(valid, is_text_first) and not is_packed):
         return None
     places = valid.flatten().nonzero()[:, 0]
     return DocumentRows(places, lengths[lengths > 0].tolist(), (valid.shape[0], valid.shape[1]), is_packed=False)

@@ -102,6 +102,7 @@ class RecurrentLayers:
             decoder.register_forward_hook(self._note_documents),
         )
 
+    @untraced
     def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses packed documents in a call of the decoder alone, whose arguments the model has not read."""
         if in_backward() or _DOCUMENTS.get():
@@ -132,8 +133,13 @@ class RecurrentLayers:
                 "but a cache holds one text for each row; pass use_cache=False."
             )
         self._check(named, way)
-        # Generation is the model's own.
-        return None if named.get(cache) else documents_of(named)
+        documents = None if named.get(cache) else documents_of(named)  # Generation is the model's own.
+        if way and documents is not None and not documents.is_packed:
+            raise LigerDistError(
+                f"{way[0]} separates documents beside a 2-D attention_mask with padding, which makes a row one text; "
+                "leave the mask out and count padding as a document, or give each document a separate row."
+            )
+        return documents
 
     def _check(self, named: dict[str, Any], way: tuple[str, ...]) -> None:
         reason = self.reason_against(way)
@@ -200,6 +206,7 @@ class RecurrentLayers:
             )
         return self._in_backward.get(hidden_states.device)
 
+    @untraced
     def _note_documents(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """See [Note: documents in a backward]."""
         running = [documents for owner, documents in _DOCUMENTS.get() if owner is self]

@@ -189,6 +189,8 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
                 with _TokenByToken(PAIR):
                     model(input_ids=_token_ids(model).to(device), **dict(_arguments(model, given, device)))
             except Exception:
+                # Whatever a model's code raises for a mask that is no tensor: it keeps its own attention, and
+                # ``explain`` shows that reason.
                 return False
     return True
 

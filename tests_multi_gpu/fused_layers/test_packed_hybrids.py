@@ -137,7 +137,7 @@ def test_these_families_have_recurrent_layers_and_no_others(found: dict[str, str
 
 
 def rows_of_documents() -> dict[str, dict[str, Any]]:
-    """The documents packed in a row, and padded in rows of their own, on either side."""
+    """The documents packed in a row, and padded in separate rows, on either side."""
     packed = {"input_ids": IDS, "labels": LABELS}
     rows: dict[str, dict[str, Any]] = {
         "positions": packed | BY_POSITIONS,
@@ -156,7 +156,7 @@ def rows_of_documents() -> dict[str, dict[str, Any]]:
 
 
 def of_documents_alone(model: Any) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss and gradients of each document in a call of its own."""
+    """Mean loss and gradients of each document in a separate call."""
     model.train().zero_grad()
     total, count = 0.0, int((LABELS != -100).sum())
     for ids, labels in zip(IDS.split(LENGTHS, 1), LABELS.split(LENGTHS, 1), strict=True):

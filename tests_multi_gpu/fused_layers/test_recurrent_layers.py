@@ -50,7 +50,7 @@ def trained(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[
 
 
 def alone(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same from every document in a call of its own."""
+    """The same from every document in a separate call."""
     model.train().zero_grad()
     losses = []
     for batch in batches:
@@ -322,8 +322,7 @@ def test_the_documents_of_a_call() -> None:
     assert places(attention_mask=torch.zeros(2, 6)) is None
     with pytest.raises(liger_dist.LigerDistError, match="ends at 11 but the micro-batch has 12 tokens"):
         places(cu_seq_lens_q=torch.tensor([0, 4, 6, 11]))
-    with pytest.raises(liger_dist.LigerDistError, match="seq_idx separates documents beside a 2-D attention_mask"):
-        places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask)
+    assert places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
 
 
 def test_tensors_that_are_written_to_are_read_again() -> None:
@@ -355,6 +354,10 @@ def test_what_would_leak_is_refused() -> None:
     del batch["labels"]
     with pytest.raises(liger_dist.LigerDistError, match="FalconH1Model was called by itself with packed documents"):
         model.model(**batch)
+    for valid in ([1] * 10 + [0] * 2, [0] * 2 + [1] * 10):
+        padded = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([valid])}
+        with pytest.raises(liger_dist.LigerDistError, match="seq_idx separates documents beside a 2-D attention_mask"):
+            model(**padded, seq_idx=(batch["position_ids"] == 0).cumsum(1))
     model(**batch)
     with pytest.raises(liger_dist.LigerDistError, match="did not pass the decoder's outputs"):
         seen[-1].square().sum().backward()
