@@ -351,7 +351,10 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     hooks: list[RemovableHandle] = []
     if found.recurrent is not None:
         has_varlen = attention.reason is None
-        hooks += found.recurrent.install(model, found.structure.decoder, owner=owner, has_varlen=has_varlen)
+        backend = config.backend if config.layer_kernels else None
+        hooks += found.recurrent.install(model, found.structure, owner=owner, has_varlen=has_varlen, backend=backend)
+        convolutions, left = found.recurrent.convolutions(model)
+        layers = replace(layers, swapped=(*layers.swapped, *convolutions.items()), left=(*layers.left, *left.items()))
     if _shards_sequences(strategy):
         hooks.append(guard_decoder(found.structure.decoder))
     loss.warnings.replaced_attention = attention.own

@@ -3,6 +3,8 @@
 from ._triton_utils import BACKENDS as BACKENDS
 from ._triton_utils import Backend as Backend
 from ._triton_utils import statistics_dtype as statistics_dtype
+from .causal_convolution import causal_convolution_bwd as causal_convolution_bwd
+from .causal_convolution import causal_convolution_fwd as causal_convolution_fwd
 from .chosen_logits import ChosenLogits as ChosenLogits
 from .chosen_logits import ChosenLogProbs as ChosenLogProbs
 from .chosen_logits import choose_logits as choose_logits

@@ -1,5 +1,5 @@
 """Rows of single documents for layers with a batch dimension: the tokens ``[B, S]`` of a micro-batch, gathered into
-rows that hold one document each.
+rows that hold one document each, or into one row of all for layers that read lengths.
 
 A recurrence or causal convolution starts anew in every row and never reads what follows, so that the padding at the end
 of a row changes nothing before it. Rows of similar lengths are computed together, in as few calls as keep the padding
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ MOST_PADDING = 1.15
 LEADING_BITS = 5
 """binary digits that the length of a row keeps when it is rounded up, by at most 1/16: kernels and allocations meet few
 lengths"""
+
+
+Layout = Literal["few calls", "one call", "one row"]
+"""rows of single documents, in as few calls as keep the padding below :data:`MOST_PADDING`, or in a single call, for
+layers whose parts have collectives; or one row ``[1, T]`` of all documents, for layers that read their lengths"""
+
+
+class DocumentsOfRow(NamedTuple):
+    """Documents of a row ``[1, T]``, by the names of arguments of causal-conv1d, mamba-ssm and fla."""
+
+    seq_idx: Tensor
+    """int32 ``[1, T]``: the number of each token's document"""
+    cu_seqlens: Tensor
+    """int64 ``[N + 1]``: 0 and the end of each of the N documents"""
+    cu_seqlens_cpu: Tensor
+    """the same on the CPU"""
 
 
 @dataclass(frozen=True)
@@ -68,21 +84,44 @@ class _Calls:
     """Rows of all documents, in calls of rows of one length each.
 
     Args:
+        shapes: rows and their length for each call.
+        source: int64: for each token of those rows its place among ``B * S``.
         places: int64 ``[T]``: places of the documents' tokens among ``B * S``, one document after another.
-        lengths: of the documents.
+        slots: int64 ``[T]``: their places among the tokens of the calls.
         shape: ``(B, S)``.
-        shapes: rows and their length for each call; the longest documents are in the first one.
     """
 
     def __init__(
         self,
-        places: Tensor,
-        lengths: Sequence[int],
-        shape: tuple[int, int],
         shapes: list[tuple[int, int]],
+        source: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        shape: tuple[int, int],
         device: torch.device,
     ) -> None:
         self.shapes = shapes
+        self._is_view = torch.equal(source, torch.arange(shape[0] * shape[1]))
+        slot_of = torch.zeros(shape[0] * shape[1], dtype=torch.int64).index_copy_(0, places, slots)
+        to_slots = _Gather(_moved(source, device), None)
+        to_slots_0 = _Gather(to_slots.index, _others(len(source), slots, device))
+        to_places = _Gather(_moved(slot_of, device), _others(len(slot_of), places, device))
+        self._into, self._back = (to_slots, to_places), (to_places, to_slots_0)
+
+    @classmethod
+    def of_rows(
+        cls,
+        shapes: list[tuple[int, int]],
+        places: Tensor,
+        lengths: Sequence[int],
+        shape: tuple[int, int],
+        device: torch.device,
+    ) -> _Calls:
+        """One row for each document; the longest documents are in the first call.
+
+        Args:
+            lengths: of the documents.
+        """
         of_documents = torch.tensor(lengths)
         of_rows = torch.tensor([length for rows, length in shapes for _ in range(rows)])
         order = of_documents.argsort(descending=True, stable=True)
@@ -93,22 +132,24 @@ class _Calls:
         row = places[begins] // shape[1]
         first_of_row = torch.full(shape[:1], shape[0] * shape[1]).scatter_reduce(0, row, places[begins], "amin")
         source = first_of_row[row[order]].repeat_interleave(of_rows).index_copy_(0, slots, places)
-        slot_of = torch.zeros(shape[0] * shape[1], dtype=torch.int64).index_copy_(0, places, slots)
-        to_slots = _Gather(_moved(source, device), None)
-        to_slots_0 = _Gather(to_slots.index, _others(len(source), slots, device))
-        to_places = _Gather(_moved(slot_of, device), _others(len(slot_of), places, device))
-        self._into, self._back = (to_slots, to_places), (to_places, to_slots_0)
+        return cls(shapes, source, places, slots, shape, device)
+
+    @classmethod
+    def of_one_row(cls, places: Tensor, shape: tuple[int, int], device: torch.device) -> _Calls:
+        """One row ``[1, T]`` with all documents."""
+        return cls([(1, len(places))], places, places, torch.arange(len(places)), shape, device)
 
     def into_rows(self, x: Tensor) -> list[Tensor]:
         """Gathers ``[B, S, ...]`` into ``[rows, L, ...]`` for each call."""
-        rows = _gathered(x.flatten(0, 1), *self._into)
+        rows = x.flatten(0, 1) if self._is_view else _gathered(x.flatten(0, 1), *self._into)
         parts = rows.split([n * length for n, length in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def from_rows(self, results: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         """Gathers the results ``[rows, L, ...]`` of all calls into ``[B, S, ...]``; tokens of no document are 0."""
         flat = [result.flatten(0, 1) for result in results]
-        tokens: Tensor = _gathered(flat[0] if len(flat) == 1 else torch.cat(flat), *self._back)
+        tokens = flat[0] if len(flat) == 1 else torch.cat(flat)
+        tokens = tokens if self._is_view else _gathered(tokens, *self._back)
         return tokens.view(*shape, *tokens.shape[1:])
 
 
@@ -140,15 +181,29 @@ class DocumentRows:
         self.shape, self.is_packed = shape, is_packed
         self.lengths = tuple(lengths)
         self._places = places
-        self._calls: dict[tuple[torch.device, bool], _Calls] = {}
+        self._calls: dict[tuple[torch.device, Layout], _Calls] = {}
+        self._in_one_row: dict[torch.device, DocumentsOfRow] = {}
 
-    def calls(self, device: torch.device, *, in_one: bool) -> _Calls:
-        """Returns the rows on ``device``, made once: in one call, or in as few as keep the padding below
-        :data:`MOST_PADDING`."""
-        if (device, in_one) not in self._calls:
-            shapes = [(len(self.lengths), max(self.lengths))] if in_one else grouped(self.lengths)
-            self._calls[device, in_one] = _Calls(self._places, self.lengths, self.shape, shapes, device)
-        return self._calls[device, in_one]
+    def calls(self, device: torch.device, layout: Layout) -> _Calls:
+        """Returns the rows on ``device``, made once."""
+        if (device, layout) not in self._calls:
+            if layout == "one row":
+                calls = _Calls.of_one_row(self._places, self.shape, device)
+            else:
+                shapes = grouped(self.lengths) if layout == "few calls" else [(len(self.lengths), max(self.lengths))]
+                calls = _Calls.of_rows(shapes, self._places, self.lengths, self.shape, device)
+            self._calls[device, layout] = calls
+        return self._calls[device, layout]
+
+    def in_one_row(self, device: torch.device) -> DocumentsOfRow:
+        """Returns the documents of the layout "one row" on ``device``, made once: functions cache what they derive from
+        these tensors."""
+        if device not in self._in_one_row:
+            lengths = torch.tensor(self.lengths)
+            ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
+            self._in_one_row[device] = DocumentsOfRow(_moved(numbers, device), _moved(ends, device), ends)
+        return self._in_one_row[device]
 
     def padded(self, x: Tensor, value: float) -> Tensor:
         """Returns ``[documents, L, ...]`` of ``x`` ``[B, S, ...]``: a row for each document in order, padded at its
@@ -170,19 +225,18 @@ class DocumentRows:
         kwargs: dict[str, Any],
         *,
         device: torch.device,
-        in_one_call: bool,
+        layout: Layout,
     ) -> Any:
-        """Computes a layer on rows of single documents.
+        """Computes a layer on rows of single documents, or on one row of all.
 
         Args:
             args, kwargs: arguments of ``forward``. Tensors ``[B, S, ...]``, also in tuples and dicts, become rows;
                 masks ``[B, 1, S, S]`` become None.
-            in_one_call: True for layers whose parts have collectives.
 
         Returns:
             What ``forward`` returns, with tensors ``[B, S, ...]``; None for states and other tensors.
         """
-        calls = self.calls(device, in_one=in_one_call)
+        calls = self.calls(device, layout)
         leaves, structure = tree_flatten((args, kwargs))
         by_call = zip(*(self._split(leaf, calls) for leaf in leaves), strict=True)
         outputs = []

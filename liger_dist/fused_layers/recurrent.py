@@ -16,6 +16,7 @@ between. Hooks on the decoder's outputs note the documents of their call as soon
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,9 +36,10 @@ from liger_dist.model.structure import Structure, find_structure
 from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist_kernels import Backend
 
-from .document_rows import DocumentRows
+from .document_rows import DocumentRows, Layout
+from .mixer_forward import MixerForward, functions_of_lengths
 from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
-from .swap import Kind, LeftAloneError, check_swappable, original_forward, swap_forward
+from .swap import Kind, LeftAloneError, check_swappable, match_of, original_forward, swap_forward
 from .token_dependency import CannotRunError, Run, token_dependency
 
 MOST_KINDS = 8
@@ -68,12 +70,16 @@ class RecurrentLayers:
         self._reasons = reasons
         self._attends_across = tuple(attends_across)
         self._has_varlen = False
+        self._backend: Backend | None = None
+        self._read_lengths: tuple[type[nn.Module], ...] = ()
+        """those of the mixers that compute one row of all documents"""
+        self._forwards: dict[Any, MixerForward] = {}
         self._in_backward: dict[torch.device, DocumentRows | None] = {}
         self._last: DocumentRows | None = None
         """documents of the last call"""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_in_backward": {}, "_last": None}
+        return vars(self) | {"_forwards": {}, "_in_backward": {}, "_last": None}
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
@@ -81,19 +87,26 @@ class RecurrentLayers:
             reason = self.reason_against(way)
             if reason is not None:
                 by_reason.setdefault(reason, []).append(" with ".join(way))
-        apart = [f"{', '.join(mixer.__name__ for mixer in self.mixers)}: one row per document"] if self.mixers else []
+        apart = []
+        for how, is_how in (("one row per document", False), ("one row of all documents, with their lengths", True)):
+            names = [mixer.__name__ for mixer in self.mixers if (mixer in self._read_lengths) is is_how]
+            apart += [f"{', '.join(names)}: {how}"] if names else []
         return "; ".join(apart + [f"not separated by {', '.join(ways)}: {why}" for why, ways in by_reason.items()])
 
     def install(
-        self, model: nn.Module, decoder: nn.Module, *, owner: str, has_varlen: bool
+        self, model: nn.Module, structure: Structure, *, owner: str, has_varlen: bool, backend: Backend | None
     ) -> tuple[RemovableHandle, RemovableHandle]:
         """Swaps the forward of the mixing modules; returns hooks of the decoder.
 
         Args:
             owner: id of the ``wrap`` call.
             has_varlen: True if "liger_dist" attention is selected, which reads the lengths of documents.
+            backend: of the convolutions; None: without kernels.
         """
-        self._has_varlen = has_varlen
+        self._has_varlen, self._backend = has_varlen, backend
+        if backend is not None:
+            self._read_lengths = self._found_to_read_lengths(model, structure)
+        decoder = structure.decoder
         for module in model.modules():
             if type(module) in self.mixers:
                 swap_forward(module, RECURRENT, self, owner=owner)
@@ -101,6 +114,41 @@ class RecurrentLayers:
             decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),
             decoder.register_forward_hook(self._note_documents),
         )
+
+    def _found_to_read_lengths(self, model: nn.Module, structure: Structure) -> tuple[type[nn.Module], ...]:
+        """Finds the mixers that separate documents by their lengths, by a run without weights."""
+        found = tuple(mixer for mixer in self.mixers if functions_of_lengths(mixer.forward))
+        way = next((way for way in WAYS if way not in self._reasons), None)
+        if not found or way is None:
+            return ()
+        runs: dict[type[nn.Module], Run] = dict.fromkeys(self.mixers, _run_of_class)
+        for mixer in found:
+            forward = MixerForward(mixer.forward, "reference", reads_lengths=True, fallbacks=True)
+            runs[mixer] = partial(_in_one_row, forward)
+        try:
+            return found if token_dependency(model, structure.layers, way, runs).mixer is None else ()
+        except CannotRunError:
+            # What torch's code does not compute by lengths stays in rows, and ``explain`` says so.
+            return ()
+
+    def forward_of(self, module: nn.Module) -> MixerForward:
+        """Returns the forward of a mixing module, with the functions replaced that kernels compute."""
+        forward = original_forward(module)
+        if forward not in self._forwards:
+            reads_lengths = any(mixer.forward is forward for mixer in self._read_lengths)
+            self._forwards[forward] = MixerForward(forward, self._backend, reads_lengths=reads_lengths)
+        return self._forwards[forward]
+
+    def convolutions(self, model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
+        """Counts the mixing modules whose convolutions kernels compute; returns the others with a reason as well."""
+        swapped: Counter[str] = Counter()
+        left: dict[str, str] = {}
+        for module in model.modules():
+            if match_of(module) is self:
+                forward, name = self.forward_of(module), type(module).__name__
+                swapped.update([f"{name}: causal convolution"] if forward.convolutions else ())
+                left |= {} if forward.left_because is None else {f"{name} (causal convolution)": forward.left_because}
+        return swapped, left
 
     @untraced
     def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -310,11 +358,23 @@ def _separate(model: nn.Module, structure: Structure, way: tuple[str, ...], mixe
 
 
 def _run_of_class(module: nn.Module, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _in_rows(partial(type(module).forward, module), documents, args, kwargs, in_one_call=False)
+    return _in_rows(partial(type(module).forward, module), documents, args, kwargs, layout="few calls")
+
+
+def _in_one_row(
+    forward: MixerForward,
+    module: nn.Module,
+    documents: DocumentRows,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    of_row = documents.in_one_row(_hidden_states(args, kwargs).device)
+    with forward.with_documents(of_row):
+        return _in_rows(partial(forward, module), documents, args, kwargs, layout="one row")
 
 
 def _in_rows(
-    forward: Any, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_one_call: bool
+    forward: Any, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any], *, layout: Layout
 ) -> Any:
     kept = {name: value for name, value in kwargs.items() if name not in OF_DOCUMENTS}
     # Nothing is left to mask, and some forwards have no default.
@@ -325,10 +385,14 @@ def _in_rows(
         positions = kwargs.get(POSITIONS)
         if isinstance(positions, Tensor) and positions.dim() == 2:
             # A layer may start anew at position 0; where lengths alone separate documents, positions run on.
-            kwargs[POSITIONS] = positions - positions[:, :1]
+            first = positions[:, :1]
+            if layout == "one row":
+                of_row = documents.in_one_row(device)
+                first = positions[:, of_row.cu_seqlens[:-1]][:, of_row.seq_idx[0]]
+            kwargs[POSITIONS] = positions - first
         return forward(*args, **kwargs)
 
-    return documents.compute(forward_from_zero, args, kept, device=device, in_one_call=in_one_call)
+    return documents.compute(forward_from_zero, args, kept, device=device, layout=layout)
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -349,20 +413,22 @@ def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:
 @untraced
 def _compute(module: nn.Module, layers: RecurrentLayers, *args: Any, **kwargs: Any) -> Any:
     hidden_states = _hidden_states(args, kwargs)
-    documents = layers.documents_now(hidden_states)
+    documents, forward = layers.documents_now(hidden_states), layers.forward_of(module)
     if documents is None:
-        return NotImplemented
+        return forward(module, *args, **kwargs)
     if tuple(hidden_states.shape[:2]) != documents.shape:
         raise LigerDistError(
             f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; expected "
             f"{documents.shape} tokens, as the arguments of the call that separate documents."
         )
     if _has_state(args, kwargs, documents):
-        return NotImplemented
-    forward = partial(original_forward(module), module)
+        return forward(module, *args, **kwargs)
     # A mixing module inside this one gets rows of single documents already.
     with layers.apart():
-        return _in_rows(forward, documents, args, kwargs, in_one_call=_has_collectives(module))
+        if forward.takes_lengths(hidden_states):
+            return _in_one_row(forward, module, documents, args, kwargs)
+        layout: Layout = "one call" if _has_collectives(module) else "few calls"
+        return _in_rows(partial(forward, module), documents, args, kwargs, layout=layout)
 
 
 def _has_state(args: tuple[Any, ...], kwargs: dict[str, Any], documents: DocumentRows) -> bool:

@@ -2,21 +2,19 @@
 one.
 
 The function, a global of the model's module such as ``apply_rotary_pos_emb``, runs on probe values; the layout of pairs
-and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward,
-inside copies of the forward's decorators. In the copy's globals that function is replaced: no source is read, and every
-other global is looked up at call time.
+and tables that reproduces it, forward and backward, is its match. A swapped attention runs a copy of its forward in
+which that function is replaced.
 """
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from functools import lru_cache
 from inspect import Parameter, signature, unwrap
 from itertools import product
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, get_args
 
 import torch
@@ -24,9 +22,9 @@ from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
 from liger_dist.model.class_swap import below_wrappers
-from liger_dist.model.decorators import redecorated
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
+from .replaced_globals import called_functions, with_globals
 from .swap import Kind, LeftAloneError, agrees, is_local, runs_own_code
 
 TOLERANCE = 1e-5
@@ -204,20 +202,6 @@ class _Call:
         return rotated if len(rotated) > 1 else rotated[0]
 
 
-class _Globals(dict[str, Any]):
-    """Globals of a function, some of them replaced: other names are looked up in ``own`` at call time.
-
-    Python looks a global up by ``__getitem__`` when a function's globals are a subclass of dict.
-    """
-
-    def __init__(self, own: dict[str, Any], replaced: dict[str, Any]) -> None:
-        super().__init__(replaced)
-        self.own = own
-
-    def __missing__(self, name: str) -> Any:
-        return self.own[name]
-
-
 class RotaryMatch:
     """Forward of an attention with its rotary functions replaced."""
 
@@ -228,29 +212,14 @@ class RotaryMatch:
             LeftAloneError: no function that ``forward`` calls has a known layout, or its decorators cannot be copied.
         """
         self.forward, self.backend = forward, backend
-        innermost: FunctionType = unwrap(forward)
-        if _needs_its_globals(innermost.__code__):
-            raise LeftAloneError("its forward writes or lists its globals")
-        own = innermost.__globals__
-        conventions = {name: convention_of(own[name]) for name in _names(innermost)}
+        functions = _functions(forward)
+        conventions = {name: convention_of(function) for name, function in functions.items()}
         self._conventions = {name: convention for name, convention in conventions.items() if convention is not None}
         if not self._conventions:
             raise LeftAloneError("its rotary function is none of the known layouts")
+        own = unwrap(forward).__globals__
         calls = {name: _Call(own, name, convention, backend) for name, convention in self._conventions.items()}
-        # Names of builtins are not looked up through __missing__.
-        replaced = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **calls}
-        copy = FunctionType(
-            innermost.__code__,
-            _Globals(own, replaced),
-            innermost.__name__,
-            innermost.__defaults__,
-            innermost.__closure__,
-        )
-        copy.__kwdefaults__ = innermost.__kwdefaults__
-        try:
-            self._copy = redecorated(forward, copy)
-        except ValueError as error:
-            raise LeftAloneError(f"the decorators of its forward cannot be copied ({error})") from error
+        self._copy = with_globals(forward, calls)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._copy(module, *args, **kwargs)
@@ -262,27 +231,15 @@ class RotaryMatch:
         return f"rotary ({', '.join(map(str, self._conventions.values()))})"
 
 
-def _needs_its_globals(code: CodeType) -> bool:
-    """True if a function with this code does more than look up its globals: it assigns one, has a class body, or calls
-    a function that reads all of them."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    operations = {instruction.opname for instruction in dis.get_instructions(code)}
-    writes = operations & {"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"}
-    reads_all = {"globals", "locals", "vars", "eval", "exec"} & set(code.co_names)
-    return bool(writes or reads_all) or any(map(_needs_its_globals, inner))
-
-
 def _is_candidate(module: nn.Module) -> bool:
     """True if its forward, under any decorators, calls a function whose name contains "rotary" or "rope"."""
-    return bool(_names(unwrap(below_wrappers(type(module)).forward)))
+    return bool(_functions(below_wrappers(type(module)).forward))
 
 
-def _names(forward: Any) -> list[str]:
-    """Returns names of the rotary functions among the globals that ``forward``, without decorators, calls."""
-    if not isinstance(forward, FunctionType):
-        return []
-    named = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
-    return [name for name in named if isinstance(forward.__globals__.get(name), FunctionType)]
+def _functions(forward: Any) -> dict[str, FunctionType]:
+    """Returns the rotary functions that ``forward`` calls."""
+    called = called_functions(forward)
+    return {name: function for name, function in called.items() if "rotary" in name or "rope" in name}
 
 
 def _match(module: nn.Module, backend: Backend) -> RotaryMatch:

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -36,12 +36,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_dist.model.decorators import installed_function
 from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
 
 from .document_rows import DocumentRows
+from .mixer_forward import fallback_of
 from .packed_calls import LENGTHS, POSITIONS, SEQ_IDX, documents_of
+from .replaced_globals import called_functions
 
 DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""
@@ -204,8 +207,22 @@ def _dummy_run(model: nn.Module, layers: Sequence[nn.Module], attention: str) ->
     with torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings():
         simplefilter("ignore")
         # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
-        with swapped(vars(F), "linear", _linear), _without_weights(model, layers, device, attention):
+        linear = swapped(vars(F), "linear", _linear)
+        with linear, _without_weights(model, layers, device, attention), _by_torch(model):
             yield device
+
+
+@contextmanager
+def _by_torch(model: nn.Module) -> Iterator[None]:
+    """Replaces functions of other packages by torch's code within the context: they need a GPU, and autotuning would
+    keep what is fastest for 26 tokens."""
+    with ExitStack() as stack:
+        for forward in {type(module).forward for module in model.modules()}:
+            for name, function in called_functions(forward).items():
+                if installed_function(function) is not None:
+                    own: dict[str, Any] = unwrap(forward).__globals__
+                    stack.enter_context(swapped(own, name, fallback_of(function)))
+        yield
 
 
 def _compute_in_rows(

@@ -2,7 +2,7 @@
 and the globals of the decorator.
 
 ``inspect.unwrap`` gives the innermost function, ``inspect.signature`` its parameters. This module copies the decorators
-around another function, and reads the keywords that they rename.
+around another function, and reads the keywords that they rename and the functions of other packages that they call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 _RENAMED = ("old_name", "new_name")
 """variables of the function that ``transformers.utils.deprecation.deprecate_kwarg`` returns"""
+_OF_PACKAGE = ("torch_function", "implementation")
+"""variables of the function that ``transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback``
+returns: the function of the model's file, and what it calls"""
 
 
 def redecorated(function: Any, innermost: FunctionType) -> FunctionType:
@@ -63,3 +66,15 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # Empty: its variable was never set.
         return None
+
+
+def installed_function(function: Any) -> Any:
+    """Returns the function of another package, as fla's ``chunk_gated_delta_rule``, that transformers calls for
+    ``function`` (``use_kernel_func_from_hub_with_fallback``); None if the package is not installed, and for any other
+    function."""
+    code = getattr(function, "__code__", None)
+    if code is None or not set(_OF_PACKAGE) <= set(code.co_freevars):
+        return None
+    cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+    own, installed = (_content(cells[name]) for name in _OF_PACKAGE)
+    return None if installed is own else installed

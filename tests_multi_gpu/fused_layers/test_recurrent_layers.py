@@ -9,23 +9,21 @@ import random
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from documents import TOLERANCE, alone, assert_equal, gradients_of, packed, trained, wrapped
 from harness import Workers
-from models import HYBRIDS, VOCAB_SIZE, make_model
+from models import HYBRIDS, make_model
 from torch import Tensor, nn
 
 import liger_dist
-from liger_dist.fused_layers.document_rows import MOST_PADDING, grouped, rounded_up
+from liger_dist.fused_layers.document_rows import MOST_PADDING, Layout, grouped, rounded_up
 from liger_dist.fused_layers.packed_calls import documents_of, packed_by
 from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
 
 FAMILIES = tuple(HYBRIDS)
-TOLERANCE = 5e-6
-"""the mixers compute in fp32 in fp64 models, too"""
 
 
 @pytest.fixture(autouse=True)
@@ -33,57 +31,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def packed(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(1, VOCAB_SIZE, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
-
-
-def trained(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of calls, and gradients of their sum in one backward."""
-    model.train().zero_grad()
-    losses = [model(**batch).loss for batch in batches]
-    torch.stack(losses).sum().backward()
-    return [float(loss.detach()) for loss in losses], gradients_of(model)
-
-
-def alone(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same from every document in a separate call."""
-    model.train().zero_grad()
-    losses = []
-    for batch in batches:
-        starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["position_ids"].shape[1]]
-        lengths = [end - start for start, end in pairwise(starts)]
-        count, total = int((batch["labels"] != -100).sum()), 0.0
-        for ids, labels in zip(batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True):
-            valid = int((labels != -100).sum())
-            if valid:
-                loss = model(input_ids=ids, labels=labels, use_cache=False).loss * valid / count
-                loss.backward()
-                total += float(loss.detach())
-        losses.append(total)
-    return losses, gradients_of(model)
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[float], dict[str, Tensor]]) -> None:
-    assert got[0] == pytest.approx(want[0], abs=TOLERANCE)
-    assert got[1].keys() == want[1].keys()
-    total = float(torch.stack([gradient.norm() for gradient in want[1].values()]).norm())
-    for name, gradient in want[1].items():
-        error = float((got[1][name] - gradient).norm())
-        assert error <= TOLERANCE * (float(gradient.norm()) + 1e-3 * total), (
-            f"{name}: {error / float(gradient.norm()):.1e}"
-        )
-
-
-def wrapped(model: nn.Module, **options: Any) -> Any:
-    return liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(**options))
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 13, 9], [28], [1, 1, 1, 2], [3] * 64, [2, 60, 1, 1, 30]], ids=str)
@@ -295,7 +242,7 @@ def places(**named: Any) -> list[list[int]] | None:
     if documents is None:
         return None
     tokens = torch.arange(12).view(2, 6)
-    calls = documents.calls(torch.device("cpu"), in_one=True)
+    calls = documents.calls(torch.device("cpu"), "one call")
     rows = calls.into_rows(tokens)[0]
     return [row[:length].tolist() for row, length in zip(rows, sorted(documents.lengths, reverse=True), strict=True)]
 
@@ -385,8 +332,8 @@ def test_rows_come_back_in_their_places_and_their_padding_has_no_gradient() -> N
         if documents is None:
             continue
         x = torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
-        for in_one in (True, False):
-            calls = documents.calls(x.device, in_one=in_one)
+        for layout in get_args(Layout):
+            calls = documents.calls(x.device, layout)
             rows = calls.into_rows(x)
             assert [tuple(row.shape[:2]) for row in rows] == calls.shapes
             y = calls.from_rows(rows, (2, length))

@@ -169,6 +169,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from divergences()
     yield from norms()
     yield from gated_norms()
+    yield from convolutions()
 
 
 def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -274,6 +275,22 @@ def gated_norms() -> Iterator[tuple[str, Callable[[], Any]]]:
 
         order = "before" if gates_first else "after"
         yield f"gated norm, {str(dtype)[6:]}, {D}, {groups} groups, {order}", call
+
+
+def convolutions() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for dtype, taps, is_packed, has_bias in itertools.product(DTYPES, (3, 4), (False, True), (False, True)):
+
+        def call(dtype: torch.dtype = dtype, taps: int = taps, is_packed: bool = is_packed, b: bool = has_bias) -> None:
+            x, weight = (
+                vector(dtype, 1).new_empty(1, TOKENS, 8192).transpose(1, 2),
+                vector(dtype, 1).new_empty(8192, taps),
+            )
+            numbers = vector(torch.int32, TOKENS)[None] if is_packed else None
+            given = (x, weight, vector(dtype, 8192) if b else None, numbers)
+            kernels.causal_convolution_fwd(*given, activation="silu")
+            kernels.causal_convolution_bwd(x, *given, needs_weight=True, activation="silu")
+
+        yield f"convolution, {str(dtype)[6:]}, {taps} taps{', packed' * is_packed}{', bias' * has_bias}", call
 
 
 if __name__ == "__main__":

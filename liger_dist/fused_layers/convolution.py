@@ -1,0 +1,151 @@
+"""Depthwise causal convolutions before recurrences: one autograd function, and the match of functions that compute
+one.
+
+In transformers a recurrent layer calls a function of its module, ``causal_conv1d_fn``, with the weight of a Conv1d. A
+function whose code for every device agrees with the kernels' definition on probe values, forward and backward, is
+replaced in a copy of the layer's forward, see :mod:`.replaced_globals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from inspect import Parameter, signature, unwrap
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_dist.errors import refuse_second_order
+from liger_dist_kernels import Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
+
+from .norm import refuse_freed
+from .replaced_globals import called_functions
+from .swap import agrees, is_local, runs_own_code
+
+TOLERANCE = 1e-5
+PARAMETERS = ("weight", "bias", "activation")
+"""parameters of a candidate after its input"""
+ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
+
+
+class _CausalConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_CK: Tensor,
+        bias_C: Tensor | None,
+        seq_idx_BS: Tensor | None,
+        activation: Activation | None,
+        backend: Backend,
+    ) -> Tensor:
+        ctx.activation, ctx.backend = activation, backend
+        ctx.save_for_backward(x, weight_CK, bias_C, seq_idx_BS)
+        return causal_convolution_fwd(x, weight_CK, bias_C, seq_idx_BS, activation=activation, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        x, weight_CK, bias_C, seq_idx_BS = ctx.saved_tensors
+        refuse_freed(weight_CK)
+        gradients = causal_convolution_bwd(
+            d_y,
+            x,
+            weight_CK,
+            bias_C,
+            seq_idx_BS,
+            needs_weight=any(ctx.needs_input_grad[1:3]),
+            activation=ctx.activation,
+            backend=ctx.backend,
+        )
+        return *gradients, None, None, None
+
+
+def causal_convolution(
+    x: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None = None,
+    seq_idx_BS: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Convolves each channel of ``x`` ``[B, C, S]`` with its K taps, the last of which is that of the token itself.
+
+    Args:
+        seq_idx_BS: integers ``[B, S]``, the number of each token's document; None: each row is one document.
+    """
+    seq_idx_BS = None if seq_idx_BS is None else seq_idx_BS.contiguous()
+    y: Tensor = _CausalConvolution.apply(x, weight_CK, bias_C, seq_idx_BS, activation, backend)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Convolution:
+    """Replacement of a function that computes a causal convolution, in the globals of one forward."""
+
+    def __init__(self, own: dict[str, Any], name: str, backend: Backend) -> None:
+        """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
+        self.own, self.name, self.backend = own, name, backend
+        self.function: FunctionType = own[name]
+        self._input = next(iter(signature(self.function).parameters))
+
+    def is_current(self) -> bool:
+        """True if the function has not been patched since."""
+        return self.own.get(self.name, self.function) is self.function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_current():
+            return self.own[self.name](*args, **kwargs)
+        given: dict[str, Any] = dict(zip((self._input, *PARAMETERS), args, strict=False)) | kwargs
+        x: Any = given.get(self._input)
+        weight: Any = given.get("weight")
+        bias: Any = given.get("bias")
+        # Without autocast: the sum is fp32 whatever the dtypes, and the result has that of the input.
+        is_supported = len(args) <= 1 + len(PARAMETERS) and not runs_own_code(x) and is_local(weight)
+        if not is_supported or not (bias is None or is_local(bias)) or given.get("activation") not in ACTIVATIONS:
+            return self.function(*args, **kwargs)
+        activation = ACTIVATIONS[given.get("activation")]
+        return causal_convolution(x, weight, bias, given.get("seq_idx"), activation=activation, backend=self.backend)
+
+
+def convolutions_of(forward: Any, own: dict[str, Any], backend: Backend) -> dict[str, Convolution]:
+    """Returns replacements, by name, of the functions among its globals ``own`` that ``forward`` calls for causal
+    convolutions."""
+    called = called_functions(forward)
+    return {name: Convolution(own, name, backend) for name in called if is_causal_convolution(called[name])}
+
+
+@lru_cache(maxsize=64)
+def is_causal_convolution(function: FunctionType) -> bool:
+    """True if the function computes what :func:`causal_convolution` does. If it calls another package's kernels for
+    tensors on a GPU, the code that it falls back to without the package is compared."""
+    parameters = list(signature(function).parameters.values())
+    further = [one for one in parameters[4:] if one.kind is not Parameter.VAR_KEYWORD]
+    if tuple(one.name for one in parameters[1:4]) != PARAMETERS or any(
+        one.default is Parameter.empty for one in further
+    ):
+        return False
+    return all(_agrees(unwrap(function), *case) for case in product((1, 3, 4), (None, "silu"), (True, False)))
+
+
+def _agrees(function: Any, taps: int, activation: Activation | None, has_bias: bool) -> bool:
+    def leaves() -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        for shape in ((2, 6, 9), (6, taps), (6,))[: 2 + has_bias]:
+            yield torch.randn(shape, generator=generator).requires_grad_()
+
+    def run(is_original: bool) -> tuple[list[Any], list[Tensor]] | None:
+        given = list(leaves())
+        if not is_original:
+            return [causal_convolution(*given, activation=activation, backend="reference")], given
+        try:
+            return [function(*given, activation=activation)], given
+        except Exception:
+            # Whatever a function of a model's file raises for these shapes: it is no convolution of this kind, and its
+            # layer keeps it.
+            return None
+
+    return agrees(run, tolerance=TOLERANCE)

@@ -1,0 +1,144 @@
+"""Forwards of recurrent layers with functions replaced: causal convolutions by kernels, and functions of other packages
+that read the lengths of documents, such as fla's delta rules.
+
+Given lengths, such a forward computes one row of all documents: no token is padding, and none is gathered. Whether it
+separates documents is found out by a run of the model without weights, in which torch's code computes each document
+alone; the packages' functions promise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import signature, unwrap
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from liger_dist.model.decorators import installed_function
+from liger_dist_kernels import Backend
+
+from .convolution import convolutions_of
+from .document_rows import DocumentsOfRow
+from .replaced_globals import called_functions, with_globals
+from .swap import LeftAloneError, runs_own_code
+
+_DOCUMENTS: ContextVar[DocumentsOfRow | None] = ContextVar("liger_dist_documents_of_row", default=None)
+"""documents of the row that a forward computes in this context; None for rows of one document each"""
+
+
+class MixerForward:
+    """Copy of a forward with the functions that it calls replaced.
+
+    Args:
+        reads_lengths: True to replace functions of other packages that read lengths as well.
+        backend: of the convolutions; None: they stay.
+        fallbacks: True to call torch's code of each document instead of another package.
+    """
+
+    def __init__(
+        self, forward: Any, backend: Backend | None, *, reads_lengths: bool = False, fallbacks: bool = False
+    ) -> None:
+        self._own: dict[str, Any] = unwrap(forward).__globals__
+        own = dict(self._own) if fallbacks else self._own  # Not what a run without weights calls meanwhile.
+        self.convolutions = {} if backend is None else convolutions_of(forward, own, backend)
+        self._read: dict[str, FunctionType] = {}
+        replaced: dict[str, Any] = {name: _Call(one, ("seq_idx",)) for name, one in self.convolutions.items()}
+        for name, parameters in functions_of_lengths(forward).items() if reads_lengths else ():
+            if name not in replaced:
+                function = self._read[name] = self._own[name]
+                replaced[name] = _EachDocumentAlone(function) if fallbacks else _Call(function, parameters)
+        self.left_because: str | None = None
+        """reason why nothing is replaced"""
+        try:
+            self._copy = with_globals(forward, replaced) if replaced else forward
+        except LeftAloneError as reason:
+            self.left_because, self._copy, self.convolutions, self._read = str(reason), forward, {}, {}
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._copy(module, *args, **kwargs)
+
+    def takes_lengths(self, hidden_states: Tensor) -> bool:
+        """True if a call may get one row of several documents."""
+        if not self._read or runs_own_code(hidden_states):
+            return False
+        is_current = all(self._own.get(name) is function for name, function in self._read.items())
+        return is_current and all(one.is_current() for one in self.convolutions.values())
+
+    @contextmanager
+    def with_documents(self, documents: DocumentsOfRow) -> Iterator[None]:
+        """Within, the forward computes one row of these documents."""
+        token = _DOCUMENTS.set(documents)
+        try:
+            yield
+        finally:
+            _DOCUMENTS.reset(token)
+
+
+class _Call:
+    """Calls a function with the documents of the row that is computed, as arguments of the names ``parameters``."""
+
+    def __init__(self, function: Any, parameters: tuple[str, ...]) -> None:
+        self.function, self.parameters = function, parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        documents = _DOCUMENTS.get()
+        if documents is None:
+            return self.function(*args, **kwargs)
+        return self.function(*args, **kwargs | {name: getattr(documents, name) for name in self.parameters})
+
+
+def functions_of_lengths(forward: Any) -> dict[str, tuple[str, ...]]:
+    """Returns the functions that ``forward`` calls from another package and that read the lengths of documents, by
+    name, with the parameters for them."""
+    found = {}
+    for name, function in called_functions(forward).items():
+        installed = installed_function(function)
+        parameters = () if installed is None else signature(installed).parameters
+        names = tuple(one for one in DocumentsOfRow._fields if one in parameters)
+        if names:
+            found[name] = names
+    return found
+
+
+def fallback_of(function: FunctionType) -> Any:
+    """Returns torch's code for a function that calls another package, with the keywords that the code does not take
+    left out, as transformers does."""
+    own = unwrap(function)
+    parameters = signature(own).parameters
+
+    def fallback(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+
+    return fallback
+
+
+class _EachDocumentAlone:
+    """Computes a recurrence of several documents by torch's code, one by one."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._fallback = fallback_of(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        documents = _DOCUMENTS.get()
+        assert documents is not None
+        lengths = documents.cu_seqlens_cpu.diff().tolist()
+        leaves, structure = tree_flatten((args, kwargs))
+        parts = [
+            leaf.split(lengths, 1) if _is_of_tokens(leaf, sum(lengths)) else [leaf] * len(lengths) for leaf in leaves
+        ]
+        outputs = []
+        for of_document in zip(*parts, strict=True):
+            own_args, own_kwargs = tree_unflatten(list(of_document), structure)
+            outputs.append(tree_flatten(self._fallback(*own_args, **own_kwargs)))
+        leaves_of = zip(*(found for found, _ in outputs), strict=True)
+        joined = [torch.cat(of, 1) if _is_of_tokens(of[0], lengths[0]) else None for of in leaves_of]
+        return tree_unflatten(joined, outputs[0][1])
+
+
+def _is_of_tokens(leaf: Any, tokens: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1 and tuple(leaf.shape[:2]) == (1, tokens)
