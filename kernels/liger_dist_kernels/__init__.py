@@ -3,6 +3,7 @@
 from ._triton_utils import BACKENDS as BACKENDS
 from ._triton_utils import Backend as Backend
 from ._triton_utils import statistics_dtype as statistics_dtype
+from .causal_convolution import MOST_TAPS as MOST_TAPS
 from .causal_convolution import causal_convolution_bwd as causal_convolution_bwd
 from .causal_convolution import causal_convolution_fwd as causal_convolution_fwd
 from .chosen_logits import ChosenLogits as ChosenLogits

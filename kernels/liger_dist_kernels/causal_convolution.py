@@ -22,6 +22,11 @@ from ._triton_utils import ANY_LENGTH, Backend, cdiv, dense, launch, next_power_
 from .gated_activation import Activation, activate, activated_with_slope
 from .norm import sum_of_parts
 
+MOST_TAPS = 4
+BLOCK_C = 128
+PROGRAMS = 8192
+"""programs of one warp that keep a GPU busy"""
+
 
 class CausalConvolutionGradients(NamedTuple):
     """Gradients of the inputs."""
@@ -35,122 +40,136 @@ class CausalConvolutionGradients(NamedTuple):
 
 
 @triton.jit
-def _reads(seq_idx_ptr, offs_s, mask_s, j, HAS_DOCUMENTS: tl.constexpr):
-    """True for the tokens that read the one j before them."""
-    mask = mask_s & (offs_s >= j)
+def _token(x_ptr, stride_xs, s, is_token, offs_c, mask_c, dtype: tl.constexpr):
+    """Loads one token, 0 where there is none."""
+    return tl.load(x_ptr + s.to(tl.int64) * stride_xs + offs_c, mask=is_token & mask_c, other=0.0).to(dtype)
+
+
+@triton.jit
+def _document(seq_idx_ptr, s, is_token, HAS_DOCUMENTS: tl.constexpr):
+    """Loads the number of a token's document; tokens outside of the row are in one that nothing else is in."""
     if HAS_DOCUMENTS:
-        own = tl.load(seq_idx_ptr + offs_s, mask=mask, other=0)
-        mask &= own == tl.load(seq_idx_ptr + offs_s - j, mask=mask, other=0)
-    return mask
+        return tl.where(is_token, tl.load(seq_idx_ptr + s, mask=is_token, other=0).to(tl.int64), -(2**62))
+    return tl.where(is_token, 0, -1).to(tl.int64)
 
 
 @triton.jit
-def _tokens_before(
-    x_ptr, seq_idx_ptr, stride_xs, offs_s, mask_s, offs_c, mask_c, j, HAS_DOCUMENTS: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """Loads the tokens j before, 0 where they are not read."""
-    mask = _reads(seq_idx_ptr, offs_s, mask_s, j, HAS_DOCUMENTS)[:, None] & mask_c[None, :]
-    at = (offs_s - j).to(tl.int64)[:, None] * stride_xs + offs_c[None, :]
-    return tl.load(x_ptr + at, mask=mask, other=0.0).to(dtype)
-
-
-@triton.jit
-def _tap(weight_ptr, offs_c, mask_c, k, C: tl.constexpr, dtype: tl.constexpr):
-    return tl.load(weight_ptr + k * C + offs_c, mask=mask_c, other=0.0).to(dtype)[None, :]
-
-
-@triton.jit
-def _sum_at(
-    x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, stride_xs, offs_s, mask_s, offs_c, mask_c,
-    C: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Computes the convolution at the tokens ``offs_s`` of a row, without the activation."""
-    z = tl.zeros((offs_s.shape[0], offs_c.shape[0]), dtype)
+def _taps(weight_ptr, bias_ptr, offs_c, mask_c, C: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """Loads the weights of a token and of those 1, 2 and 3 before it, and the bias."""
+    w_0 = tl.load(weight_ptr + 3 * C + offs_c, mask=mask_c, other=0.0).to(dtype)
+    w_1 = tl.load(weight_ptr + 2 * C + offs_c, mask=mask_c, other=0.0).to(dtype)
+    w_2 = tl.load(weight_ptr + C + offs_c, mask=mask_c, other=0.0).to(dtype)
+    w_3 = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(dtype)
+    bias = tl.zeros_like(w_0)
     if HAS_BIAS:
-        z += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(dtype)[None, :]
-    for j in tl.static_range(K):
-        x = _tokens_before(x_ptr, seq_idx_ptr, stride_xs, offs_s, mask_s, offs_c, mask_c, j, HAS_DOCUMENTS, dtype)
-        z += x * _tap(weight_ptr, offs_c, mask_c, K - 1 - j, C, dtype)
-    return z
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(dtype)
+    return w_0, w_1, w_2, w_3, bias
 
 
 @triton.jit(**ANY_LENGTH)
 def _causal_convolution_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, y_ptr, stride_xb, stride_xs, tokens, C: tl.constexpr, K: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, y_ptr, stride_xb, stride_xs, tokens, C: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, FP64: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     dtype = tl.float64 if FP64 else tl.float32
     row = tl.program_id(1).to(tl.int64)
-    offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    begin = tl.program_id(0) * STRIP
     offs_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_s, mask_c = offs_s < tokens, offs_c < C
+    mask_c = offs_c < C
+    x_ptr += row * stride_xb
+    y_ptr += row * tokens * C
     if HAS_DOCUMENTS:
         seq_idx_ptr += row * tokens
-    z = _sum_at(
-        x_ptr + row * stride_xb, weight_ptr, bias_ptr, seq_idx_ptr, stride_xs, offs_s, mask_s, offs_c, mask_c,
-        C, K, HAS_BIAS, HAS_DOCUMENTS, dtype,
-    )  # fmt: skip
-    if KIND != "none":
-        z, _ = activate(z, KIND)
-    at = (row * tokens + offs_s)[:, None] * C + offs_c[None, :]
-    tl.store(y_ptr + at, z.to(y_ptr.dtype.element_ty), mask=mask_s[:, None] & mask_c[None, :])
+    w_0, w_1, w_2, w_3, bias = _taps(weight_ptr, bias_ptr, offs_c, mask_c, C, HAS_BIAS, dtype)
+    # The three tokens before, and their documents.
+    x_1 = _token(x_ptr, stride_xs, begin - 1, begin >= 1, offs_c, mask_c, dtype)
+    x_2 = _token(x_ptr, stride_xs, begin - 2, begin >= 2, offs_c, mask_c, dtype)
+    x_3 = _token(x_ptr, stride_xs, begin - 3, begin >= 3, offs_c, mask_c, dtype)
+    of_1 = _document(seq_idx_ptr, begin - 1, begin >= 1, HAS_DOCUMENTS)
+    of_2 = _document(seq_idx_ptr, begin - 2, begin >= 2, HAS_DOCUMENTS)
+    of_3 = _document(seq_idx_ptr, begin - 3, begin >= 3, HAS_DOCUMENTS)
+    for step in tl.range(0, STRIP):
+        s = begin + step
+        is_token = s < tokens
+        x = _token(x_ptr, stride_xs, s, is_token, offs_c, mask_c, dtype)
+        of = _document(seq_idx_ptr, s, is_token, HAS_DOCUMENTS)
+        z = bias + w_0 * x
+        z += tl.where(of == of_1, w_1 * x_1, 0.0)
+        z += tl.where(of == of_2, w_2 * x_2, 0.0)
+        z += tl.where(of == of_3, w_3 * x_3, 0.0)
+        if KIND != "none":
+            z, _ = activate(z, KIND)
+        tl.store(y_ptr + s.to(tl.int64) * C + offs_c, z.to(y_ptr.dtype.element_ty), mask=is_token & mask_c)
+        x_1, x_2, x_3 = x, x_1, x_2
+        of_1, of_2, of_3 = of, of_1, of_2
 
 
 @triton.jit(**ANY_LENGTH)
 def _causal_convolution_bwd_kernel(
     d_y_ptr, x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, d_x_ptr, d_parts_ptr,
-    stride_yb, stride_ys, stride_xb, stride_xs, tokens, C: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+    stride_yb, stride_ys, stride_xb, stride_xs, tokens, C: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, FP64: tl.constexpr,
-    SUMS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     dtype = tl.float64 if FP64 else tl.float32
     row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0) * STRIP
     offs_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     x_ptr += row * stride_xb
     d_y_ptr += row * stride_yb
+    d_x_ptr += row * tokens * C
     if HAS_DOCUMENTS:
         seq_idx_ptr += row * tokens
-    # The sums of the taps' gradients, and of the bias's after them.
-    of_sum = tl.arange(0, SUMS)[:, None]
-    sums = tl.zeros((SUMS, BLOCK_C), dtype)
-    for step in tl.range(0, STEPS):
-        offs_s = (tl.program_id(0) * STEPS + step) * BLOCK_S + tl.arange(0, BLOCK_S)
-        d_x = tl.zeros((BLOCK_S, BLOCK_C), dtype)
-        # A token is read by itself and the next ones.
-        for j in tl.static_range(K):
-            reader = offs_s + j
-            mask_r = reader < tokens
-            at = reader.to(tl.int64)[:, None] * stride_ys + offs_c[None, :]
-            d_z = tl.load(d_y_ptr + at, mask=mask_r[:, None] & mask_c[None, :], other=0.0).to(dtype)
-            if KIND != "none":
-                z = _sum_at(
-                    x_ptr, weight_ptr, bias_ptr, seq_idx_ptr, stride_xs, reader, mask_r, offs_c, mask_c,
-                    C, K, HAS_BIAS, HAS_DOCUMENTS, dtype,
-                )  # fmt: skip
-                _, slope = activate(z, KIND)
-                d_z *= slope
-            d_read = d_z * _tap(weight_ptr, offs_c, mask_c, K - 1 - j, C, dtype)
-            if HAS_DOCUMENTS:
-                d_read = tl.where(_reads(seq_idx_ptr, reader, mask_r, j, HAS_DOCUMENTS)[:, None], d_read, 0.0)
-            d_x += d_read
-            if NEEDS_WEIGHT and j == 0:
-                for i in tl.static_range(K):
-                    x = _tokens_before(
-                        x_ptr, seq_idx_ptr, stride_xs, offs_s, mask_r, offs_c, mask_c, i, HAS_DOCUMENTS, dtype
-                    )
-                    sums += tl.where(of_sum == K - 1 - i, tl.sum(d_z * x, 0)[None, :], 0.0)
-                if HAS_BIAS:
-                    sums += tl.where(of_sum == K, tl.sum(d_z, 0)[None, :], 0.0)
-        at = (row * tokens + offs_s)[:, None] * C + offs_c[None, :]
-        tl.store(d_x_ptr + at, d_x.to(d_x_ptr.dtype.element_ty), mask=(offs_s < tokens)[:, None] & mask_c[None, :])
+    w_0, w_1, w_2, w_3, bias = _taps(weight_ptr, bias_ptr, offs_c, mask_c, C, HAS_BIAS, dtype)
+    x_1 = _token(x_ptr, stride_xs, begin - 1, begin >= 1, offs_c, mask_c, dtype)
+    x_2 = _token(x_ptr, stride_xs, begin - 2, begin >= 2, offs_c, mask_c, dtype)
+    x_3 = _token(x_ptr, stride_xs, begin - 3, begin >= 3, offs_c, mask_c, dtype)
+    of_1 = _document(seq_idx_ptr, begin - 1, begin >= 1, HAS_DOCUMENTS)
+    of_2 = _document(seq_idx_ptr, begin - 2, begin >= 2, HAS_DOCUMENTS)
+    of_3 = _document(seq_idx_ptr, begin - 3, begin >= 3, HAS_DOCUMENTS)
+    # Gradients of the three tokens before, to which the next ones that read them are added.
+    d_x_1, d_x_2, d_x_3 = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)
+    d_w_0, d_w_1, d_w_2, d_w_3 = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)
+    d_bias = tl.zeros_like(w_0)
+    # Three steps more: the last tokens of the strip are read by the first ones of the next.
+    for step in tl.range(0, STRIP + 3):
+        s = begin + step
+        is_token = s < tokens
+        x = _token(x_ptr, stride_xs, s, is_token, offs_c, mask_c, dtype)
+        d_z = _token(d_y_ptr, stride_ys, s, is_token, offs_c, mask_c, dtype)
+        of = _document(seq_idx_ptr, s, is_token, HAS_DOCUMENTS)
+        r_1 = tl.where(of == of_1, x_1, 0.0)
+        r_2 = tl.where(of == of_2, x_2, 0.0)
+        r_3 = tl.where(of == of_3, x_3, 0.0)
+        if KIND != "none":
+            _, slope = activate(bias + w_0 * x + w_1 * r_1 + w_2 * r_2 + w_3 * r_3, KIND)
+            d_z *= slope
+        if NEEDS_WEIGHT:
+            own = tl.where(step < STRIP, d_z, 0.0)
+            d_w_0 += own * x
+            d_w_1 += own * r_1
+            d_w_2 += own * r_2
+            d_w_3 += own * r_3
+            d_bias += own
+        d_x_1 += tl.where(of == of_1, w_1 * d_z, 0.0)
+        d_x_2 += tl.where(of == of_2, w_2 * d_z, 0.0)
+        d_x_3 += tl.where(of == of_3, w_3 * d_z, 0.0)
+        is_done = (step >= 3) & (s - 3 < tokens)
+        at = (s - 3).to(tl.int64) * C + offs_c
+        tl.store(d_x_ptr + at, d_x_3.to(d_x_ptr.dtype.element_ty), mask=is_done & mask_c)
+        x_1, x_2, x_3 = x, x_1, x_2
+        of_1, of_2, of_3 = of, of_1, of_2
+        d_x_1, d_x_2, d_x_3 = w_0 * d_z, d_x_1, d_x_2
     if NEEDS_WEIGHT:
-        part = row * tl.num_programs(0) + tl.program_id(0)
-        kept = K + 1 if HAS_BIAS else K
-        at = (part * kept + of_sum) * C + offs_c[None, :]
-        tl.store(d_parts_ptr + at, sums, mask=(of_sum < kept) & mask_c[None, :])
+        d_parts_ptr += (row * tl.num_programs(0) + tl.program_id(0)) * 5 * C + offs_c
+        tl.store(d_parts_ptr, d_w_3, mask=mask_c)
+        tl.store(d_parts_ptr + C, d_w_2, mask=mask_c)
+        tl.store(d_parts_ptr + 2 * C, d_w_1, mask=mask_c)
+        tl.store(d_parts_ptr + 3 * C, d_w_0, mask=mask_c)
+        if HAS_BIAS:
+            tl.store(d_parts_ptr + 4 * C, d_bias, mask=mask_c)
 
 
 def causal_convolution_fwd(
@@ -167,7 +186,7 @@ def causal_convolution_fwd(
     Args:
         x: ``[B, C, S]``, floating, usually with the channels of a token side by side, as a projection writes them; a
             copy is made otherwise.
-        weight_CK: ``[C, K]``, any floating dtype; K > 0. The last tap is that of the token itself.
+        weight_CK: ``[C, K]``, any floating dtype; 0 < K <= 4. The last tap is that of the token itself.
         bias_C: ``[C]``, any floating dtype.
         seq_idx_BS: integers ``[B, S]``, contiguous: the number of each token's document, whose tokens lie side by side;
             as of transformers and causal-conv1d. None: each row is one document.
@@ -177,16 +196,16 @@ def causal_convolution_fwd(
     """
     if not runs_triton(x, backend):
         return causal_convolution_fwd_reference(x, weight_CK, bias_C, seq_idx_BS, activation=activation)
-    x, weight_KC = _channels_last(x), dense(weight_CK.t())
-    (B, C, S), K = x.shape, weight_CK.shape[1]
+    x = _channels_last(x)
+    B, C, S = x.shape
     y = x.new_empty(B, S, C)
-    block_s, block_c = 32, 128
+    strip = _strip(x)
     if y.numel() > 0:
         launch(
             _causal_convolution_fwd_kernel,
-            (cdiv(S, block_s), B, cdiv(C, block_c)),
+            (cdiv(S, strip), B, cdiv(C, BLOCK_C)),
             x,
-            weight_KC,
+            _four_taps(weight_CK),
             dense(bias_C),
             seq_idx_BS,
             y,
@@ -194,14 +213,13 @@ def causal_convolution_fwd(
             x.stride(2),
             S,
             C,
-            K,
             KIND=activation or "none",
             HAS_BIAS=bias_C is not None,
             HAS_DOCUMENTS=seq_idx_BS is not None,
             FP64=x.dtype == torch.float64,
-            BLOCK_S=block_s,
-            BLOCK_C=block_c,
-            num_warps=4,
+            STRIP=strip,
+            BLOCK_C=BLOCK_C,
+            num_warps=1,
         )
     return y.transpose(1, 2)
 
@@ -223,21 +241,19 @@ def causal_convolution_bwd(
         return causal_convolution_bwd_reference(
             d_y, x, weight_CK, bias_C, seq_idx_BS, needs_weight=needs_weight, activation=activation
         )
-    d_y, x, weight_KC = _channels_last(d_y), _channels_last(x), dense(weight_CK.t())
+    d_y, x = _channels_last(d_y), _channels_last(x)
     (B, C, S), K = x.shape, weight_CK.shape[1]
-    block_s, block_c = 32, 64
-    steps = min(next_power_of_2(cdiv(S, block_s)), 8)
-    parts = cdiv(S, block_s * steps)
-    sums = K if bias_C is None else K + 1
+    strip = _strip(x)
+    parts = cdiv(S, strip)
     d_x = x.new_empty(B, S, C)
-    d_parts = x.new_zeros(B * parts, sums * C, dtype=statistics_dtype(x.dtype)) if needs_weight else None
+    d_parts = x.new_empty(B * parts, 5 * C, dtype=statistics_dtype(x.dtype)) if needs_weight else None
     if d_x.numel() > 0:
         launch(
             _causal_convolution_bwd_kernel,
-            (parts, B, cdiv(C, block_c)),
+            (parts, B, cdiv(C, BLOCK_C)),
             d_y,
             x,
-            weight_KC,
+            _four_taps(weight_CK),
             dense(bias_C),
             seq_idx_BS,
             d_x,
@@ -248,23 +264,34 @@ def causal_convolution_bwd(
             x.stride(2),
             S,
             C,
-            K,
             KIND=activation or "none",
             HAS_BIAS=bias_C is not None,
             HAS_DOCUMENTS=seq_idx_BS is not None,
             NEEDS_WEIGHT=needs_weight,
             FP64=x.dtype == torch.float64,
-            SUMS=next_power_of_2(sums),
-            BLOCK_S=block_s,
-            BLOCK_C=block_c,
-            STEPS=steps,
-            num_warps=4,
+            STRIP=strip,
+            BLOCK_C=BLOCK_C,
+            num_warps=1,
         )
     if d_parts is None:
         return CausalConvolutionGradients(d_x.transpose(1, 2), None, None)
-    total = sum_of_parts(d_parts, d_parts.dtype).view(sums, C)
-    d_bias = None if bias_C is None else total[K].to(bias_C.dtype)
-    return CausalConvolutionGradients(d_x.transpose(1, 2), total[:K].t().to(weight_CK.dtype), d_bias)
+    total = sum_of_parts(d_parts, d_parts.dtype).view(5, C)
+    d_bias = None if bias_C is None else total[4].to(bias_C.dtype)
+    return CausalConvolutionGradients(d_x.transpose(1, 2), total[4 - K : 4].t().to(weight_CK.dtype), d_bias)
+
+
+def _strip(x: Tensor) -> int:
+    """Returns the tokens of a program: more have fewer partial sums, fewer leave a GPU more programs."""
+    most = x.numel() // (BLOCK_C * PROGRAMS)
+    return min(max(next_power_of_2(most), 32), 64)
+
+
+def _four_taps(weight_CK: Tensor) -> Tensor:
+    """Returns ``[4, C]`` with zeros before the first tap."""
+    C, K = weight_CK.shape
+    taps = weight_CK.new_zeros(4, C) if K < 4 else weight_CK.new_empty(4, C)
+    taps[4 - K :] = weight_CK.t()
+    return taps
 
 
 def _channels_last(x: Tensor) -> Tensor:

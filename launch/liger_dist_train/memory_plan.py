@@ -93,7 +93,7 @@ def plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any, teacher_config: Any = None
 ) -> Plans:
     """Plans a model without storage: trained parameters and their gradients in fp32, states of the optimizer, decoder
-    layers of attention and a gated MLP, with LoRA layers or not.
+    layers of attention or a gated delta net and a gated MLP, with LoRA layers or not.
 
     Args:
         teacher_config: of a teacher's model; None without one.
@@ -105,10 +105,10 @@ def plan(
     text = model_config.get_text_config()
     width = getattr(text, "intermediate_size", None)
     is_known = bool(structure.layers) and isinstance(width, int) and not getattr(text, "num_experts", None)
-    if not is_known or is_recurrent(model):
+    if not is_known or (is_recurrent(model) and not DeltaNet.is_in(text)):
         raise LigerDistError(
-            f"--dry_run knows decoder layers of attention and a gated MLP, and {type(model).__name__} has others; "
-            "measure a step instead (peak_memory_bytes in metrics.jsonl)."
+            "--dry_run knows decoder layers of attention or a gated delta net and a gated MLP, and "
+            f"{type(model).__name__} has others; measure a step instead (peak_memory_bytes in metrics.jsonl)."
         )
     heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.parameter_shards > 1 else ["gather"]
     if dims.tensor_parallel > 1:
@@ -187,10 +187,12 @@ def _plan(
     if dims.micro_batches(config, dims.global_batch_size(config)) > 1:
         stored = replace(stored, accumulated=stored.gradients)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
-    layer_needs = needs_of_a_layer(a, dims.strategy, text)
+    needs = needs_of_layers(a, dims.strategy, text, len(structure.layers))
     of_lora = _of_lora(a, structure.layers[0], D, under_autocast=dims.strategy in AUTOCAST)
-    layer_needs = replace(layer_needs, kept=layer_needs.kept + T * size * of_lora)
-    kept = (0 if a.offload_checkpoints else T * D * size) if a.activation_checkpointing else layer_needs.kept
+    needs = [replace(layer, kept=layer.kept + T * size * of_lora) for layer in needs]
+    layer_needs = max(needs, key=lambda layer: layer.kept + layer.passing)
+    of_checkpoint = 0 if a.offload_checkpoints else T * D * size
+    kept = len(needs) * of_checkpoint if a.activation_checkpointing else sum(layer.kept for layer in needs)
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
@@ -209,7 +211,7 @@ def _plan(
     return replace(
         stored,
         head=head,
-        activations=len(structure.layers) * kept + ends,
+        activations=kept + ends,
         gathered=stored.gathered + computed_again + layer_needs.passing,
         loss=loss,
         sent=cost.sent_bytes,
@@ -310,6 +312,59 @@ class LayerNeeds:
     kept: int
     passing: int
     """while its backward runs"""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of a gated delta net, as fla computes it."""
+
+    keys: int
+    """numbers of all key heads of a token; queries have as many"""
+    values: int
+    state: int
+    """numbers of a token's share of the states, one for each chunk"""
+
+    CHUNK = 64
+
+    @staticmethod
+    def is_in(text: Any) -> bool:
+        """True if all recurrent layers of a config are gated delta nets."""
+        kinds = set(getattr(text, "layer_types", None) or ())
+        return hasattr(text, "linear_value_head_dim") and kinds <= {"linear_attention", "full_attention"}
+
+    @classmethod
+    def of(cls, text: Any) -> DeltaNet:
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        return cls(keys=keys, values=values, state=values * text.linear_key_head_dim // cls.CHUNK)
+
+    def kept(self, heads: int) -> int:
+        """Counts what is kept of each token: the inputs of the convolution and of the recurrence; products within a
+        chunk; output and gate; decays, gates and statistics of each head, most in fp32."""
+        return 2 * (2 * self.keys + self.values) + heads * self.CHUNK + 2 * self.values + 10 * heads
+
+    @property
+    def passing(self) -> int:
+        """Counts what a backward needs of each token: states and their gradients, and what is computed again or is a
+        gradient of queries, keys and values, the former for each head of the values."""
+        return 2 * self.state + 12 * self.values
+
+
+def needs_of_layers(a: TrainConfig, strategy: str, text: Any, layers: int) -> list[LayerNeeds]:
+    """Estimates the activations of each layer from the config of the model's text part."""
+    of_attention = needs_of_a_layer(a, strategy, text)
+    if not DeltaNet.is_in(text):
+        return [of_attention] * layers
+    size, T = FP32 if a.dtype == "float32" else 2, a.batch_size * a.sequence_length
+    net, D = DeltaNet.of(text), text.hidden_size
+    queries = text.num_attention_heads * text.head_dim
+    keys = text.num_key_value_heads * text.head_dim
+    # Their queries have a gate beside them; queries and keys are normalized, and the output is gated.
+    gated = replace(of_attention, kept=of_attention.kept + T * size * (4 * queries + keys))
+    # The projections share their input, which is kept.
+    numbers = net.kept(text.linear_num_value_heads) + D + _of_norms_and_mlp(a, D, text.intermediate_size)
+    linear = LayerNeeds(kept=T * size * numbers, passing=max(of_attention.passing, T * size * net.passing))
+    return [linear if kind == "linear_attention" else gated for kind in text.layer_types]
 
 
 def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:

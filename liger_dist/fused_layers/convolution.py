@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import refuse_second_order
-from liger_dist_kernels import Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
+from liger_dist_kernels import MOST_TAPS, Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
 
 from .norm import refuse_freed
 from .replaced_globals import called_functions
@@ -105,7 +105,8 @@ class Convolution:
         bias: Any = given.get("bias")
         # Without autocast: the sum is fp32 whatever the dtypes, and the result has that of the input.
         is_supported = len(args) <= 1 + len(PARAMETERS) and not runs_own_code(x) and is_local(weight)
-        if not is_supported or not (bias is None or is_local(bias)) or given.get("activation") not in ACTIVATIONS:
+        is_supported = is_supported and weight.shape[1] <= MOST_TAPS and given.get("activation") in ACTIVATIONS
+        if not is_supported or not (bias is None or is_local(bias)):
             return self.function(*args, **kwargs)
         activation = ACTIVATIONS[given.get("activation")]
         return causal_convolution(x, weight, bias, given.get("seq_idx"), activation=activation, backend=self.backend)

@@ -17,7 +17,7 @@ from truth import relative_error
 from liger_dist.fused_layers.convolution import causal_convolution, is_causal_convolution
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
-SHAPES = [(2, 5, 3), (2, 70, 37), (1, 130, 100), (3, 8, 1)]
+SHAPES = [(2, 5, 3), (2, 70, 37), (1, 130, 40), (3, 8, 1)]
 """B, C, S"""
 CASES: list[tuple[int, Any, bool, bool]] = [
     (4, "silu", False, False),
