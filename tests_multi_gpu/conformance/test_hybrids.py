@@ -14,21 +14,25 @@ from test_conformance import train
 
 ROWS = ("packed", "packed, by lengths", "padded")
 USES = ("checkpointing", "MLP tiles", "two forwards")
+WITH_KERNELS = ("qwen3_5_text, fp32", "lfm2, fp32")
+"""models that kernels compute, their convolutions included"""
 HYBRID_MODELS = {family: Model(family=family) for family in HYBRIDS}
+HYBRID_MODELS |= {name: Model(family=name.split(",")[0], single=True) for name in WITH_KERNELS}
 """as models of cells; their mixers compute in fp32 in fp64 models, too"""
-TOLERANCE, IN_FP32 = 2e-5, 1e-3
-"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding"""
+TOLERANCE, IN_FP32 = 2e-5, 5e-3
+"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding: in the second
+step up to 2e-3, with and without kernels"""
 
 
 def cells() -> list[Any]:
-    """Every family and kind of rows in every principal layout. ``make test`` runs Qwen3.5 packed in each, and each
-    other combination of a family and rows under FSDP2 or on one process."""
+    """Every family and kind of rows in every principal layout. ``make test`` runs Qwen3.5 in fp32 packed in each, and
+    each other combination of a family and rows under FSDP2 or on one process."""
     found = []
     for layout in (ONE, *PRINCIPAL):
-        for family in HYBRIDS:
+        for family in HYBRID_MODELS:
             for rows in ROWS:
                 cell = replace(layout, model=family, data=rows)
-                is_first = family == "qwen3_5_text" and rows == "packed"
+                is_first = family == WITH_KERNELS[0] and rows == "packed"
                 is_kept = is_first or layout is ONE or (layout == PRINCIPAL[4] and rows == "packed")
                 found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
         for use in USES:
@@ -58,9 +62,8 @@ def test_documents_are_apart_in_every_layout(cell: Cell, request: pytest.Fixture
         results = workers.run(train_hybrid, cell)
     for errors in results:
         worst = max(errors, key=lambda name: errors[name])
-        assert errors[worst] < (IN_FP32 if cell.engine == "zero" else TOLERANCE), (
-            f"{worst} is off by {errors[worst]:.2e}"
-        )
+        is_in_fp32 = cell.engine == "zero" or cell.model in WITH_KERNELS
+        assert errors[worst] < (IN_FP32 if is_in_fp32 else TOLERANCE), f"{worst} is off by {errors[worst]:.2e}"
 
 
 def train_hybrid(cell: Cell) -> dict[str, float]:
