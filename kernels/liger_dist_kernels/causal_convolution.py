@@ -24,7 +24,7 @@ from .norm import sum_of_parts
 
 MOST_TAPS = 4
 BLOCK_C = 128
-PROGRAMS = 8192
+PROGRAMS = 4096
 """programs of one warp that keep a GPU busy"""
 
 
@@ -199,7 +199,7 @@ def causal_convolution_fwd(
     x = _channels_last(x)
     B, C, S = x.shape
     y = x.new_empty(B, S, C)
-    strip = _strip(x)
+    strip = _strip(x, most=128)
     if y.numel() > 0:
         launch(
             _causal_convolution_fwd_kernel,
@@ -243,7 +243,7 @@ def causal_convolution_bwd(
         )
     d_y, x = _channels_last(d_y), _channels_last(x)
     (B, C, S), K = x.shape, weight_CK.shape[1]
-    strip = _strip(x)
+    strip = _strip(x, most=64)
     parts = cdiv(S, strip)
     d_x = x.new_empty(B, S, C)
     d_parts = x.new_empty(B * parts, 5 * C, dtype=statistics_dtype(x.dtype)) if needs_weight else None
@@ -280,10 +280,9 @@ def causal_convolution_bwd(
     return CausalConvolutionGradients(d_x.transpose(1, 2), total[4 - K : 4].t().to(weight_CK.dtype), d_bias)
 
 
-def _strip(x: Tensor) -> int:
-    """Returns the tokens of a program: more have fewer partial sums, fewer leave a GPU more programs."""
-    most = x.numel() // (BLOCK_C * PROGRAMS)
-    return min(max(next_power_of_2(most), 32), 64)
+def _strip(x: Tensor, *, most: int) -> int:
+    """Returns the tokens of a program, fewer than ``most`` where few programs would be left."""
+    return min(max(next_power_of_2(x.numel() // (BLOCK_C * PROGRAMS)), 32), most)
 
 
 def _four_taps(weight_CK: Tensor) -> Tensor:

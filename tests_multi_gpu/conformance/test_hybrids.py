@@ -20,8 +20,8 @@ HYBRID_MODELS = {family: Model(family=family) for family in HYBRIDS}
 HYBRID_MODELS |= {name: Model(family=name.split(",")[0], single=True) for name in WITH_KERNELS}
 """as models of cells; their mixers compute in fp32 in fp64 models, too"""
 TOLERANCE, IN_FP32 = 2e-5, 5e-3
-"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding: in the second
-step up to 2e-3, with and without kernels"""
+"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding: up to 2e-3 in
+the second step, where the convolution alone agrees within 1e-7"""
 
 
 def cells() -> list[Any]:

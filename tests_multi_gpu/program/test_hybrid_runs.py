@@ -78,11 +78,23 @@ def test_documents_that_would_mix_are_refused_before_data_is_read(
     check_packing(across, shell(across, find_config(across, 601)))
 
 
-def test_a_dry_run_of_a_hybrid_is_refused() -> None:
-    """Rather than planned as if all layers were attention."""
-    config = parse(
-        [str(LAUNCH / "qwen3_5_4b.yaml"), "--model", str(LAUNCH / "models" / "qwen3_5_4b.json"), "--dry_run"]
-    )
+def test_a_dry_run_knows_what_was_measured(tmp_path: Path) -> None:
+    """54.46 GiB on each of two H200 (torch 2.11, fla 0.6, Triton 3.7.1, 2026-11-27). Other recurrent layers are
+    refused, rather than planned as if all were attention."""
+    shape = [str(LAUNCH / "qwen3_5_4b.yaml"), "--model", str(LAUNCH / "models" / "qwen3_5_4b.json"), "--dry_run"]
+    config = parse(shape)
+    model_config = find_config(config, 1)
+    plans = plan(config, parallel_dims_of(config, 2), shell(config, model_config), model_config)
+    gathered = plans.plans[0]
+    assert gathered.peak / 2**30 == pytest.approx(54.46, rel=0.1)
+    checkpointed = replace(config, activation_checkpointing=True)
+    fewer = plan(checkpointed, parallel_dims_of(config, 2), shell(config, model_config), model_config).plans[0]
+    assert fewer.activations < gathered.activations / 4
+    from transformers import Lfm2Config
+
+    path = tmp_path / "config.json"
+    Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2, vocab_size=700).to_json_file(path)
+    config = replace(config, model=str(path))
     model_config = find_config(config, 1)
     with pytest.raises(liger_dist.LigerDistError, match="--dry_run knows decoder layers of attention"):
         plan(config, parallel_dims_of(config, 8), shell(config, model_config), model_config)
