@@ -54,6 +54,18 @@ def _document(seq_idx_ptr, s, is_token, HAS_DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def _before(x_ptr, seq_idx_ptr, stride_xs, s, offs_c, mask_c, HAS_DOCUMENTS: tl.constexpr, dtype: tl.constexpr):
+    """Loads the tokens 1, 2 and 3 before a token, and their documents."""
+    x_1 = _token(x_ptr, stride_xs, s - 1, s >= 1, offs_c, mask_c, dtype)
+    x_2 = _token(x_ptr, stride_xs, s - 2, s >= 2, offs_c, mask_c, dtype)
+    x_3 = _token(x_ptr, stride_xs, s - 3, s >= 3, offs_c, mask_c, dtype)
+    of_1 = _document(seq_idx_ptr, s - 1, s >= 1, HAS_DOCUMENTS)
+    of_2 = _document(seq_idx_ptr, s - 2, s >= 2, HAS_DOCUMENTS)
+    of_3 = _document(seq_idx_ptr, s - 3, s >= 3, HAS_DOCUMENTS)
+    return x_1, x_2, x_3, of_1, of_2, of_3
+
+
+@triton.jit
 def _taps(weight_ptr, bias_ptr, offs_c, mask_c, C: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Loads the weights of a token and of those 1, 2 and 3 before it, and the bias."""
     w_0 = tl.load(weight_ptr + 3 * C + offs_c, mask=mask_c, other=0.0).to(dtype)
@@ -82,13 +94,9 @@ def _causal_convolution_fwd_kernel(
     if HAS_DOCUMENTS:
         seq_idx_ptr += row * tokens
     w_0, w_1, w_2, w_3, bias = _taps(weight_ptr, bias_ptr, offs_c, mask_c, C, HAS_BIAS, dtype)
-    # The three tokens before, and their documents.
-    x_1 = _token(x_ptr, stride_xs, begin - 1, begin >= 1, offs_c, mask_c, dtype)
-    x_2 = _token(x_ptr, stride_xs, begin - 2, begin >= 2, offs_c, mask_c, dtype)
-    x_3 = _token(x_ptr, stride_xs, begin - 3, begin >= 3, offs_c, mask_c, dtype)
-    of_1 = _document(seq_idx_ptr, begin - 1, begin >= 1, HAS_DOCUMENTS)
-    of_2 = _document(seq_idx_ptr, begin - 2, begin >= 2, HAS_DOCUMENTS)
-    of_3 = _document(seq_idx_ptr, begin - 3, begin >= 3, HAS_DOCUMENTS)
+    x_1, x_2, x_3, of_1, of_2, of_3 = _before(
+        x_ptr, seq_idx_ptr, stride_xs, begin, offs_c, mask_c, HAS_DOCUMENTS, dtype
+    )
     for step in tl.range(0, STRIP):
         s = begin + step
         is_token = s < tokens
@@ -123,12 +131,9 @@ def _causal_convolution_bwd_kernel(
     if HAS_DOCUMENTS:
         seq_idx_ptr += row * tokens
     w_0, w_1, w_2, w_3, bias = _taps(weight_ptr, bias_ptr, offs_c, mask_c, C, HAS_BIAS, dtype)
-    x_1 = _token(x_ptr, stride_xs, begin - 1, begin >= 1, offs_c, mask_c, dtype)
-    x_2 = _token(x_ptr, stride_xs, begin - 2, begin >= 2, offs_c, mask_c, dtype)
-    x_3 = _token(x_ptr, stride_xs, begin - 3, begin >= 3, offs_c, mask_c, dtype)
-    of_1 = _document(seq_idx_ptr, begin - 1, begin >= 1, HAS_DOCUMENTS)
-    of_2 = _document(seq_idx_ptr, begin - 2, begin >= 2, HAS_DOCUMENTS)
-    of_3 = _document(seq_idx_ptr, begin - 3, begin >= 3, HAS_DOCUMENTS)
+    x_1, x_2, x_3, of_1, of_2, of_3 = _before(
+        x_ptr, seq_idx_ptr, stride_xs, begin, offs_c, mask_c, HAS_DOCUMENTS, dtype
+    )
     # Gradients of the three tokens before, to which the next ones that read them are added.
     d_x_1, d_x_2, d_x_3 = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)
     d_w_0, d_w_1, d_w_2, d_w_3 = tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0), tl.zeros_like(w_0)
@@ -329,7 +334,7 @@ def causal_convolution_bwd_reference(
         reads = _where_read(d_z, seq_idx_BS, j)
         d_x += F.pad((reads * weight[:, K - 1 - j, None])[..., j:], (0, min(j, S)))
         if needs_weight:
-            d_taps.append((reads * _before(values, j)).sum((0, 2)))
+            d_taps.append((reads * _earlier(values, j)).sum((0, 2)))
     if not needs_weight:
         return CausalConvolutionGradients(d_x.to(x.dtype), None, None)
     d_bias = None if bias_C is None else d_z.sum((0, 2)).to(bias_C.dtype)
@@ -338,12 +343,12 @@ def causal_convolution_bwd_reference(
 
 def _sum_of_taps(x: Tensor, weight_CK: Tensor, bias_C: Tensor | None, seq_idx_BS: Tensor | None) -> Tensor:
     K = weight_CK.shape[1]
-    taps = (_where_read(_before(x, j), seq_idx_BS, j) * weight_CK[:, K - 1 - j, None] for j in range(K))
+    taps = (_where_read(_earlier(x, j), seq_idx_BS, j) * weight_CK[:, K - 1 - j, None] for j in range(K))
     z = sum(taps, torch.zeros_like(x))
     return z if bias_C is None else z + bias_C.to(x.dtype)[:, None]
 
 
-def _before(x: Tensor, j: int) -> Tensor:
+def _earlier(x: Tensor, j: int) -> Tensor:
     """Returns the values of j tokens before, 0 before the row."""
     S = x.shape[-1]
     return F.pad(x, (j, 0))[..., :S]

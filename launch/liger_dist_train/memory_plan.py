@@ -77,6 +77,8 @@ class Plans:
 
     dims: ParallelDims
     plans: list[MemoryPlan]
+    assumption: str = ""
+    """what else the plans are right for"""
 
     def __str__(self) -> str:
         names = ["parameters", "optimizer", "gradients", "buffers", "activations", "gathered", "loss", "peak", "sent"]
@@ -86,7 +88,7 @@ class Plans:
         rows += [[name, *(f"{getattr(plan, name) / 2**30:.2f}" for plan in self.plans)] for name in names]
         width = max(len(row[0]) for row in rows)
         lines = [f"{first:<{width}}" + "".join(f"{value:>16}" for value in rest) for first, *rest in rows]
-        return "\n".join([f"{self.dims}", *lines])
+        return "\n".join([f"{self.dims}", *lines, *([self.assumption] if self.assumption else [])])
 
 
 def plan(
@@ -117,7 +119,8 @@ def plan(
     if teacher_config is not None:
         held = bytes_of_teacher(config, dims, teacher_config)
         plans = [replace(plan, teacher=held) for plan in plans]
-    return Plans(dims, plans)
+    assumption = "gated delta nets as flash-linear-attention computes them; transformers' own code needs more"
+    return Plans(dims, plans, assumption if DeltaNet.is_in(text) else "")
 
 
 def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: Any) -> int:

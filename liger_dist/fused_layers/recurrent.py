@@ -146,8 +146,8 @@ class RecurrentLayers:
         for module in model.modules():
             if match_of(module) is self:
                 forward, name = self.forward_of(module), type(module).__name__
-                swapped.update([f"{name}: causal convolution"] if forward.convolutions else ())
-                left |= {} if forward.left_because is None else {f"{name} (causal convolution)": forward.left_because}
+                swapped.update([f"{name}: convolution (causal, depthwise)"] if forward.convolutions else ())
+                left |= {} if forward.left_because is None else {f"{name} (convolution)": forward.left_because}
         return swapped, left
 
     @untraced

@@ -16,9 +16,9 @@ import torch
 import transformers
 from families import OF_MANY_FAMILIES, OPTIONS, Family, batch_for, build, families, families_with_options
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 
 import liger_dist
-from liger_dist.fused_layers import rotary
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist.versions import numbers
 from liger_dist.wrap import record_of
@@ -124,7 +124,13 @@ def test_a_family_that_loses_a_kind_or_its_loss_is_noticed(way: str, monkeypatch
     family = Family("causal", "llama", "LlamaForCausalLM")
     assert_as_written(family, outcome_of(family))
     if way == "rotary":
-        monkeypatch.setattr(rotary, "_names", lambda forward: [])
+        own = modeling_llama.apply_rotary_pos_emb
+
+        def of_another_layout(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+            rotated = own(q, k, cos, sin, unsqueeze_dim)
+            return rotated[0] * 2, rotated[1] / 2
+
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", of_another_layout)
         with pytest.raises(AssertionError, match="no rotary of causal llama is computed by kernels any more"):
             assert_as_written(family, outcome_of(family))
     else:

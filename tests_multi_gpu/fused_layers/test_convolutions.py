@@ -46,7 +46,7 @@ def test_convolutions_by_kernels(family: str) -> None:
     want = alone(make_model(family), batch)
     model = wrapped(model_of(family))
     report = liger_dist.explain(model).layers
-    assert sum(count for what, count in report.swapped if what.endswith(": causal convolution")) > 0
+    assert sum(count for what, count in report.swapped if ": convolution" in what) > 0
     assert_equal(trained(model, batch), want, FP32)
     without = wrapped(model_of(family), layer_kernels=False)
     assert not liger_dist.explain(without).layers.swapped

@@ -17,7 +17,12 @@ from truth import relative_error
 from liger_dist.fused_layers.convolution import causal_convolution, is_causal_convolution
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
-SHAPES = [(2, 5, 3), (2, 70, 37), (1, 130, 40), (3, 8, 1)]
+SHAPES: list[tuple[tuple[int, int, int], torch.dtype]] = [
+    *(((2, 70, 37), dtype) for dtype in TOLERANCE),
+    ((1, 130, 40), torch.bfloat16),
+    ((2, 5, 3), torch.float32),
+    ((3, 8, 1), torch.float32),
+]
 """B, C, S"""
 CASES: list[tuple[int, Any, bool, bool]] = [
     (4, "silu", False, False),
@@ -56,8 +61,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
 def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, backend: Any) -> None:
     B, C, S = shape
     for taps, activation, has_bias, is_packed in CASES:

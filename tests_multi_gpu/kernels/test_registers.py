@@ -28,6 +28,7 @@ SOME = (
     r"divergence, (forward_kl|jsd), bfloat16, 128257",
     r"RMSNorm, bfloat16",
     r"gated norm, bfloat16",
+    r"convolution, bfloat16, 4 taps, packed",
 )
 """of the launches that all are compiled by ``make test-all``"""
 ALLOWED = {
