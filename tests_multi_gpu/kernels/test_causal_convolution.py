@@ -18,9 +18,9 @@ from liger_dist.fused_layers.convolution import causal_convolution, is_causal_co
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 SHAPES: list[tuple[tuple[int, int, int], torch.dtype]] = [
-    *(((2, 70, 37), dtype) for dtype in TOLERANCE),
-    ((1, 130, 40), torch.bfloat16),
-    ((2, 5, 3), torch.float32),
+    ((2, 70, 37), torch.float32),
+    ((1, 130, 20), torch.bfloat16),
+    ((2, 5, 3), torch.float64),
     ((3, 8, 1), torch.float32),
 ]
 """B, C, S"""
