@@ -106,9 +106,10 @@ HYBRIDS = """## Hybrid models: packed documents
 
 Forward and backward of eight layers of the shape of Qwen3.5-4B with its lm_head, bf16, on one GPU: 8192 tokens in 12
 documents. `documents mix`: the time of a wrong result, because the recurrent layers of transformers read the documents
-before. `one by one`: a call for each document. With fla the delta rule is that of flash-linear-attention, otherwise
-torch's fallback in transformers; the convolution is always that of transformers. Memory is the peak of a step above the
-weights, their gradients included. Without fla the padded rows do not fit.
+before. `one by one`: a call for each document. `in rows`: one row for each document, where the others read lengths.
+With fla the delta rule is that of flash-linear-attention, otherwise torch's fallback in transformers. The convolution
+is that of transformers, for liger_dist with fla a kernel. Memory is the peak of a step above the weights, their
+gradients included. Without fla the padded rows do not fit.
 
 ![Milliseconds and memory of every way](plots/hybrids.png)
 """

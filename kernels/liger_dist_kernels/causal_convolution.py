@@ -26,6 +26,8 @@ MOST_TAPS = 4
 BLOCK_C = 128
 PROGRAMS = 4096
 """programs of one warp that keep a GPU busy"""
+SHORT = 64
+"""tokens of a row"""
 
 
 class CausalConvolutionGradients(NamedTuple):
@@ -201,9 +203,11 @@ def causal_convolution_fwd(
     """
     if not runs_triton(x, backend):
         return causal_convolution_fwd_reference(x, weight_CK, bias_C, seq_idx_BS, activation=activation)
-    x = _channels_last(x)
+    shape = x.shape
+    x, seq_idx_BS = _in_one_row(_channels_last(x), seq_idx_BS)
     B, C, S = x.shape
-    y = x.new_empty(B, S, C)
+    # No view: others may change the output of an autograd function in place.
+    y = torch.empty_strided(shape, _strides(shape), dtype=x.dtype, device=x.device)
     strip = _strip(x, most=128)
     if y.numel() > 0:
         launch(
@@ -226,7 +230,7 @@ def causal_convolution_fwd(
             BLOCK_C=BLOCK_C,
             num_warps=1,
         )
-    return y.transpose(1, 2)
+    return y
 
 
 def causal_convolution_bwd(
@@ -246,11 +250,13 @@ def causal_convolution_bwd(
         return causal_convolution_bwd_reference(
             d_y, x, weight_CK, bias_C, seq_idx_BS, needs_weight=needs_weight, activation=activation
         )
-    d_y, x = _channels_last(d_y), _channels_last(x)
-    (B, C, S), K = x.shape, weight_CK.shape[1]
+    shape, K = x.shape, weight_CK.shape[1]
+    d_y, _ = _in_one_row(_channels_last(d_y), None)
+    x, seq_idx_BS = _in_one_row(_channels_last(x), seq_idx_BS)
+    B, C, S = x.shape
     strip = _strip(x, most=64)
     parts = cdiv(S, strip)
-    d_x = x.new_empty(B, S, C)
+    d_x = torch.empty_strided(shape, _strides(shape), dtype=x.dtype, device=x.device)
     d_parts = x.new_empty(B * parts, 5 * C, dtype=statistics_dtype(x.dtype)) if needs_weight else None
     if d_x.numel() > 0:
         launch(
@@ -279,10 +285,26 @@ def causal_convolution_bwd(
             num_warps=1,
         )
     if d_parts is None:
-        return CausalConvolutionGradients(d_x.transpose(1, 2), None, None)
+        return CausalConvolutionGradients(d_x, None, None)
     total = sum_of_parts(d_parts, d_parts.dtype).view(5, C)
     d_bias = None if bias_C is None else total[4].to(bias_C.dtype)
-    return CausalConvolutionGradients(d_x.transpose(1, 2), total[4 - K : 4].t().to(weight_CK.dtype), d_bias)
+    return CausalConvolutionGradients(d_x, total[4 - K : 4].t().to(weight_CK.dtype), d_bias)
+
+
+def _strides(shape: torch.Size) -> tuple[int, int, int]:
+    _, C, S = shape
+    return (S * C, 1, C)
+
+
+def _in_one_row(x: Tensor, seq_idx_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns many short rows as one row of several documents: a program computes a strip of one row, and its sums."""
+    B, C, S = x.shape
+    if B == 1 or S == 0 or S >= SHORT:
+        return x, seq_idx_BS
+    row = torch.arange(B, device=x.device).repeat_interleave(S)
+    if seq_idx_BS is not None:
+        row = (row << 32) + seq_idx_BS.flatten()
+    return x.transpose(1, 2).reshape(1, B * S, C).transpose(1, 2), row[None]
 
 
 def _strip(x: Tensor, *, most: int) -> int:

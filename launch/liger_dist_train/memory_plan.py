@@ -6,6 +6,7 @@ Legend: T tokens of a micro-batch, S of a sequence, D hidden, F width of the MLP
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,9 +191,9 @@ def _plan(
     if dims.micro_batches(config, dims.global_batch_size(config)) > 1:
         stored = replace(stored, accumulated=stored.gradients)
     T, D = a.batch_size * a.sequence_length, text.hidden_size
-    needs = needs_of_layers(a, dims.strategy, text, len(structure.layers))
-    of_lora = _of_lora(a, structure.layers[0], D, under_autocast=dims.strategy in AUTOCAST)
-    needs = [replace(layer, kept=layer.kept + T * size * of_lora) for layer in needs]
+    needs = needs_of_layers(a, dims.strategy, text, structure.layers)
+    of_lora = [_of_lora(a, layer, D, under_autocast=dims.strategy in AUTOCAST) for layer in structure.layers]
+    needs = [replace(one, kept=one.kept + T * size * more) for one, more in zip(needs, of_lora, strict=True)]
     layer_needs = max(needs, key=lambda layer: layer.kept + layer.passing)
     of_checkpoint = 0 if a.offload_checkpoints else T * D * size
     kept = len(needs) * of_checkpoint if a.activation_checkpointing else sum(layer.kept for layer in needs)
@@ -331,9 +332,10 @@ class DeltaNet:
 
     @staticmethod
     def is_in(text: Any) -> bool:
-        """True if all recurrent layers of a config are gated delta nets."""
+        """True if a config has recurrent layers, and all are gated delta nets."""
         kinds = set(getattr(text, "layer_types", None) or ())
-        return hasattr(text, "linear_value_head_dim") and kinds <= {"linear_attention", "full_attention"}
+        has_sizes = hasattr(text, "linear_value_head_dim") and "linear_attention" in kinds
+        return has_sizes and kinds <= {"linear_attention", "full_attention"}
 
     @classmethod
     def of(cls, text: Any) -> DeltaNet:
@@ -353,21 +355,34 @@ class DeltaNet:
         return 2 * self.state + 12 * self.values
 
 
-def needs_of_layers(a: TrainConfig, strategy: str, text: Any, layers: int) -> list[LayerNeeds]:
+def needs_of_layers(a: TrainConfig, strategy: str, text: Any, layers: Sequence[nn.Module]) -> list[LayerNeeds]:
     """Estimates the activations of each layer from the config of the model's text part."""
     of_attention = needs_of_a_layer(a, strategy, text)
     if not DeltaNet.is_in(text):
-        return [of_attention] * layers
-    size, T = FP32 if a.dtype == "float32" else 2, a.batch_size * a.sequence_length
-    net, D = DeltaNet.of(text), text.hidden_size
-    queries = text.num_attention_heads * text.head_dim
-    keys = text.num_key_value_heads * text.head_dim
-    # Their queries have a gate beside them; queries and keys are normalized, and the output is gated.
-    gated = replace(of_attention, kept=of_attention.kept + T * size * (4 * queries + keys))
+        return [of_attention] * len(layers)
+    size, T, D = FP32 if a.dtype == "float32" else 2, a.batch_size * a.sequence_length, text.hidden_size
+    net = DeltaNet.of(text)
     # The projections share their input, which is kept.
     numbers = net.kept(text.linear_num_value_heads) + D + _of_norms_and_mlp(a, D, text.intermediate_size)
+    if size == 2 and strategy in AUTOCAST:
+        numbers += 4 * D
     linear = LayerNeeds(kept=T * size * numbers, passing=max(of_attention.passing, T * size * net.passing))
-    return [linear if kind == "linear_attention" else gated for kind in text.layer_types]
+    needs = []
+    for kind, layer in zip(text.layer_types, layers, strict=True):
+        more = T * size * _of_gated_attention(text, layer)
+        needs.append(linear if kind == "linear_attention" else replace(of_attention, kept=of_attention.kept + more))
+    return needs
+
+
+def _of_gated_attention(text: Any, layer: nn.Module) -> int:
+    """Counts what an attention keeps of each token beside queries, keys, values and output: queries and keys before
+    their norms; the gate of the output beside its queries, that as a sigmoid, and the product."""
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    queries, keys = heads * head_dim, (text.num_key_value_heads or heads) * head_dim
+    parts = {name.rpartition(".")[2]: part for name, part in layer.named_modules()}
+    is_gated = getattr(parts.get("q_proj"), "out_features", 0) == 2 * queries
+    return (queries + keys if "q_norm" in parts else 0) + (3 * queries if is_gated else 0)
 
 
 def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:

@@ -2,8 +2,8 @@
 one.
 
 In transformers a recurrent layer calls a function of its module, ``causal_conv1d_fn``, with the weight of a Conv1d. A
-function whose code for every device agrees with the kernels' definition on probe values, forward and backward, is
-replaced in a copy of the layer's forward, see :mod:`.replaced_globals`.
+function whose code in torch agrees with the kernels' definition on probe values, forward and backward, is replaced in a
+copy of the layer's forward, see :mod:`.replaced_globals`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.stand_ins import torch_defaults
 from liger_dist_kernels import MOST_TAPS, Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
 
 from .norm import refuse_freed
@@ -50,7 +51,7 @@ class _CausalConvolution(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
         x, weight_CK, bias_C, seq_idx_BS = ctx.saved_tensors
-        refuse_freed(weight_CK)
+        refuse_freed(weight_CK, "a convolution")
         gradients = causal_convolution_bwd(
             d_y,
             x,
@@ -107,7 +108,12 @@ class Convolution:
         is_supported = len(args) <= 1 + len(PARAMETERS) and not runs_own_code(x) and is_local(weight)
         is_supported = is_supported and weight.shape[1] <= MOST_TAPS and given.get("activation") in ACTIVATIONS
         if not is_supported or not (bias is None or is_local(bias)):
-            return self.function(*args, **kwargs)
+            seq_idx = given.pop("seq_idx", None)
+            if seq_idx is None:
+                return self.function(*args, **kwargs)
+            lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+            parts = [self.function(**given | {self._input: part}) for part in x.split(lengths, 2)]
+            return torch.cat(parts, 2)
         activation = ACTIVATIONS[given.get("activation")]
         return causal_convolution(x, weight, bias, given.get("seq_idx"), activation=activation, backend=self.backend)
 
@@ -129,7 +135,20 @@ def is_causal_convolution(function: FunctionType) -> bool:
         one.default is Parameter.empty for one in further
     ):
         return False
-    return all(_agrees(unwrap(function), *case) for case in product((1, 3, 4), (None, "silu"), (True, False)))
+    # The result is used for calls under other settings than those of the first one.
+    with torch_defaults(), torch.enable_grad():
+        return all(_agrees(unwrap(function), *case) for case in product((1, 3, 4), (None, "silu"), (True, False)))
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Says why a module with such a function runs it all the same, as a clause; None if kernels compute it."""
+    taps = max((one.kernel_size[0] for one in module.children() if isinstance(one, nn.Conv1d)), default=0)
+    if taps > MOST_TAPS:
+        return f"it has {taps} taps, kernels at most {MOST_TAPS}"
+    activation = getattr(module, "activation", None)
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        return f"its activation is {activation}, that of kernels silu"
+    return None
 
 
 def _agrees(function: Any, taps: int, activation: Activation | None, has_bias: bool) -> bool:

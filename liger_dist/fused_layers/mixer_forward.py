@@ -1,8 +1,8 @@
 """Forwards of recurrent layers with functions replaced: causal convolutions by kernels, and functions of other packages
 that read the lengths of documents, such as fla's delta rules.
 
-Given lengths, such a forward computes one row of all documents: no token is padding, and none is gathered. Whether it
-separates documents is found out by a run of the model without weights, in which torch's code computes each document
+Given lengths, such a forward computes one row of all documents: no token is padding, and none is moved. A run of the
+model without weights detects whether it separates documents. In that run transformers' fallback computes each document
 alone; the packages' functions promise the same.
 """
 
@@ -37,7 +37,7 @@ class MixerForward:
     Args:
         reads_lengths: True to replace functions of other packages that read lengths as well.
         backend: of the convolutions; None: they stay.
-        fallbacks: True to call torch's code of each document instead of another package.
+        fallbacks: True to call transformers' fallback for each document instead of another package.
     """
 
     def __init__(
@@ -46,18 +46,34 @@ class MixerForward:
         self._own: dict[str, Any] = unwrap(forward).__globals__
         own = dict(self._own) if fallbacks else self._own  # Not what a run without weights calls meanwhile.
         self.convolutions = {} if backend is None else convolutions_of(forward, own, backend)
+        self.ignores_lengths: set[str] = set()
+        """functions of other packages that a call with fallbacks has reached without telling them lengths"""
         self._read: dict[str, FunctionType] = {}
         replaced: dict[str, Any] = {name: _Call(one, ("seq_idx",)) for name, one in self.convolutions.items()}
         for name, parameters in functions_of_lengths(forward).items() if reads_lengths else ():
             if name not in replaced:
                 function = self._read[name] = self._own[name]
                 replaced[name] = _EachDocumentAlone(function) if fallbacks else _Call(function, parameters)
+        self.replaced = frozenset(replaced)
+        if fallbacks:
+            others = {name: one for name, one in called_functions(forward).items() if installed_function(one)}
+            replaced |= {name: self._noted(name, others[name]) for name in others.keys() - replaced.keys()}
         self.left_because: str | None = None
         """reason why nothing is replaced"""
         try:
             self._copy = with_globals(forward, replaced) if replaced else forward
         except LeftAloneError as reason:
             self.left_because, self._copy, self.convolutions, self._read = str(reason), forward, {}, {}
+            self.replaced = frozenset()
+
+    def _noted(self, name: str, function: FunctionType) -> Any:
+        fallback = fallback_of(function)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.ignores_lengths.add(name)
+            return fallback(*args, **kwargs)
+
+        return noted
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._copy(module, *args, **kwargs)
@@ -106,8 +122,8 @@ def functions_of_lengths(forward: Any) -> dict[str, tuple[str, ...]]:
 
 
 def fallback_of(function: FunctionType) -> Any:
-    """Returns torch's code for a function that calls another package, with the keywords that the code does not take
-    left out, as transformers does."""
+    """Returns transformers' fallback for a function that calls another package; it leaves out keywords that the
+    fallback does not take, as transformers does."""
     own = unwrap(function)
     parameters = signature(own).parameters
 
@@ -118,7 +134,7 @@ def fallback_of(function: FunctionType) -> Any:
 
 
 class _EachDocumentAlone:
-    """Computes a recurrence of several documents by torch's code, one by one."""
+    """Computes a recurrence of several documents by transformers' fallback, one by one."""
 
     def __init__(self, function: FunctionType) -> None:
         self._fallback = fallback_of(function)

@@ -27,7 +27,7 @@ WIDTH = 32
 """features in the probe of a norm without parameters"""
 
 
-def refuse_freed(weight: Tensor | None) -> None:
+def refuse_freed(weight: Tensor | None, layer: str = "a norm") -> None:
     """Refuses a second backward through a graph whose weights FSDP1 has freed, which kernels would read.
 
     Raises:
@@ -37,7 +37,7 @@ def refuse_freed(weight: Tensor | None) -> None:
         return
     if weight.untyped_storage().size() == 0:
         raise LigerDistError(
-            "the weight of a norm has been freed since its forward: FSDP1 does so after the first backward, and a "
+            f"the weight of {layer} has been freed since its forward: FSDP1 does so after the first backward, and a "
             "second one through the same graph (retain_graph=True) needs it. Add the losses up before one backward, or "
             "use strategy='fsdp2'."
         )

@@ -36,6 +36,7 @@ from liger_dist.model.structure import Structure, find_structure
 from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist_kernels import Backend
 
+from .convolution import reason_against
 from .document_rows import DocumentRows, Layout
 from .mixer_forward import MixerForward, functions_of_lengths
 from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
@@ -71,8 +72,8 @@ class RecurrentLayers:
         self._attends_across = tuple(attends_across)
         self._has_varlen = False
         self._backend: Backend | None = None
-        self._read_lengths: tuple[type[nn.Module], ...] = ()
-        """those of the mixers that compute one row of all documents"""
+        self._read_lengths: dict[type[nn.Module], frozenset[str]] = {}
+        """mixers that compute one row of all documents, and the functions that are replaced for it"""
         self._forwards: dict[Any, MixerForward] = {}
         self._in_backward: dict[torch.device, DocumentRows | None] = {}
         self._last: DocumentRows | None = None
@@ -115,39 +116,51 @@ class RecurrentLayers:
             decoder.register_forward_hook(self._note_documents),
         )
 
-    def _found_to_read_lengths(self, model: nn.Module, structure: Structure) -> tuple[type[nn.Module], ...]:
+    def _found_to_read_lengths(self, model: nn.Module, structure: Structure) -> dict[type[nn.Module], frozenset[str]]:
         """Finds the mixers that separate documents by their lengths, by a run without weights."""
-        found = tuple(mixer for mixer in self.mixers if functions_of_lengths(mixer.forward))
-        way = next((way for way in WAYS if way not in self._reasons), None)
-        if not found or way is None:
-            return ()
+        forwards = {
+            mixer: MixerForward(mixer.forward, "reference", reads_lengths=True, fallbacks=True)
+            for mixer in self.mixers
+            if functions_of_lengths(mixer.forward)
+        }
+        if not forwards or (POSITIONS,) in self._reasons:
+            return {}
         runs: dict[type[nn.Module], Run] = dict.fromkeys(self.mixers, _run_of_class)
-        for mixer in found:
-            forward = MixerForward(mixer.forward, "reference", reads_lengths=True, fallbacks=True)
-            runs[mixer] = partial(_in_one_row, forward)
+        runs |= {mixer: partial(_in_one_row, forward) for mixer, forward in forwards.items()}
         try:
-            return found if token_dependency(model, structure.layers, way, runs).mixer is None else ()
+            found = token_dependency(model, structure.layers, (POSITIONS,), runs)
         except CannotRunError:
-            # What torch's code does not compute by lengths stays in rows, and ``explain`` says so.
-            return ()
+            # What the fallbacks do not compute by lengths stays in rows, and ``explain`` says so.
+            return {}
+        if found.mixer is not None or any(forward.ignores_lengths for forward in forwards.values()):
+            return {}
+        return {mixer: forward.replaced for mixer, forward in forwards.items()}
 
     def forward_of(self, module: nn.Module) -> MixerForward:
         """Returns the forward of a mixing module, with the functions replaced that kernels compute."""
         forward = original_forward(module)
         if forward not in self._forwards:
-            reads_lengths = any(mixer.forward is forward for mixer in self._read_lengths)
-            self._forwards[forward] = MixerForward(forward, self._backend, reads_lengths=reads_lengths)
+            wanted = next((names for mixer, names in self._read_lengths.items() if mixer.forward is forward), None)
+            made = MixerForward(forward, self._backend, reads_lengths=wanted is not None)
+            if wanted not in (None, made.replaced):  # In a copy: functions have been patched since ``wrap``.
+                made = MixerForward(forward, self._backend)
+                kept = {mixer: names for mixer, names in self._read_lengths.items() if mixer.forward is not forward}
+                self._read_lengths = kept
+            self._forwards[forward] = made
         return self._forwards[forward]
 
     def convolutions(self, model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
         """Counts the mixing modules whose convolutions kernels compute; returns the others with a reason as well."""
         swapped: Counter[str] = Counter()
         left: dict[str, str] = {}
-        for module in model.modules():
+        for module in model.modules() if self._backend is not None else ():
             if match_of(module) is self:
                 forward, name = self.forward_of(module), type(module).__name__
-                swapped.update([f"{name}: convolution (causal, depthwise)"] if forward.convolutions else ())
-                left |= {} if forward.left_because is None else {f"{name} (convolution)": forward.left_because}
+                reason = forward.left_because or (reason_against(module) if forward.convolutions else None)
+                if reason is not None:
+                    left[f"{name} (convolution)"] = reason
+                elif forward.convolutions:
+                    swapped[f"{name}: convolution (causal, depthwise)"] += 1
         return swapped, left
 
     @untraced

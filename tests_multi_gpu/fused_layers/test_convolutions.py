@@ -3,11 +3,13 @@ packages by calls with the lengths of documents."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from inspect import Parameter, signature, unwrap
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ from models import HYBRIDS, make_model
 from torch import Tensor
 
 import liger_dist
+from liger_dist.fused_layers.convolution import is_causal_convolution
 
 FP32 = 1e-4
 """tolerance of models in fp32, relative to the unwrapped model in fp64"""
@@ -118,8 +121,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Package]:
     """Installs such a package for a family, as transformers looks for it."""
 
     def installed(family: str) -> Package:
-        from inspect import Parameter, signature, unwrap
-
         hub = pytest.importorskip("transformers.integrations.hub_kernels")
         file, name, parameter = RECURRENCES[family]
         modelling = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
@@ -207,3 +208,65 @@ def test_one_text_in_each_row_is_told_no_lengths(install: Callable[[str], Packag
     model(input_ids=ids, labels=ids).loss.backward()
     assert package.documents
     assert all(told is None for told in package.documents)
+
+
+def test_a_copy_after_a_patch_has_rows(install: Callable[[str], Package], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = packed([5, 1, 13, 9])
+    want = alone(make_model("qwen3_5_text"), batch)
+    package, modelling = (
+        install("qwen3_5_text"),
+        importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5"),
+    )
+    model = wrapped(model_of("qwen3_5_text"))
+    own = modelling.causal_conv1d_fn
+    monkeypatch.setattr(modelling, "causal_conv1d_fn", lambda *args, **kwargs: own(*args, **kwargs))
+    copied = copy.deepcopy(model)
+    assert_equal(trained(copied, batch), want, FP32)
+    assert "one row per document" in (liger_dist.explain(copied).packing or "")
+    assert all(told is None for told in package.documents)
+
+
+def test_a_function_that_reads_no_lengths_keeps_rows(
+    install: Callable[[str], Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of Mamba2 for training calls another package, whose parameters have no place for documents."""
+    hub = pytest.importorskip("transformers.integrations.hub_kernels")
+    modelling = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
+    install("mamba2")
+    own = unwrap(modelling.mamba2_split_conv1d_scan_combined)
+    module = ModuleType("package_without_lengths")
+    vars(module)["in_one"] = lambda *args, chunk_size=None: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    decorated = hub.use_kernel_func_from_hub_with_fallback("in_one", module.__name__)(own)
+    monkeypatch.setattr(modelling, "mamba2_split_conv1d_scan_combined", decorated)
+    model, batch = wrapped(model_of("mamba2")), packed([5, 1, 13, 9])
+    assert "one row per document" in (liger_dist.explain(model).packing or "")
+    assert_equal(trained(model, batch), alone(make_model("mamba2"), batch), FP32)
+
+
+def test_activations_that_kernels_lack(install: Callable[[str], Package]) -> None:
+    def of_gelu(model: Any) -> Any:
+        model.model.layers[0].linear_attn.activation = "gelu"
+        return model
+
+    batch = packed([5, 1, 13, 9])
+    want = alone(of_gelu(make_model("qwen3_5_text")), batch)
+    package = install("qwen3_5_text")
+    model = wrapped(of_gelu(model_of("qwen3_5_text")))
+    left = dict(liger_dist.explain(model).layers.left)
+    assert "its activation is gelu" in left["Qwen3_5GatedDeltaNet (convolution)"]
+    assert_equal(trained(model, batch), want, FP32)
+    assert all(told == [5, 1, 13, 9] for told in package.documents)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "meta", "autocast"],
+)
+def test_convolutions_are_detected_in_every_context(context: Callable[[], Any]) -> None:
+    is_causal_convolution.cache_clear()
+    model = model_of("lfm2")
+    with context():
+        wrapped(model)
+    assert any(": convolution" in what for what, _ in liger_dist.explain(model).layers.swapped)

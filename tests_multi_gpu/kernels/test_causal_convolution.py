@@ -18,7 +18,7 @@ from liger_dist.fused_layers.convolution import causal_convolution, is_causal_co
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 SHAPES: list[tuple[tuple[int, int, int], torch.dtype]] = [
-    ((2, 70, 37), torch.float32),
+    ((2, 70, 65), torch.float32),
     ((1, 130, 20), torch.bfloat16),
     ((2, 5, 3), torch.float64),
     ((3, 8, 1), torch.float32),
@@ -83,6 +83,13 @@ def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, ba
         expected = torch.autograd.grad((want * upstream.double()).sum(), exact)
         for got, one in zip(gradients, expected, strict=True):
             assert relative_error(got, one) <= 4 * TOLERANCE[dtype], (taps, activation, has_bias, is_packed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_can_be_changed_in_place(backend: Any) -> None:
+    x, weight = random(2, 8, 5, dtype=torch.float32), random(8, 4, dtype=torch.float32)
+    expected = 2 * causal_convolution(x, weight, backend="reference")
+    assert relative_error(causal_convolution(x, weight, backend=backend).mul_(2), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -90,8 +90,17 @@ def test_a_dry_run_knows_what_was_measured(tmp_path: Path) -> None:
     checkpointed = replace(config, activation_checkpointing=True)
     fewer = plan(checkpointed, parallel_dims_of(config, 2), shell(config, model_config), model_config).plans[0]
     assert fewer.activations < gathered.activations / 4
-    from transformers import Lfm2Config
+    fp32_stream = replace(config, strategy="ddp")
+    wider = plan(fp32_stream, parallel_dims_of(fp32_stream, 2), shell(config, model_config), model_config).plans[0]
+    of_each_layer = 4 * 2560 * 8192 * 2
+    assert wider.activations - gathered.activations == 32 * of_each_layer
+    from transformers import Lfm2Config, OlmoHybridConfig
 
+    path = tmp_path / "olmo.json"
+    OlmoHybridConfig(num_hidden_layers=4, vocab_size=700, pad_token_id=None).to_json_file(path)
+    olmo = replace(config, model=str(path))
+    olmo_config = find_config(olmo, 1)
+    assert plan(olmo, parallel_dims_of(olmo, 2), shell(olmo, olmo_config), olmo_config).plans[0].activations > 0
     path = tmp_path / "config.json"
     Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2, vocab_size=700).to_json_file(path)
     config = replace(config, model=str(path))
