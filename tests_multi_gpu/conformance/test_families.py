@@ -87,8 +87,8 @@ def test_equals_its_own_loss_or_says_why_not(
 
 
 def assert_as_written(family: Family, outcome: Outcome) -> None:
-    """A kind of layers that a family had swapped is swapped, whatever the release of transformers, and a family that
-    was fused is fused, in the release of the page and later ones; with an option too."""
+    """A kind of layers that a family had swapped is swapped, whatever the release of transformers but for recurrent
+    layers, and a family that was fused is fused, in the release of the page and later ones; with an option too."""
     written = expected().get((family.mapping, family.name))
     if written is None or outcome.kind == "not built":
         return
@@ -96,10 +96,12 @@ def assert_as_written(family: Family, outcome: Outcome) -> None:
     is_older = numbers(transformers.__version__) < numbers(written_with())
     may_be_unfused = is_older or not is_fused
     assert outcome.kind == "fused" or may_be_unfused, f"{family} is no longer fused: {outcome.words}. {REGENERATE}"
-    gone = sorted(kinds - {kind for kind, _ in outcome.layers})
+    gone = sorted(kinds - {kind for kind, _ in outcome.layers} - (WRITTEN_ANEW if is_older else set()))
     assert not gone, f"no {' and no '.join(gone)} of {family} is computed by kernels any more. {REGENERATE}"
 
 
+WRITTEN_ANEW = {"convolution", "GatedRMSNorm"}
+"""kinds in recurrent layers, whose code has changed since transformers 5.0"""
 REGENERATE = "docs/families.md expects it; where the change is right, `make families` writes that page anew"
 
 
