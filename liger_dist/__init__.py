@@ -11,6 +11,7 @@ from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
 from .losses.outputs import LossOutput as LossOutput
+from .losses.spec import Uncast as Uncast
 from .model.compile import compile_layers as compile_layers
 from .sequences import gather_sequence as gather_sequence
 from .sequences import shard_sequence as shard_sequence

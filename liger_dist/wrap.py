@@ -46,6 +46,7 @@ from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
 from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import detach
+from .sharding.single import LoadedByHost
 from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
 
@@ -182,7 +183,7 @@ def _inspect(
             f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
             "leave it out, or do not compile them."
         )
-    on_meta = is_meta(outer)
+    on_meta = is_meta(outer) and not isinstance(chosen, LoadedByHost)
     if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
         raise LigerDistError(
             f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "

@@ -21,6 +21,7 @@ from liger_dist.losses.spec import (
     KEYWORDS_OF_MODELS,
     OUTPUTS,
     LossSpec,
+    Uncast,
     as_output_names,
 )
 from liger_dist.model.decorators import renamed_keywords
@@ -200,6 +201,7 @@ class Signature:
         """
         named = dict(zip(self.names, args, strict=False)) | kwargs
         keywords = {name: kwargs[name] for name in CALL_KEYWORDS if name in kwargs and name not in self.names}
+        keywords = {name: _uncast(value) for name, value in keywords.items()}
         if keywords and named.get("labels") is None:
             name = next(iter(keywords))
             raise LigerDistError(
@@ -287,6 +289,13 @@ def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -
                 "out, or use a loss function that names it."
             )
     return {name: call.keywords[name] for name in call.loss_options}
+
+
+def _uncast(value: Any) -> Any:
+    """Returns an argument with the tensors of each :class:`Uncast` instead of it."""
+    if isinstance(value, tuple | list):
+        return type(value)(_uncast(item) for item in value)
+    return value.tensor if isinstance(value, Uncast) else value
 
 
 def inputs_of(named: dict[str, Any]) -> Tensor | None:

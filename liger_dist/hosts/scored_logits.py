@@ -36,7 +36,8 @@ _CLASS_0 = 0
 LOGITS, LOG_PROBS = "logits", "log-probabilities"
 _OF_COPIES = ("__copy__", "__deepcopy__", "__setstate__")
 SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
-"""outputs of a wrapped model that every object has; ``log_prob_at`` of class 0 alone"""
+"""outputs of a wrapped model that every object has; ``log_prob_at`` of class 0 alone, or of the ``token_ids`` that
+are among the outputs"""
 
 
 class _Constant(torch.autograd.Function):
@@ -53,14 +54,30 @@ class _Constant(torch.autograd.Function):
         return None, None
 
 
+class LargestClasses:
+    """Result of ``topk``: the classes alone, because their values would have no gradient."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+
+    @property
+    def values(self) -> Tensor:
+        raise LogitsNotComputedError(f"values of topk were read: {NOT_COMPUTED}")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.values, self.indices))
+
+
 class ScoredLogits:
     """Stand-in for logits ``[..., V]``, or for the log-probabilities that trainers compute from them."""
 
     @staticmethod
     def of(ids: Tensor, outputs: dict[str, Tensor], vocab_size: int) -> ScoredLogits:
-        """Wraps ``ids`` ``[...]`` and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others."""
+        """Wraps ``ids`` ``[...]`` and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others. With
+        ``token_ids`` ``[..., K]``, ``log_prob_at`` has the same shape; ``top_k_ids`` ``[..., k]`` answer ``topk``."""
         values = dict(outputs)
-        values["log_prob_at"] = values["log_prob_at"][..., 0]
+        if "token_ids" not in values:
+            values["log_prob_at"] = values["log_prob_at"][..., 0]
         log_prob = values["log_prob"]
         if log_prob.requires_grad:
             for name in (name for name in ("log_sum_exp", "mean_logit") if name in values):
@@ -68,7 +85,7 @@ class ScoredLogits:
         return ScoredLogits(ids, values, vocab_size)
 
     def __init__(self, ids: Tensor, outputs: dict[str, Tensor], vocab_size: int, *, kind: str = LOGITS) -> None:
-        """Stores ids and outputs, all ``[...]``."""
+        """Stores ids ``[...]`` and outputs, ``[...]`` or ``[..., K]``."""
         self._ids, self._outputs, self._vocab_size, self._kind = ids, outputs, vocab_size, kind
 
     @property
@@ -146,7 +163,8 @@ class ScoredLogits:
     def view(self, *shape: int) -> ScoredLogits:
         if shape[-1] != self._vocab_size:
             raise LogitsNotComputedError(f"classes of {self._kind} were reshaped: {NOT_COMPUTED}")
-        return self._each(lambda values: values.reshape(shape[:-1]))
+        tokens = self._ids.dim()
+        return self._each(lambda values: values.reshape(*shape[:-1], *values.shape[tokens:]))
 
     reshape = view
 
@@ -204,15 +222,26 @@ class ScoredLogits:
         found = self._becomes(LOG_PROBS, LOGITS, LOG_PROBS)
         return found if dtype is None else found.to(dtype)
 
-    def logsumexp(self, dim: int) -> Tensor:
-        """Reduces over the classes: ``[...]``."""
+    def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
+        """Reduces over the classes: ``[...]``, or ``[..., 1]`` with ``keepdim``."""
         self._over_classes(dim)
-        return self._output("log_sum_exp")
+        log_sum_exp = self._output("log_sum_exp")
+        return log_sum_exp[..., None] if keepdim else log_sum_exp
+
+    def topk(self, k: int, dim: int = -1) -> LargestClasses:
+        """Selects the classes of the k largest logits, ``[..., k]``."""
+        self._over_classes(dim)
+        ids = self._output("top_k_ids", LOGITS, LOG_PROBS)
+        if k > ids.shape[-1]:
+            raise LogitsNotComputedError(f"the {k} largest {self._kind} were read: {NOT_COMPUTED}")
+        return LargestClasses(ids[..., :k])
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
-        """Gathers ``[..., 1]``: logits or log-probabilities of the next tokens, or of class 0; ``index`` ``[..., 1]``
-        must contain one of the two."""
+        """Gathers logits or log-probabilities. Without ``token_ids`` ``[..., 1]`` of the next tokens, or of class 0:
+        ``index`` ``[..., 1]`` must contain one of the two. With them, ``index`` must equal them, ``[..., K]``."""
         self._over_classes(dim)
+        if "token_ids" in self._outputs:
+            return self._gather_token_ids(index)
         if index.shape != (*self._ids.shape, 1):
             raise LogitsNotComputedError(
                 f"{self._kind} of classes of shape {tuple(index.shape)} were read: {NOT_COMPUTED}"
@@ -222,6 +251,16 @@ class ScoredLogits:
         _check((is_next | (named == _CLASS_0)).all(), _OTHER_TOKENS)
         log_prob = torch.where(is_next, self._output("log_prob", LOGITS, LOG_PROBS), self._outputs["log_prob_at"])
         return (log_prob if self._kind == LOG_PROBS else log_prob + self._outputs["log_sum_exp"])[..., None]
+
+    def _gather_token_ids(self, index: Tensor) -> Tensor:
+        token_ids = self._outputs["token_ids"]
+        if index.shape != token_ids.shape:
+            raise LogitsNotComputedError(
+                f"{self._kind} of classes of shape {tuple(index.shape)} were read: {NOT_COMPUTED}"
+            )
+        _check((index == token_ids).all(), _OTHER_TOKENS)
+        log_prob = self._output("log_prob_at", LOGITS, LOG_PROBS)
+        return log_prob if self._kind == LOG_PROBS else log_prob + self._outputs["log_sum_exp"][..., None]
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         """Computes the 0-d mean over the tokens that are not ignored."""
@@ -281,6 +320,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.gather: ScoredLogits.gather,
     torch.take_along_dim: ScoredLogits.gather,
     torch.logsumexp: ScoredLogits.logsumexp,
+    torch.topk: ScoredLogits.topk,
     torch.log_softmax: ScoredLogits.log_softmax,
     F.log_softmax: ScoredLogits.log_softmax,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -50,3 +50,23 @@ def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead)
 
     with patched(trainer, "__init__", init):
         yield
+
+
+def check_members(owner: Any, members: Mapping[str, tuple[str, ...]], *, package: str, tried: str) -> None:
+    """Refuses a release of a package whose functions are not those that are replaced.
+
+    Args:
+        members: names in ``owner``, and the names of their parameters.
+
+    Raises:
+        LigerDistError: one is missing, or has other parameters.
+    """
+    for name, expected in members.items():
+        function = getattr(owner, name, None)
+        found = None if function is None else tuple(signature(function).parameters)
+        if found != expected:
+            described = "is missing" if found is None else f"has the parameters {', '.join(found)}"
+            raise LigerDistError(
+                f"{name} of {owner.__name__} {described} in {package}; expected {', '.join(expected)}, as in {tried}, "
+                f"which this release of liger_dist was tried with. Install {tried}, or train without liger_dist."
+            )

@@ -77,6 +77,21 @@ CALL_KEYWORDS = (
 """options of :func:`liger_dist.linear_cross_entropy` that a call of a model may have in addition"""
 
 
+class Uncast:
+    """Holds a tensor argument of a model's loss, so that nothing around the model casts it: FSDP and DeepSpeed cast the
+    floating tensors that a model is called with to 16 bits, in which a temperature of 0.7 is 0.6992. As
+    ``model(..., temperature=Uncast(temperature))``.
+
+    Args:
+        tensor: on the device of the labels.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise LigerDistError(f"Uncast was given a {type(tensor).__name__}; expected a torch.Tensor.")
+        self.tensor = tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """Definition of a loss: its checked keywords, and the options that a model adds. Every field changes the result.
@@ -358,7 +373,7 @@ def check_temperature(temperature: Tensor | None, labels_shape: torch.Size) -> N
         raise LigerDistError(
             f"temperature has dtype {temperature.dtype}, in which 0.7 is {torch.tensor(0.7, dtype=temperature.dtype)}; "
             "expected fp32 or fp64. FSDP with mixed precision casts floating arguments of a model that it wraps: give "
-            "a number, or a list of numbers, one for each sequence; or set cast_forward_inputs=False in its policy."
+            "liger_dist.Uncast(temperature), a number, or a list of numbers, one for each sequence."
         )
     if torch.compiler.is_compiling():
         return

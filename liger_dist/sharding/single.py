@@ -65,6 +65,19 @@ class Auto(Unsharded):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadedByHost(Auto):
+    """As :class:`Auto`, for a host in which all ranks wrap together, and that gives the models of ranks without weights
+    their storage and the values of rank 0."""
+
+    has_collectives: ClassVar[bool] = True
+
+    def check_model(
+        self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
+    ) -> None:
+        """Refuses nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Single(Unsharded):
     """Fuses only, for one process."""
 

@@ -1,0 +1,235 @@
+"""verl: ``VERL_USE_EXTERNAL_MODULES=liger_dist.integrations.verl``, or ``actor_rollout_ref.model.external_lib``.
+
+verl imports this module in each of its processes. It registers :class:`FusedEngine` for policies and references under
+the strategies "fsdp" and "fsdp2". The engine wraps the model before verl shards it, and asks it for log-probabilities,
+entropies and sums of squared probabilities instead of logits. Other engines, critics and reward models stay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+import verl
+from tensordict import TensorDict
+from torch import Tensor, nn
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name, get_vendor
+from verl.utils.ulysses import slice_input_tensor
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+from liger_dist.hosts.scored_logits import ScoredLogits
+from liger_dist.losses.spec import Uncast
+from liger_dist.model.peft import base_model_of
+from liger_dist.sharding.single import LoadedByHost
+from liger_dist.wrap import inner_model, record_of, wrap
+
+from .patches import check_members
+
+TRIED = "0.9.1"
+MEMBERS = {
+    "_build_fsdp_module": ("self", "module"),
+    "prepare_model_inputs": ("self", "micro_batch"),
+    "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
+    "_gather_and_unpad_packed": ("self", "tensor", "pad_size"),
+}
+"""methods of verl's engine that :class:`FusedEngine` replaces or calls, and their parameters"""
+BACKENDS = ["fsdp", "fsdp2"]
+IGNORED = -100
+
+
+class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's FSDP engine for language models, with a wrapped model and without logits."""
+
+    wrap_config = WrapConfig()
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Checks the settings; nothing is loaded before.
+
+        Raises:
+            LigerDistError: settings under which verl computes the log-probabilities elsewhere.
+        """
+        if model_config.use_fused_kernels:
+            raise LigerDistError(
+                "model.use_fused_kernels is True, with which verl replaces the model's forward and has neither "
+                "temperatures per sample nor sums of squared probabilities; leave it out: liger_dist computes both."
+            )
+        sequence_shards = engine_config.ulysses_sequence_parallel_size
+        if sequence_shards > 1 and hasattr(model_config.hf_config, "vision_config"):
+            raise LigerDistError(
+                f"ulysses_sequence_parallel_size is {sequence_shards} for a vision-language model, whose embeddings "
+                "verl slices inside of the model, so that the labels are not those of its inputs; set it to 1."
+            )
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        model = base_model_of(module)
+        if type(model).forward.__module__.startswith("verl."):
+            model.forward = MethodType(_with_loss(type(model).forward), model)  # type: ignore[method-assign]
+        # Ranks other than the first of a shard group have no weights yet.
+        wrap(module, LoadedByHost(), config=self.wrap_config)
+        reason = record_of(model).unfused_reason
+        if reason is not None:
+            raise LigerDistError(
+                f"the loss of {type(model).__name__} is not fused: {reason}. Take liger_dist.integrations.verl out of "
+                "VERL_USE_EXTERNAL_MODULES and model.external_lib for this model."
+            )
+        sharded: nn.Module = super()._build_fsdp_module(module)
+        return sharded
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Adds labels, outputs and temperatures to the keywords of verl's call of the model."""
+        inputs, arguments = super().prepare_model_inputs(micro_batch=micro_batch)
+        if _option(micro_batch, "use_remove_padding", True):
+            labels = arguments["input_ids_rmpad_rolled"][None]
+            temperature = arguments["temperature_rmpad"][None]
+        else:
+            labels = _padded(arguments["input_ids_rmpad_rolled"], micro_batch, fill=IGNORED)
+            temperature = arguments["temperature"]
+        given = micro_batch["temperature"]
+        inputs |= {
+            "labels": labels,
+            "shift_labels": labels,
+            "temperature": Uncast(temperature) if isinstance(given, Tensor) else given,
+            "outputs": tuple(_outputs(micro_batch).values()),
+            "differentiable": torch.is_grad_enabled(),
+        }
+        if _option(micro_batch, "distillation_use_topk", False):
+            arguments["teacher_ids"] = self._teacher_ids(micro_batch)
+            inputs |= {"token_ids": arguments["teacher_ids"], "top_k": arguments["teacher_ids"].shape[-1]}
+            inputs["outputs"] += ("log_prob_at", "log_sum_exp", "top_k")
+        return inputs, arguments
+
+    def prepare_model_outputs(
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Callable[..., dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """Converts outputs of the wrapped model to verl's: nested tensors with a row for each sample."""
+        found = {name: getattr(output, own) for name, own in _outputs(micro_batch).items()}
+        values = {name: self._as_packed(value, micro_batch) for name, value in found.items()}
+        if "teacher_ids" in output_args:
+            student = self._student(output, output_args, micro_batch)
+            losses = logits_processor_func(student_logits=student, data=micro_batch)
+            values |= {name: value.squeeze(0) for name, value in losses.items()}
+        if _option(micro_batch, "distillation_only", False):
+            del values["log_probs"]
+        offsets = micro_batch["input_ids"].offsets()
+        pad_size = output_args.get("pad_size", 0)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(self._gather_and_unpad_packed(value, pad_size), offsets)
+            for name, value in values.items()
+        }
+
+    def _teacher_ids(self, micro_batch: TensorDict) -> Tensor:
+        """Returns the teacher's classes in the layout of the labels, ``[..., K]``."""
+        ids: Tensor = micro_batch["teacher_ids"].values()
+        if not _option(micro_batch, "use_remove_padding", True):
+            return _padded(ids, micro_batch, fill=-1)
+        return slice_input_tensor(ids[None], dim=1) if self.use_ulysses_sp else ids[None]
+
+    def _student(self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict) -> ScoredLogits:
+        """Makes the stand-in for logits ``[1, T, V]`` that verl's distillation loss reads."""
+        values = {name: getattr(output, name) for name in ("log_prob", "log_sum_exp", "log_prob_at")}
+        values |= {"token_ids": output_args["teacher_ids"], "top_k_ids": output.top_k.ids}
+        values = {name: self._as_packed(value, micro_batch)[None] for name, value in values.items()}
+        vocab_size = record_of(inner_model(self.module)).structure.vocab_size
+        return ScoredLogits.of(output_args["input_ids_rmpad_rolled"].reshape(1, -1), values, vocab_size)
+
+    def _as_packed(self, values: Tensor, micro_batch: TensorDict) -> Tensor:
+        """Converts values of the model's rows to those of its tokens without padding, ``[T, ...]``."""
+        if _option(micro_batch, "use_remove_padding", True):
+            return values.squeeze(0)
+        lengths = micro_batch["input_ids"].offsets().diff().tolist()
+        return torch.cat([row[:length] for row, length in zip(values, lengths, strict=True)])
+
+
+def configure(config: WrapConfig) -> None:
+    """Sets the options of models that verl's engines wrap from now on. Call it in a module of yours, and give that to
+    ``VERL_USE_EXTERNAL_MODULES``.
+
+    Raises:
+        LigerDistError: ``config`` is no :class:`liger_dist.WrapConfig`.
+    """
+    if not isinstance(config, WrapConfig):
+        raise LigerDistError(f"config is {config!r}; expected a liger_dist.WrapConfig(...).")
+    FusedEngine.wrap_config = config
+
+
+def _option(micro_batch: TensorDict, name: str, default: bool) -> bool:
+    return bool(tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=default))
+
+
+def _outputs(micro_batch: TensorDict) -> dict[str, str]:
+    """Returns verl's names of the values that a micro-batch asks for, and those of a wrapped model."""
+    asked = {"log_probs": "log_prob"}
+    if _option(micro_batch, "calculate_entropy", False):
+        asked["entropy"] = "entropy"
+    if _option(micro_batch, "calculate_sum_pi_squared", False):
+        asked["sum_pi_squared"] = "sum_sq_prob"
+    return asked
+
+
+def _padded(values: Tensor, micro_batch: TensorDict, *, fill: int) -> Tensor:
+    """Pads values of tokens ``[T, ...]`` to the rows ``[B, S, ...]`` in which verl calls the model."""
+    offsets = micro_batch["input_ids"].offsets()
+    return torch.nested.to_padded_tensor(torch.nested.nested_tensor_from_jagged(values, offsets), padding=fill)
+
+
+def _with_loss(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the loss to a forward that verl has put on a class of vision-language models, and that returns logits
+    alone."""
+
+    def forward(
+        self: Any,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if position_ids is None:
+            # Of text alone, as the forwards that verl has replaced compute them: one for the text, three for images.
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(4, *input_ids.shape)
+        output = own(self, input_ids, position_ids=position_ids, **kwargs)
+        if labels is not None:
+            output["loss"] = self.loss_function(
+                logits=output.logits,
+                labels=labels,
+                shift_labels=shift_labels,
+                vocab_size=self.config.get_text_config().vocab_size,
+            )
+        return output
+
+    return forward
+
+
+def _register() -> None:
+    """Registers :class:`FusedEngine` for this process's device and vendor, which verl looks for first.
+
+    Raises:
+        LigerDistError: another release of verl, or an engine of another package in that place.
+    """
+    check_members(FSDPEngineWithLMHead, MEMBERS, package=f"verl {verl.__version__}", tried=TRIED)
+    device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
+    vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
+    for backend in BACKENDS:
+        taken = EngineRegistry._engines.get("language_model", {}).get(backend, {}).get((device, vendor))
+        if taken is not None:
+            raise LigerDistError(
+                f"{taken.__module__}.{taken.__qualname__} is registered for {backend} on {device} of {vendor} already; "
+                "leave out the module that registers it, or liger_dist.integrations.verl."
+            )
+    EngineRegistry.register("language_model", BACKENDS, device, vendor)(FusedEngine)
+
+
+_register()

@@ -1,0 +1,195 @@
+"""verl's own engines on CPUs: policies of tiny models over gloo, with and without liger_dist's plug."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from models import VOCAB_SIZE, full, gradients
+from torch import Tensor
+
+PLUG = "liger_dist.integrations.verl"
+STEPS = 3
+PROMPTS, LENGTHS = ((3, 2, 4, 1), (1, 3, 2, 2)), ((9, 5, 12, 4), (3, 11, 7, 6))
+"""tokens of the prompts, and of the samples, by rank"""
+
+
+def import_verl() -> None:
+    """Imports verl and the plug on a platform without GPUs. verl's own engine stays for other vendors."""
+    from verl.plugin.platform import platform_manager
+    from verl.plugin.platform.platform_base import PlatformBase
+
+    if getattr(platform_manager.get_platform(), "device_name", None) != "cpu":
+
+        members: dict[str, Any] = {name: lambda self, *args: None for name in PlatformBase.__abstractmethods__}
+        members |= {
+            "device_name": "cpu",
+            "vendor_name": "none",
+            "device_module": torch.cpu,
+            "nvtx_range": lambda self, message: contextlib.nullcontext(),
+            "get_device_capability": lambda self, index=0: (None, None),
+            "communication_backend_name": lambda self: "gloo",
+            "current_device": lambda self: "cpu",
+            "device_count": lambda self: 1,
+        }
+        platform_manager.set_platform(type("OnCPU", (PlatformBase,), members)())
+    with mock.patch.dict(os.environ, {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}):
+        __import__(PLUG)
+    from verl.models.transformers import monkey_patch
+
+    # verl patches a class that TRL has no longer.
+    monkey_patch.is_trl_available = lambda: False
+
+
+def make_engine(folder: Path, *, fused: bool, settings: dict[str, Any], engine: dict[str, Any]) -> Any:
+    """Makes the engine that verl's registry has for a strategy."""
+    import_verl()
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.base import EngineRegistry
+
+    model_config = HFModelConfig(
+        path=str(folder),
+        load_tokenizer=False,
+        override_config={"attn_implementation": settings.pop("attn_implementation", "sdpa")},
+        **{"enable_gradient_checkpointing": False, **settings},
+    )
+    options: dict[str, Any] = {"strategy": "fsdp2", "mixed_precision": None, **engine}
+    dtypes = {name: "fp32" for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    options["mixed_precision"] = options["mixed_precision"] or dtypes
+    engine_config = FSDPEngineConfig(use_torch_compile=False, **options)
+    optimizer_config = FSDPOptimizerConfig(lr=0.05, optimizer="SGD", weight_decay=0.0, clip_grad=1e9)
+    device = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia" if fused else "another"}
+    with mock.patch.dict(os.environ, device):
+        made = EngineRegistry.new(
+            model_type="language_model",
+            backend=engine_config.strategy,
+            model_config=model_config,
+            engine_config=engine_config,
+            optimizer_config=optimizer_config,
+            checkpoint_config=CheckpointConfig(),
+        )
+    made.initialize()
+    return made
+
+
+def make_data(rank: int, *, temperature: Any, images: bool = False, **options: Any) -> Any:
+    """Samples of one rank, as verl's trainer gives them to an engine."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    generator = torch.Generator().manual_seed(5 + rank)
+    lengths, prompts = LENGTHS[rank], PROMPTS[rank]
+    nested = partial(torch.nested.nested_tensor, layout=torch.jagged)
+    rows = [torch.randint(5, VOCAB_SIZE, (n,), generator=generator) for n in lengths]
+    positions: list[Tensor] = [torch.arange(n) for n in lengths]
+    answers = [n - p for n, p in zip(lengths, prompts, strict=True)]
+    old = nested([torch.randn(n, generator=generator) * 0.1 - 4 for n in answers])
+    values: dict[str, Any] = {
+        "input_ids": nested(rows),
+        "prompts": nested([row[:p] for row, p in zip(rows, prompts, strict=True)]),
+        "responses": nested([row[p:] for row, p in zip(rows, prompts, strict=True)]),
+        "position_ids": nested([p.expand(4, -1) for p in positions]) if images else nested(positions),
+        "loss_mask": nested([torch.ones(n) for n in answers]),
+        "response_mask": nested([torch.ones(n) for n in answers]),
+        "old_log_probs": old,
+        "advantages": nested([torch.randn(n, generator=generator) for n in answers]),
+        "teacher_ids": nested([torch.randint(0, VOCAB_SIZE, (n, 3), generator=generator) for n in lengths]),
+        "teacher_logprobs": nested([torch.rand(n, 3, generator=generator).neg() - 1 for n in lengths]),
+    }
+    if isinstance(temperature, Tensor):
+        values["temperature"] = temperature
+    data = TensorDict(values, batch_size=len(lengths))
+    given = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "global_batch_size": 2 * len(lengths),
+        "calculate_entropy": True,
+        "calculate_sum_pi_squared": True,
+        "use_remove_padding": True,
+        "pad_token_id": 0,
+        **({} if isinstance(temperature, Tensor) else {"temperature": temperature}),
+        **options,
+    }
+    tensordict_utils.assign_non_tensor(data, **given)
+    return data
+
+
+def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, Any]:
+    """Scores the samples, and makes :data:`STEPS` updates of the policy. Returns everything as full tensors."""
+    rank = torch.distributed.get_rank()
+    case = dict(case)
+    engine = make_engine(folder, fused=fused, settings=case.pop("model", {}), engine=case.pop("engine", {}))
+    loss_function = make_loss(case.pop("distillation", None))
+    options = case.pop("data", {})
+    found: dict[str, Any] = {"class": type(engine).__qualname__}
+    with engine.eval_mode():
+        scored = engine.forward_backward_batch(make_data(rank, **options), None, forward_only=True)
+    found["scored"] = {name: _values(value) for name, value in scored["model_output"].items()}
+    steps = []
+    with engine.train_mode(zero_grad_on_exit=False):
+        for _ in range(STEPS):
+            engine.optimizer_zero_grad()
+            data = make_data(rank, return_model_output=True, **options)
+            output = engine.forward_backward_batch(data, loss_function)
+            steps.append(
+                {
+                    "outputs": {name: _values(value) for name, value in output["model_output"].items()},
+                    "loss": torch.tensor(output["loss"]),
+                    "gradients": {name: full(grad) for name, grad in gradients(engine.module).items()},
+                }
+            )
+            engine.optimizer_step()
+    found["steps"] = steps
+    found["weights"] = {name: full(weight).detach().clone() for name, weight in engine.module.state_dict().items()}
+    return found
+
+
+def make_loss(distillation: dict[str, Any] | None) -> Callable[..., Any]:
+    """verl's loss of the policy, or of its distillation from the K classes of a teacher."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    config = ActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.1, ppo_mini_batch_size=4
+    )
+    if distillation is None:
+        return partial(_with_sum_pi_squared, partial(ppo_loss, config))
+    loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3, **distillation)
+    return partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
+
+
+def _with_sum_pi_squared(own: Callable[..., Any], model_output: dict[str, Tensor], data: Any, dp_group: Any) -> Any:
+    """Adds the sums of squared probabilities, so that their gradients are compared."""
+    loss, metrics = own(model_output=model_output, data=data, dp_group=dp_group)
+    values = model_output["sum_pi_squared"].values()
+    return loss + 0.1 * (values * torch.linspace(-1, 1, len(values))).mean(), metrics
+
+
+def _values(value: Any) -> Tensor:
+    values = value if isinstance(value, list) else [value]
+    return torch.cat([x.values() if x.is_nested else x for x in values]).detach().clone()
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the largest difference of each pair of tensors, relative to the largest entry where that is above 1."""
+    if isinstance(a, Tensor):
+        assert a.shape == b.shape, path
+        if a.is_floating_point():
+            yield path, float((a.double() - b.double()).abs().max() / max(1.0, float(b.abs().max())))
+        else:
+            assert torch.equal(a, b), path
+        return
+    assert type(a) is type(b), path
+    if isinstance(a, str):
+        return
+    assert len(a) == len(b), path
+    for key in a if isinstance(a, dict) else range(len(a)):
+        yield from differences(a[key], b[key], f"{path}.{key}")
