@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from harness import Workers, shared_buffers
+from policies import save_checkpoint
 from repeated import mark_repeated
 from training_runs import config_for, write_corpus, write_tokenizer
 
@@ -102,6 +104,12 @@ def workers_on_all(request: pytest.FixtureRequest) -> Workers:
     """Four processes; two where the machine has no more GPUs."""
     workers: Workers = request.getfixturevalue("workers_2" if torch.cuda.device_count() in (2, 3) else "workers_4")
     return workers
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of tiny policies, by family."""
+    return partial(save_checkpoint, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

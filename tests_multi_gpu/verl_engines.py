@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from hosts import watched
 from models import VOCAB_SIZE, full, gradients
+from policies import ROWS
 from torch import Tensor
+
+import liger_dist
 
 PLUG = "liger_dist.integrations.verl"
 STEPS = 3
@@ -42,9 +47,13 @@ def import_verl() -> None:
     with mock.patch.dict(os.environ, {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}):
         __import__(PLUG)
     from verl.models.transformers import monkey_patch
+    from verl.utils import fsdp_utils
 
     # verl patches a class that TRL has no longer.
     monkey_patch.is_trl_available = lambda: False
+    # With its own, FSDP2 cannot shard a LoRA layer on lm_head: Python refuses the class ("object layout differs").
+    fsdp_utils.maybe_patch_fsdp_module = lambda module: contextlib.nullcontext()
+    sys.modules[PLUG].configure(liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4))
 
 
 def make_engine(folder: Path, *, fused: bool, settings: dict[str, Any], engine: dict[str, Any]) -> Any:
@@ -75,6 +84,7 @@ def make_engine(folder: Path, *, fused: bool, settings: dict[str, Any], engine: 
             optimizer_config=optimizer_config,
             checkpoint_config=CheckpointConfig(),
         )
+    torch.manual_seed(3)
     made.initialize()
     return made
 
@@ -90,14 +100,17 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
     rows = [torch.randint(5, VOCAB_SIZE, (n,), generator=generator) for n in lengths]
     positions: list[Tensor] = [torch.arange(n) for n in lengths]
     answers = [n - p for n, p in zip(lengths, prompts, strict=True)]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
     old = nested([torch.randn(n, generator=generator) * 0.1 - 4 for n in answers])
     values: dict[str, Any] = {
         "input_ids": nested(rows),
         "prompts": nested([row[:p] for row, p in zip(rows, prompts, strict=True)]),
         "responses": nested([row[p:] for row, p in zip(rows, prompts, strict=True)]),
-        "position_ids": nested([p.expand(4, -1) for p in positions]) if images else nested(positions),
+        "position_ids": torch.nested.nested_tensor_from_jagged(torch.cat(positions).expand(4, -1), offsets, jagged_dim=2)
+        if images
+        else nested(positions),
         "loss_mask": nested([torch.ones(n) for n in answers]),
-        "response_mask": nested([torch.ones(n) for n in answers]),
+        "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in answers]),
         "old_log_probs": old,
         "advantages": nested([torch.randn(n, generator=generator) for n in answers]),
         "teacher_ids": nested([torch.randint(0, VOCAB_SIZE, (n, 3), generator=generator) for n in lengths]),
@@ -106,6 +119,8 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
     if isinstance(temperature, Tensor):
         values["temperature"] = temperature
     data = TensorDict(values, batch_size=len(lengths))
+    if images:
+        data["multi_modal_inputs"] = _images(rows, generator)
     given = {
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 2,
@@ -121,6 +136,21 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
     return data
 
 
+def _images(rows: list[Tensor], generator: torch.Generator) -> Any:
+    """An image of four tokens in the samples that are long enough, none in the others."""
+    from tensordict import NonTensorData, NonTensorStack
+    from test_vision_language import IMAGE_TOKEN
+
+    inputs: list[dict[str, Tensor]] = []
+    for row in rows:
+        inputs.append({})
+        if len(row) > 8:
+            row[1], row[2:6], row[6] = 95, IMAGE_TOKEN, 96
+            inputs[-1]["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+            inputs[-1]["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    return NonTensorStack(*(NonTensorData(one) for one in inputs))
+
+
 def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, Any]:
     """Scores the samples, and makes :data:`STEPS` updates of the policy. Returns everything as full tensors."""
     rank = torch.distributed.get_rank()
@@ -129,11 +159,11 @@ def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, An
     loss_function = make_loss(case.pop("distillation", None))
     options = case.pop("data", {})
     found: dict[str, Any] = {"class": type(engine).__qualname__}
-    with engine.eval_mode():
-        scored = engine.forward_backward_batch(make_data(rank, **options), None, forward_only=True)
-    found["scored"] = {name: _values(value) for name, value in scored["model_output"].items()}
-    steps = []
-    with engine.train_mode(zero_grad_on_exit=False):
+    steps, passes = [], mock.patch.object(engine, "forward_step", wraps=engine.forward_step)
+    with passes as counted, watched() as seen, engine.train_mode(zero_grad_on_exit=False):
+        if loss_function is not None and "distillation_use_topk" not in options:
+            scored = engine.forward_backward_batch(make_data(rank, **options), None, forward_only=True)
+            found["scored"] = {name: _values(value) for name, value in scored["model_output"].items()}
         for _ in range(STEPS):
             engine.optimizer_zero_grad()
             data = make_data(rank, return_model_output=True, **options)
@@ -146,7 +176,7 @@ def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, An
                 }
             )
             engine.optimizer_step()
-    found["steps"] = steps
+    found |= {"steps": steps, "passes": counted.call_count, "calls": seen.fused_calls, "logits": seen.most_logits}
     found["weights"] = {name: full(weight).detach().clone() for name, weight in engine.module.state_dict().items()}
     return found
 
@@ -162,7 +192,8 @@ def make_loss(distillation: dict[str, Any] | None) -> Callable[..., Any]:
     )
     if distillation is None:
         return partial(_with_sum_pi_squared, partial(ppo_loss, config))
-    loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3, **distillation)
+    options = {"use_policy_gradient": False, **distillation}
+    loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3, **options)
     return partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
 
 
@@ -176,20 +207,3 @@ def _with_sum_pi_squared(own: Callable[..., Any], model_output: dict[str, Tensor
 def _values(value: Any) -> Tensor:
     values = value if isinstance(value, list) else [value]
     return torch.cat([x.values() if x.is_nested else x for x in values]).detach().clone()
-
-
-def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the largest difference of each pair of tensors, relative to the largest entry where that is above 1."""
-    if isinstance(a, Tensor):
-        assert a.shape == b.shape, path
-        if a.is_floating_point():
-            yield path, float((a.double() - b.double()).abs().max() / max(1.0, float(b.abs().max())))
-        else:
-            assert torch.equal(a, b), path
-        return
-    assert type(a) is type(b), path
-    if isinstance(a, str):
-        return
-    assert len(a) == len(b), path
-    for key in a if isinstance(a, dict) else range(len(a)):
-        yield from differences(a[key], b[key], f"{path}.{key}")

@@ -1,4 +1,4 @@
-"""Patches of host classes within a ``with`` block."""
+"""Patches of host classes within a ``with`` block, and what they share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import is_wrapped, wrap
+from liger_dist.wrap import inner_model, is_wrapped, record_of, wrap
 
 
 @contextmanager
@@ -50,6 +51,18 @@ def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead)
 
     with patched(trainer, "__init__", init):
         yield
+
+
+def wrap_policy(model: nn.Module, strategy: str | Strategy, config: WrapConfig, *, way_out: str) -> None:
+    """Wraps a model that a host asks for log-probabilities.
+
+    Raises:
+        LigerDistError: see :func:`liger_dist.wrap`; or the loss of the model is not fused.
+    """
+    wrap(model, strategy, config=config)
+    reason = record_of(inner_model(model)).unfused_reason
+    if reason is not None:
+        raise LigerDistError(f"the loss of {type(inner_model(model)).__name__} is not fused: {reason}. {way_out}")
 
 
 def check_members(owner: Any, members: Mapping[str, tuple[str, ...]], *, package: str, tried: str) -> None:

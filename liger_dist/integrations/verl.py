@@ -29,9 +29,9 @@ from liger_dist.hosts.scored_logits import ScoredLogits
 from liger_dist.losses.spec import Uncast
 from liger_dist.model.peft import base_model_of
 from liger_dist.sharding.single import LoadedByHost
-from liger_dist.wrap import inner_model, record_of, wrap
+from liger_dist.wrap import inner_model, record_of
 
-from .patches import check_members
+from .patches import check_members, wrap_policy
 
 TRIED = "0.9.1"
 MEMBERS = {
@@ -74,13 +74,8 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if type(model).forward.__module__.startswith("verl."):
             model.forward = MethodType(_with_loss(type(model).forward), model)  # type: ignore[method-assign]
         # Ranks other than the first of a shard group have no weights yet.
-        wrap(module, LoadedByHost(), config=self.wrap_config)
-        reason = record_of(model).unfused_reason
-        if reason is not None:
-            raise LigerDistError(
-                f"the loss of {type(model).__name__} is not fused: {reason}. Take liger_dist.integrations.verl out of "
-                "VERL_USE_EXTERNAL_MODULES and model.external_lib for this model."
-            )
+        way_out = f"Take {__name__} out of VERL_USE_EXTERNAL_MODULES and model.external_lib for this model."
+        wrap_policy(module, LoadedByHost(), self.wrap_config, way_out=way_out)
         sharded: nn.Module = super()._build_fsdp_module(module)
         return sharded
 
@@ -182,7 +177,9 @@ def _outputs(micro_batch: TensorDict) -> dict[str, str]:
 def _padded(values: Tensor, micro_batch: TensorDict, *, fill: int) -> Tensor:
     """Pads values of tokens ``[T, ...]`` to the rows ``[B, S, ...]`` in which verl calls the model."""
     offsets = micro_batch["input_ids"].offsets()
-    return torch.nested.to_padded_tensor(torch.nested.nested_tensor_from_jagged(values, offsets), padding=fill)
+    shape = len(offsets) - 1, int(offsets.diff().max()), *values.shape[1:]
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return torch.nested.to_padded_tensor(nested, padding=fill, output_size=shape)
 
 
 def _with_loss(own: Callable[..., Any]) -> Callable[..., Any]:

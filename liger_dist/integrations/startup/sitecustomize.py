@@ -5,36 +5,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+
+from after_import import AfterImport
 
 
-class _AfterDeepSpeed:
-    """Calls ``install`` when DeepSpeed has been imported. Other code may look for DeepSpeed without importing it."""
+def _install() -> None:
+    from liger_dist.integrations.deepspeed import install
 
-    is_looking = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "deepspeed" or self.is_looking:
-            return None
-        self.is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.is_looking = False
-        if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                own(module)
-                sys.meta_path.remove(self)
-                from liger_dist.integrations.deepspeed import install
-
-                install()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    install()
 
 
 def _run_another() -> None:
@@ -44,5 +24,5 @@ def _run_another() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _AfterDeepSpeed())
+sys.meta_path.insert(0, AfterImport("deepspeed", _install))
 _run_another()

@@ -1,0 +1,153 @@
+"""OpenRLHF's actor without logits. Apart from :mod:`.openrlhf`, because this module imports DeepSpeed, which processes
+of vLLM must not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+import torch
+from openrlhf.models import Actor
+from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
+from torch import Tensor
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+
+from .patches import check_members, wrap_policy
+
+TRAINING = "openrlhf.cli.train_ppo_ray"
+TRIED = "0.11.2"
+MEMBERS = {
+    "forward": (
+        "self",
+        "sequences",
+        "action_mask",
+        "attention_mask",
+        "return_output",
+        "allgather_logits",
+        "return_logprobs",
+        "ring_attn_group",
+        "packed_seq_lens",
+        "return_entropy",
+        "mm_inputs",
+    ),
+}
+IGNORED = -100
+
+
+class FusedActor(Actor):  # type: ignore[misc]
+    """OpenRLHF's actor with a wrapped model, whose log-probabilities and entropies are computed without logits."""
+
+    wrap_config: ClassVar[WrapConfig] = WrapConfig()
+
+    def __init__(self, pretrain_or_model: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes the model and wraps it, before DeepSpeed shards it.
+
+        Raises:
+            LigerDistError: ``use_liger_kernel``, or a model whose loss is not fused.
+        """
+        if kwargs.get("use_liger_kernel"):
+            raise LigerDistError(
+                "use_liger_kernel is True, with which the model's forward is another one; leave it out: liger_dist "
+                "fuses the loss and the layers."
+            )
+        super().__init__(pretrain_or_model, *args, **kwargs)
+        wrap_policy(self.model, "deepspeed", self.wrap_config, way_out=f"Train it by python -m {TRAINING}.")
+
+    def forward(
+        self,
+        sequences: Tensor,
+        action_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group: Any = None,
+        packed_seq_lens: list[int] | None = None,
+        return_entropy: bool = False,
+        **mm_inputs: Any,
+    ) -> Any:
+        """Computes log-probabilities ``[B, S - 1]`` of the next tokens, or ``[B, A]`` of the actions, as OpenRLHF's own
+        forward. A call that asks for neither gets its logits.
+
+        Raises:
+            LigerDistError: ring attention.
+        """
+        if ring_attn_group is not None:
+            raise LigerDistError(
+                "ring_attn_group was given: ring attention shards the tokens of a sequence, which liger_dist does not "
+                f"support in OpenRLHF. Set ds.ring_attn_size to 1, or train by python -m {TRAINING}."
+            )
+        if action_mask is None and not return_logprobs:
+            return super().forward(
+                sequences,
+                attention_mask=attention_mask,
+                return_output=return_output,
+                allgather_logits=allgather_logits,
+                packed_seq_lens=packed_seq_lens,
+                return_entropy=return_entropy,
+                **mm_inputs,
+            )
+        inputs, labels, unpack = self._inputs(sequences, attention_mask, mm_inputs)
+        output = self.model(
+            **inputs,
+            labels=labels,
+            shift_labels=labels,
+            outputs=("log_prob", "entropy") if return_entropy else ("log_prob",),
+            temperature=self.temperature,
+            differentiable=torch.is_grad_enabled(),
+        )
+        if return_entropy:
+            output["entropy"] = unpack(output.entropy)[:, :-1]
+        log_probs = unpack(output.log_prob)[:, :-1]
+        if action_mask is not None:
+            log_probs = log_probs[:, -action_mask.shape[1] :] * action_mask.float()
+        return (log_probs, output) if return_output else log_probs
+
+    def _inputs(
+        self, sequences: Tensor, attention_mask: Any, mm_inputs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor, Callable[[Tensor], Tensor]]:
+        """Returns keywords of the model, its labels, and a function from values of its tokens to ``[B, S]``."""
+        rows, length = sequences.shape
+        if getattr(self, "packing_samples", False):
+            ids, positions, labels, padding, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
+            unpack = functools.partial(
+                gather_and_pad_tensor,
+                ring_attn_group=None,
+                ring_attn_pad_len=padding,
+                indices=indices,
+                batch=rows,
+                seqlen=length,
+            )
+            return {"input_ids": ids, "attention_mask": None, "position_ids": positions, **mm_inputs}, labels, unpack
+        # Padding is scored in OpenRLHF, and left out afterwards.
+        labels = sequences.roll(-1, 1).masked_fill(attention_mask == 0, IGNORED)
+        inputs = {"input_ids": sequences, "attention_mask": attention_mask, **mm_inputs}
+        if not getattr(self, "is_vlm", False):
+            positions = attention_mask.long().cumsum(-1) - 1
+            inputs["position_ids"] = positions.masked_fill(attention_mask == 0, 1)
+        elif mm_inputs:
+            inputs |= self._kinds_of_tokens(sequences, mm_inputs)
+        return inputs, labels, lambda values: values
+
+    def _kinds_of_tokens(self, sequences: Tensor, mm_inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Marks the tokens of images (1) and videos (2), also in the answers."""
+        config = self._vlm_config
+        kinds = (sequences == config.image_token_id).int()
+        video = getattr(config, "video_token_id", None)
+        if video is not None:
+            kinds = kinds.masked_fill(sequences == video, 2)
+        return {"mm_token_type_ids" if "image_grid_thw" in mm_inputs else "token_type_ids": kinds}
+
+
+def make_class(config: WrapConfig) -> type[FusedActor]:
+    """Makes a class of fused actors whose models are wrapped with ``config``.
+
+    Raises:
+        LigerDistError: another release of OpenRLHF.
+    """
+    check_members(Actor, MEMBERS, package=f"OpenRLHF {version('openrlhf')}", tried=TRIED)
+    return type(FusedActor.__name__, (FusedActor,), {"wrap_config": config, "__module__": __name__})

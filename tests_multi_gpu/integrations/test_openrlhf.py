@@ -1,0 +1,45 @@
+"""OpenRLHF's own actor and loss under ZeRO, on CPUs: updates with the plug and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Workers
+from models import HIDDEN_SIZE
+from openrlhf_actors import STEPS, run_ppo
+from policies import LORA, ROWS, differences
+
+pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama, ZeRO-2": ("llama", 2, {}),
+    "llama, ZeRO-3": ("llama", 3, {}),
+    "qwen3 tied, ZeRO-3": ("qwen3", 3, {}),
+    "gemma2 softcap, ZeRO-2": ("gemma2", 2, {"attn_implementation": "eager"}),
+    "granite scale, ZeRO-3": ("granite", 3, {}),
+    "no temperature": ("llama", 2, {"temperature": 1.0}),
+    "packed, ZeRO-2": ("llama", 2, {"packing_samples": True}),
+    "packed, ZeRO-3": ("qwen3", 3, {"packing_samples": True}),
+    "LoRA, ZeRO-2": ("llama", 2, LORA | {"target_modules": ["q_proj", "down_proj"]}),
+    "LoRA on the head, ZeRO-3": ("llama", 3, LORA | {"target_modules": ["q_proj", "lm_head"]}),
+    "router loss, ZeRO-2": ("qwen3_moe", 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_openrlhf_updates_equal_those_without_the_plug(name: str, checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+    family, stage, options = CASES[name]
+    path = checkpoints(family)
+    own, fused = (workers_2.run(run_ppo, path, fused, stage, options) for fused in (False, True))
+    for mine, theirs in zip(fused, own, strict=True):
+        assert (mine.pop("class"), theirs.pop("class")) == ("FusedActor", "Actor")
+        assert (mine.pop("calls"), theirs.pop("calls")) == (STEPS + 2, 0)
+        # The gradient of a LoRA layer on lm_head has a row for each entry of the hidden states.
+        assert mine.pop("logits") <= (HIDDEN_SIZE if "head" in name else ROWS) < theirs.pop("logits")
+        compared = dict(differences(mine, theirs))
+        assert len(compared) > STEPS * len(mine["weights"])
+        assert {path: value for path, value in compared.items() if not value <= 1e-5} == {}
+        assert len({float(step["loss"]) for step in mine["steps"]}) == STEPS
