@@ -53,7 +53,49 @@ def import_verl() -> None:
     monkey_patch.is_trl_available = lambda: False
     # With its own, FSDP2 cannot shard a LoRA layer on lm_head: Python refuses the class ("object layout differs").
     fsdp_utils.maybe_patch_fsdp_module = lambda module: contextlib.nullcontext()
+    _add_flash_attention()
     sys.modules[PLUG].configure(liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4))
+
+
+ULYSSES = "attention for Ulysses"
+"""attn_implementation of transformers' flash attention, which verl patches, without the kernels"""
+
+
+def _add_flash_attention() -> None:
+    """Puts attention by torch where verl calls flash-attn, which has no wheel for CPUs."""
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.qwen2_vl import modeling_qwen2_vl
+    from verl.models.transformers import monkey_patch
+
+    ALL_ATTENTION_FUNCTIONS.register(ULYSSES, flash_attention_forward)
+    monkey_patch._flash_attention_forward = _attention_to_documents
+    if hasattr(modeling_qwen2_vl, "Qwen2VLCausalLMOutputWithPast"):
+        from verl.models.transformers import qwen2_vl
+
+        names = "window_size", "deterministic"
+        vars(qwen2_vl).update({f"_flash_supports_{name}": False for name in names}, _flash_use_top_left_mask=False)
+        qwen2_vl.flash_attn_varlen_func = _varlen_attention
+        qwen2_vl._flash_attention_forward = _attention_to_documents
+        # It casts to 16 bits, which the kernels need.
+        qwen2_vl.fa_peft_integration_check = lambda *states, target_dtype: states
+
+
+def _attention_to_documents(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, position_ids: Tensor | None = None, **__: Any
+) -> Tensor:
+    """Causal attention ``[B, S, H, D]`` to the documents that begin where the positions are 0."""
+    documents = torch.zeros(query.shape[:2]) if position_ids is None else (position_ids == 0).cumsum(1)
+    mask = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    states = (states.transpose(1, 2) for states in (query, key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
+    lengths = cu_seqlens_q.diff().tolist()
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    return _attention_to_documents(q[None], k[None], v[None], position_ids=position_ids)[0]
 
 
 def make_engine(folder: Path, *, fused: bool, settings: dict[str, Any], engine: dict[str, Any]) -> Any:
@@ -98,6 +140,7 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
     lengths, prompts = LENGTHS[rank], PROMPTS[rank]
     nested = partial(torch.nested.nested_tensor, layout=torch.jagged)
     rows = [torch.randint(5, VOCAB_SIZE, (n,), generator=generator) for n in lengths]
+    multi_modal_inputs = _images(rows, generator) if images else None
     positions: list[Tensor] = [torch.arange(n) for n in lengths]
     answers = [n - p for n, p in zip(lengths, prompts, strict=True)]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -120,7 +163,7 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
         values["temperature"] = temperature
     data = TensorDict(values, batch_size=len(lengths))
     if images:
-        data["multi_modal_inputs"] = _images(rows, generator)
+        data["multi_modal_inputs"] = multi_modal_inputs
     given = {
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 2,
@@ -137,14 +180,15 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
 
 
 def _images(rows: list[Tensor], generator: torch.Generator) -> Any:
-    """An image of four tokens in the samples that are long enough, none in the others."""
+    """An image of four tokens in the samples that are long enough, none in the others. verl 0.9.1 fails in micro-batches
+    without any."""
     from tensordict import NonTensorData, NonTensorStack
     from test_vision_language import IMAGE_TOKEN
 
     inputs: list[dict[str, Tensor]] = []
     for row in rows:
         inputs.append({})
-        if len(row) > 8:
+        if len(row) > 6:
             row[1], row[2:6], row[6] = 95, IMAGE_TOKEN, 96
             inputs[-1]["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
             inputs[-1]["image_grid_thw"] = torch.tensor([[1, 4, 4]])
@@ -153,11 +197,10 @@ def _images(rows: list[Tensor], generator: torch.Generator) -> Any:
 
 def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, Any]:
     """Scores the samples, and makes :data:`STEPS` updates of the policy. Returns everything as full tensors."""
-    rank = torch.distributed.get_rank()
     case = dict(case)
     engine = make_engine(folder, fused=fused, settings=case.pop("model", {}), engine=case.pop("engine", {}))
     loss_function = make_loss(case.pop("distillation", None))
-    options = case.pop("data", {})
+    options, rank = case.pop("data", {}), engine.get_data_parallel_rank()
     found: dict[str, Any] = {"class": type(engine).__qualname__}
     steps, passes = [], mock.patch.object(engine, "forward_step", wraps=engine.forward_step)
     with passes as counted, watched() as seen, engine.train_mode(zero_grad_on_exit=False):

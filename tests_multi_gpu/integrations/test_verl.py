@@ -14,7 +14,7 @@ import torch
 from harness import Workers
 from models import HIDDEN_SIZE
 from policies import LORA, ROWS, differences
-from verl_engines import PLUG, run_updates
+from verl_engines import PLUG, ULYSSES, run_updates
 
 import liger_dist
 
@@ -50,6 +50,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("llama", {"data": packed(), "model": LORA}),
     "LoRA on the head": ("llama", {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}}),
     "LoRA on a tied head": ("qwen3", {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}}),
+    "Ulysses": (
+        "llama",
+        {
+            "data": packed(micro_batch_size_per_gpu=4),
+            "model": {"attn_implementation": ULYSSES},
+            "engine": {"ulysses_sequence_parallel_size": 2},
+        },
+    ),
+    "Ulysses, distillation": (
+        "qwen3",
+        {
+            "data": packed(distillation_use_topk=True, micro_batch_size_per_gpu=4),
+            "model": {"attn_implementation": ULYSSES},
+            "engine": {"ulysses_sequence_parallel_size": 2},
+            "distillation": {},
+        },
+    ),
     "images": ("qwen2_5_vl", {"data": packed(images=True)}),
     "images, padded": (
         "qwen2_5_vl",
