@@ -250,3 +250,23 @@ def _with_sum_pi_squared(own: Callable[..., Any], model_output: dict[str, Tensor
 def _values(value: Any) -> Tensor:
     values = value if isinstance(value, list) else [value]
     return torch.cat([x.values() if x.is_nested else x for x in values]).detach().clone()
+
+
+def refusal_of(folder: Path, settings: dict[str, Any], engine: dict[str, Any]) -> str:
+    """Returns the sentence with which the plug refuses to make an engine."""
+    try:
+        make_engine(folder, fused=True, settings=dict(settings), engine=engine)
+    except liger_dist.LigerDistError as error:
+        return str(error)
+    return ""
+
+
+def score_in_16_bits(folder: Path, fused: bool) -> Tensor:
+    """Log-probabilities of an engine whose parameters and inputs FSDP2 casts to bf16."""
+    dtypes = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = make_engine(folder, fused=fused, settings={}, engine={"mixed_precision": dtypes})
+    temperature = torch.full((4,), 0.7)
+    data = make_data(engine.get_data_parallel_rank(), temperature=temperature, calculate_entropy=False)
+    with engine.eval_mode():
+        output = engine.forward_backward_batch(data, None, forward_only=True)
+    return _values(output["model_output"]["log_probs"])

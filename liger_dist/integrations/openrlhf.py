@@ -8,14 +8,12 @@ when a worker starts. SFT, DPO, reward models and critics stay.
 from __future__ import annotations
 
 import functools
-import runpy
 import sys
 from typing import Any
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
-from .patches import patched
 from .startup.after_import import AfterImport
 
 MAKERS = ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ray.ppo_actor")
@@ -56,23 +54,9 @@ def train_ppo_ray(config: WrapConfig | None = None) -> None:
     Raises:
         LigerDistError: Ray has been initialized already.
     """
-    import ray
+    from .ray_workers import run_patched
 
-    if ray.is_initialized():
-        raise LigerDistError(
-            "Ray is initialized in this process already, so that its workers would not be patched; initialize it with "
-            "runtime_env={'worker_process_setup_hook': 'liger_dist.integrations.openrlhf.patch'} and run "
-            f"{TRAINING} yourself."
-        )
-    own = ray.init
-
-    @functools.wraps(own)
-    def init(*args: Any, runtime_env: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        hook = functools.partial(patch, config)
-        return own(*args, runtime_env={**(runtime_env or {}), "worker_process_setup_hook": hook}, **kwargs)
-
-    with patched(ray, "init", init):
-        runpy.run_module(TRAINING, run_name="__main__", alter_sys=True)
+    run_patched(TRAINING, patch, config)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from harness import Workers
 from models import HIDDEN_SIZE
 from policies import LORA, ROWS, differences
-from verl_engines import PLUG, ULYSSES, run_updates
+from verl_engines import PLUG, ULYSSES, refusal_of, run_updates, score_in_16_bits
 
 import liger_dist
 
@@ -118,3 +118,76 @@ def test_verl_updates_equal_those_without_the_plug(name: str, checkpoints: Calla
         assert len(compared) > 3 * len(mine["weights"]) / 2
         assert {path: value for path, value in compared.items() if not value <= 1e-5} == {}
         assert len({float(step["loss"].sum()) for step in mine["steps"]}) == 3
+
+
+def test_verl_temperatures_are_not_rounded_to_16_bits(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+    """FSDP2 casts the inputs of its root; 0.7 in bf16 would scale every logit by 1.0011."""
+    path = checkpoints("llama")
+    for mine, theirs in zip(*(workers_2.run(score_in_16_bits, path, fused) for fused in (True, False)), strict=True):
+        assert float((mine - theirs).abs().max()) < 0.1
+        assert mine.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "engine", "sentence"),
+    [
+        ("llama", {"use_fused_kernels": True}, {}, "model.use_fused_kernels is True"),
+        ("qwen2_5_vl", {}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2 for a vision"),
+    ],
+)
+def test_verl_settings_are_refused(
+    family: str,
+    model: dict[str, Any],
+    engine: dict[str, Any],
+    sentence: str,
+    checkpoints: Callable[[str], Path],
+    workers_2: Workers,
+) -> None:
+    for refusal in workers_2.run(refusal_of, checkpoints(family), model, engine):
+        assert refusal.startswith(sentence)
+
+
+LOOK = """
+import verl
+from verl.workers.engine.base import EngineRegistry
+print(*(EngineRegistry.get_engine_cls(kind, "fsdp2").__qualname__ for kind in ("language_model", "value_model")))
+"""
+RENAMED = """
+from verl.workers.engine.fsdp import transformer_impl
+del transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs
+import liger_dist.integrations.verl
+"""
+TAKEN = """
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+EngineRegistry.register("language_model", "fsdp2", "cuda", "nvidia")(FSDPEngineWithLMHead)
+import liger_dist.integrations.verl
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "modules", "sentence"),
+    [
+        (LOOK, PLUG, "FusedEngine FSDPEngineWithValueHead"),
+        (LOOK, "", "FSDPEngineWithLMHead FSDPEngineWithValueHead"),
+        (RENAMED, "", "prepare_model_outputs of FSDPEngineWithLMHead is missing in verl 0."),
+        (TAKEN, "", "FSDPEngineWithLMHead is registered for fsdp2 on cuda of nvidia already"),
+    ],
+)
+def test_verl_loads_the_plug_by_its_environment_variable(program: str, modules: str, sentence: str) -> None:
+    """Critics keep verl's engine. Another release, or another engine in the same place, is refused."""
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": modules, "VERL_ENGINE_DEVICE": "cuda"}
+    environment |= {"VERL_ENGINE_VENDOR": "nvidia"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert sentence in done.stdout + done.stderr
+    assert (done.returncode == 0) == (program is LOOK)
+
+
+def test_verl_is_configured_by_a_wrap_config_only() -> None:
+    from verl_engines import import_verl
+
+    import_verl()
+    with pytest.raises(liger_dist.LigerDistError, match="expected a liger_dist.WrapConfig"):
+        sys.modules[PLUG].configure({"logits_dtype": None})

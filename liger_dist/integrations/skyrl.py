@@ -1,0 +1,60 @@
+"""SkyRL: ``python -m liger_dist.integrations.skyrl skyrl.train.entrypoints.main_base …`` instead of ``python -m
+skyrl.train.entrypoints.main_base …``.
+
+The FSDP workers of policies and references make their models by the class ``HFModelWrapper``. :func:`patch` replaces it
+there by :class:`.skyrl_model.FusedModelWrapper`, in every process: the command has Ray call it when a worker starts.
+Critics, and Megatron's workers, stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from liger_dist.config import WrapConfig
+from liger_dist.errors import LigerDistError
+
+from .startup.after_import import AfterImport
+
+MAKER = "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker"
+"""module that makes policies and references"""
+
+
+def patch(config: WrapConfig | None = None) -> None:
+    """Has SkyRL make policies and references whose log-probabilities need no logits, in this process, from now on.
+    Imports nothing of SkyRL before it is used.
+
+    Raises:
+        LigerDistError: another release of SkyRL; when it is imported.
+    """
+
+    def replace() -> None:
+        from .skyrl_model import make_class
+
+        module: Any = sys.modules[MAKER]
+        module.HFModelWrapper = make_class(WrapConfig() if config is None else config)
+
+    if MAKER in sys.modules:
+        replace()
+    else:
+        sys.meta_path.insert(0, AfterImport(MAKER, replace))
+
+
+def main() -> None:
+    """Runs the module that the first argument names, with the others.
+
+    Raises:
+        LigerDistError: there is no first argument.
+    """
+    from .ray_workers import run_patched
+
+    if len(sys.argv) < 2:
+        raise LigerDistError(
+            f"python -m {__spec__.name} was called without arguments; expected the module that trains, such as "
+            "skyrl.train.entrypoints.main_base, and its arguments."
+        )
+    run_patched(sys.argv.pop(1), patch)
+
+
+if __name__ == "__main__":
+    main()
