@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -204,7 +203,8 @@ def main() -> None:
             row.figures["ratio"] = row.median_ms / rows[0].median_ms
         names = "ratio", "peak GiB", "scoring ms", "scoring GiB", "largest MiB", "loss", "third loss"
         show(rows, names)
-    save("verl_actor", rows, Path(given.results))
+    if rows:
+        save("verl_actor", rows, given.results)
 
 
 if __name__ == "__main__":
