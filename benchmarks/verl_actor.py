@@ -2,9 +2,10 @@
 
     python -m benchmarks.verl_actor [--layers 12] [--tokens 16384]
 
-A model of Llama-8B's shape and fewer layers, random bf16 weights, one GPU, FSDP2, activation checkpointing (verl's
-default), one packed micro-batch; verl's PPO loss with an entropy bonus, AdamW. All use this library's attention to
-documents, so that the rest is compared. "with all": temperatures per sample and sums of squared probabilities, which
+A model of Llama-8B's shape and fewer layers, random bf16 weights, one GPU, activation checkpointing (verl's default),
+one packed micro-batch; verl's PPO loss with an entropy bonus, AdamW. All use this library's attention to documents, so
+that the rest is compared. verl computes log-probabilities by flash-attn's cross entropy where that is installed. Its
+fused kernels read lm_head's weight outside of lm_head, which FSDP2 has sharded there: only FSDP1 runs them. "with all": temperatures per sample and sums of squared probabilities, which
 verl's fused kernels refuse. Each candidate runs in a separate process.
 """
 
@@ -40,7 +41,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_engine(layers: int, candidate: dict[str, Any]) -> Any:
+def make_engine(layers: int, strategy: str, candidate: dict[str, Any]) -> Any:
     """Builds verl's engine; the weights are drawn on the GPU instead of read."""
     from transformers import AutoModelForCausalLM, LlamaConfig
     from verl.trainer.config import CheckpointConfig
@@ -61,10 +62,10 @@ def make_engine(layers: int, candidate: dict[str, Any]) -> Any:
             use_fused_kernels=backend is not None,
             fused_kernel_options={"impl_backend": backend or "torch"},
         )
-    engine_config = FSDPEngineConfig(strategy="fsdp2", model_dtype="bf16")
+    engine_config = FSDPEngineConfig(strategy=strategy, model_dtype="bf16")
     made = EngineRegistry.new(
         model_type="language_model",
-        backend="fsdp2",
+        backend=strategy,
         model_config=model_config,
         engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(lr=1e-6),
@@ -115,14 +116,14 @@ def make_rollouts(tokens: int, *, has_all: bool) -> Any:
     return data
 
 
-def measured(name: str, layers: int, tokens: int, rounds: int) -> Row:
+def measured(name: str, strategy: str, layers: int, tokens: int, rounds: int) -> Row:
     from verl.utils import tensordict_utils
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     candidate = CANDIDATES[name]
-    engine = make_engine(layers, candidate)
-    config = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=8, entropy_coeff=0.01)
+    engine = make_engine(layers, strategy, candidate)
+    config = ActorConfig(strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=8, entropy_coeff=0.01)
     rollouts = make_rollouts(tokens, has_all=candidate.get("all", False))
     tensordict_utils.assign_non_tensor(rollouts, use_fused_kernels="backend" in candidate)
 
@@ -135,7 +136,7 @@ def measured(name: str, layers: int, tokens: int, rounds: int) -> Row:
     def score() -> None:
         engine.forward_backward_batch(rollouts, None, forward_only=True)
 
-    row = Row(f"{layers} layers, {tokens} tokens", name, "")
+    row = Row(f"{strategy}, {layers} layers, {tokens} tokens", name, "")
     with engine.train_mode():
         losses = [update() for _ in range(3)]
         torch.cuda.reset_peak_memory_stats()
@@ -183,16 +184,18 @@ def work(results: Any, candidate: tuple[Any, ...]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--strategy", default="fsdp2", help="fsdp2 or fsdp (FSDP1)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=16384)
     given = parser.parse_args()
     context = torch.multiprocessing.get_context("spawn")
     rows: list[Row] = []
     for name in CANDIDATES:
-        if given.only and given.only not in name:
+        if given.only and name not in given.only.split(";"):
             continue
         results = context.SimpleQueue()
-        process = context.Process(target=work, args=(results, (name, given.layers, given.tokens, given.rounds)))
+        asked = name, given.strategy, given.layers, given.tokens, given.rounds
+        process = context.Process(target=work, args=(results, asked))
         process.start()
         process.join()
         if process.exitcode != 0:
