@@ -30,8 +30,7 @@ def import_verl() -> None:
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_base import PlatformBase
 
-    if getattr(platform_manager.get_platform(), "device_name", None) != "cpu":
-
+    if not torch.cuda.is_available() and platform_manager.get_platform().device_name != "cpu":
         members: dict[str, Any] = {name: lambda self, *args: None for name in PlatformBase.__abstractmethods__}
         members |= {
             "device_name": "cpu",
@@ -149,7 +148,9 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
         "input_ids": nested(rows),
         "prompts": nested([row[:p] for row, p in zip(rows, prompts, strict=True)]),
         "responses": nested([row[p:] for row, p in zip(rows, prompts, strict=True)]),
-        "position_ids": torch.nested.nested_tensor_from_jagged(torch.cat(positions).expand(4, -1), offsets, jagged_dim=2)
+        "position_ids": torch.nested.nested_tensor_from_jagged(
+            torch.cat(positions).expand(4, -1), offsets, jagged_dim=2
+        )
         if images
         else nested(positions),
         "loss_mask": nested([torch.ones(n) for n in answers]),

@@ -109,9 +109,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         action_log_probs = log_probs[:, -last - 1 : -1]
         return (action_log_probs, output) if return_output else action_log_probs
 
-    def _inputs(
-        self, sequences: Tensor, attention_mask: Tensor
-    ) -> tuple[dict[str, Any], Tensor, int, Tensor | None]:
+    def _inputs(self, sequences: Tensor, attention_mask: Tensor) -> tuple[dict[str, Any], Tensor, int, Tensor | None]:
         """Returns keywords of the model, its labels, the number of tokens that fill the last sequence shard, and the
         indices of the tokens that are left when padding is removed (None if it stays)."""
         mask: Tensor | None = attention_mask

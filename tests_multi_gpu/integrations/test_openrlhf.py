@@ -30,7 +30,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_openrlhf_updates_equal_those_without_the_plug(name: str, checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+def test_openrlhf_updates_equal_those_without_the_plug(
+    name: str, checkpoints: Callable[[str], Path], workers_2: Workers
+) -> None:
     family, stage, options = CASES[name]
     path = checkpoints(family)
     own, fused = (workers_2.run(run_ppo, path, fused, stage, options) for fused in (False, True))

@@ -21,6 +21,8 @@ import liger_dist
 pytest.importorskip("verl", reason="verl is not installed")
 
 TEMPERATURES = torch.tensor([1.0, 0.7, 1.3, 0.9])
+
+
 def packed(**options: Any) -> dict[str, Any]:
     return {"temperature": TEMPERATURES, **options}
 
@@ -42,14 +44,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one temperature": ("llama", {"data": {"temperature": 0.7}}),
     "no temperature": ("llama", {"data": {"temperature": 1.0}}),
     "log-probabilities alone": ("qwen3", {"data": packed(calculate_entropy=False)}),
-    "reduced each micro-batch": ("llama", {"data": packed(), "engine": {"use_no_sync_for_gradient_accumulation": False}}),
+    "reduced each micro-batch": (
+        "llama",
+        {"data": packed(), "engine": {"use_no_sync_for_gradient_accumulation": False}},
+    ),
     "one micro-batch": ("llama", {"data": packed(micro_batch_size_per_gpu=4)}),
     "padded to a bucket": ("llama", {"data": packed(), "engine": {"pad_to_length": True, "pad_to_length_bucket": 16}}),
     "dynamic batches": ("llama", {"data": packed(use_dynamic_bsz=True, max_token_len_per_gpu=20)}),
     "checkpointed": ("llama", {"data": packed(), "model": {"enable_gradient_checkpointing": True}}),
     "LoRA": ("llama", {"data": packed(), "model": LORA}),
-    "LoRA on the head": ("llama", {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}}),
-    "LoRA on a tied head": ("qwen3", {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}}),
+    "LoRA on the head": (
+        "llama",
+        {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}},
+    ),
+    "LoRA on a tied head": (
+        "qwen3",
+        {"data": packed(micro_batch_size_per_gpu=4), "model": LORA | {"target_modules": ["q_proj", "lm_head"]}},
+    ),
     "Ulysses": (
         "llama",
         {
@@ -104,7 +115,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verl_updates_equal_those_without_the_plug(name: str, checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+def test_verl_updates_equal_those_without_the_plug(
+    name: str, checkpoints: Callable[[str], Path], workers_2: Workers
+) -> None:
     family, case = CASES[name]
     path = checkpoints(family)
     own, fused = (workers_2.run(run_updates, path, fused, case) for fused in (False, True))
