@@ -41,15 +41,21 @@ $(VENV)/.torchao: $(VENV)/.installed
 	$(PIP) --editable ".[torchao]"
 	touch $@
 
+# verl and OpenRLHF without their requirements, which are older releases than this project's.
+$(VENV)/.engines: $(VENV)/.installed
+	$(PIP) ray tensordict hydra-core codetiming dill
+	$(PIP) --no-deps verl "openrlhf; python_version == '3.11'"
+	touch $@
+
 # A file's processes and runs are shared by its tests; conftest.py puts the longest files first.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.torchao
+test: $(VENV)/.torchao $(VENV)/.engines
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and those that repeat
 # another one with a detail changed (a second signal, another rank, tied weights).
-test-all: $(VENV)/.torchao
+test-all: $(VENV)/.torchao $(VENV)/.engines
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA

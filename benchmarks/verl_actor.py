@@ -5,8 +5,9 @@
 A model of Llama-8B's shape and fewer layers, random bf16 weights, one GPU, activation checkpointing (verl's default),
 one packed micro-batch; verl's PPO loss with an entropy bonus, AdamW. All use this library's attention to documents, so
 that the rest is compared. verl computes log-probabilities by flash-attn's cross entropy where that is installed. Its
-fused kernels read lm_head's weight outside of lm_head, which FSDP2 has sharded there: only FSDP1 runs them. "with all": temperatures per sample and sums of squared probabilities, which
-verl's fused kernels refuse. Each candidate runs in a separate process.
+fused kernels read lm_head's weight outside of lm_head, where FSDP2 has sharded it: only FSDP1 runs them. "with all":
+temperatures per sample and sums of squared probabilities, which verl's fused kernels refuse. Each candidate runs in a
+separate process.
 """
 
 from __future__ import annotations

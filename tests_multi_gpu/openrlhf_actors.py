@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ def add_stand_ins() -> None:
     """Adds the functions of flash-attn that remove and add padding, and an empty vLLM."""
     if "flash_attn" in sys.modules:
         return
+    # transformers looks for flash-attn in its imports, and would find these.
+    import_module("transformers.modeling_utils")
     functions = {
         "bert_padding": (index_first_axis, pad_input, rearrange, unpad_input),
         "utils": (),
@@ -97,7 +100,7 @@ def make_actor(folder: Path, *, fused: bool, stage: int, **options: Any) -> Any:
     torch.manual_seed(3)
     given = {"attn_implementation": "sdpa", "temperature": 0.7, **options}
     # It knows 16-bit dtypes only.
-    with mock.patch.object(utils, "convert_to_torch_dtype", lambda dtype: torch.float32):
+    with mock.patch.object(utils, "convert_to_torch_dtype", return_value=torch.float32):
         return actor(str(folder), ds_config=settings, **given), settings
 
 
@@ -160,3 +163,22 @@ def run_ppo(folder: Path, fused: bool, stage: int, options: dict[str, Any]) -> d
     found["weights"] = {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}
     actor.model.destroy()
     return found
+
+
+def refusals_of(folder: Path) -> list[str]:
+    """Returns the sentences of calls and settings that the plug refuses, and the shape of logits that are asked for."""
+    made, _ = make_actor(folder, fused=True, stage=2)
+    samples = make_samples(0)
+    given = samples["sequences"], samples["action_mask"], samples["attention_mask"]
+    found = []
+    for refused in (
+        lambda: made(*given, ring_attn_group=torch.distributed.group.WORLD),
+        lambda: make_actor(folder, fused=True, stage=2, use_liger_kernel=True),
+    ):
+        try:
+            refused()
+        except liger_dist.LigerDistError as error:
+            found.append(str(error))
+    with torch.no_grad():
+        output = made(samples["sequences"], attention_mask=samples["attention_mask"], return_output=True)
+    return [*found, str(tuple(output["logits"].shape))]

@@ -111,7 +111,7 @@ def make_engine(folder: Path, *, fused: bool, settings: dict[str, Any], engine: 
         **{"enable_gradient_checkpointing": False, **settings},
     )
     options: dict[str, Any] = {"strategy": "fsdp2", "mixed_precision": None, **engine}
-    dtypes = {name: "fp32" for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     options["mixed_precision"] = options["mixed_precision"] or dtypes
     engine_config = FSDPEngineConfig(use_torch_compile=False, **options)
     optimizer_config = FSDPOptimizerConfig(lr=0.05, optimizer="SGD", weight_decay=0.0, clip_grad=1e9)
@@ -181,8 +181,8 @@ def make_data(rank: int, *, temperature: Any, images: bool = False, **options: A
 
 
 def _images(rows: list[Tensor], generator: torch.Generator) -> Any:
-    """An image of four tokens in the samples that are long enough, none in the others. verl 0.9.1 fails in micro-batches
-    without any."""
+    """An image of four tokens in the samples that are long enough, none in the others. verl 0.9.1 fails in
+    micro-batches without any."""
     from tensordict import NonTensorData, NonTensorStack
     from test_vision_language import IMAGE_TOKEN
 

@@ -18,6 +18,8 @@ from .startup.after_import import AfterImport
 
 MAKERS = ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ray.ppo_actor")
 """modules that make references and policies"""
+NAME = "liger_dist.integrations.openrlhf"
+"""of this module, also where it runs as a program"""
 TRAINING = "openrlhf.cli.train_ppo_ray"
 
 
@@ -56,7 +58,7 @@ def train_ppo_ray(config: WrapConfig | None = None) -> None:
     """
     from .ray_workers import run_patched
 
-    run_patched(TRAINING, patch, config)
+    run_patched(TRAINING, NAME, config)
 
 
 if __name__ == "__main__":

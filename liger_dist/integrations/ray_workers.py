@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import runpy
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -18,9 +18,9 @@ HOOK = "worker_process_setup_hook"
 """key of Ray's runtime environment: a function that each worker calls when it starts"""
 
 
-def run_patched(program: str, patch: Callable[[WrapConfig | None], None], config: WrapConfig | None = None) -> None:
+def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> None:
     """Runs the module ``program`` with the arguments of this process, as ``python -m`` does. Each worker of its Ray
-    calls ``patch(config)`` when it starts.
+    calls ``patch(config)`` of the module ``plug`` when it starts.
 
     Raises:
         LigerDistError: Ray has been initialized already, or the program has a hook of its own.
@@ -28,19 +28,22 @@ def run_patched(program: str, patch: Callable[[WrapConfig | None], None], config
     if ray.is_initialized():
         raise LigerDistError(
             "Ray is initialized in this process already, so that its workers would not be patched; initialize it with "
-            f"runtime_env={{{HOOK!r}: '{patch.__module__}.{patch.__name__}'}} and run {program} yourself."
+            f"runtime_env={{{HOOK!r}: '{plug}.patch'}} and run {program} yourself."
         )
     own = ray.init
+
+    def patch() -> None:
+        import_module(plug).patch(config)
 
     @functools.wraps(own)
     def init(*args: Any, runtime_env: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given = dict(runtime_env or {})
         if HOOK in given:
             raise LigerDistError(
-                f"runtime_env has the {HOOK} {given[HOOK]!r} already; call {patch.__module__}.{patch.__name__} in that "
-                f"function, and run {program} itself."
+                f"runtime_env has the {HOOK} {given[HOOK]!r} already; call {plug}.patch in that function, and run "
+                f"{program} itself."
             )
-        return own(*args, runtime_env=given | {HOOK: functools.partial(patch, config)}, **kwargs)
+        return own(*args, runtime_env=given | {HOOK: patch}, **kwargs)
 
     with patched(ray, "init", init):
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -16,6 +16,8 @@ from liger_dist.errors import LigerDistError
 
 from .startup.after_import import AfterImport
 
+NAME = "liger_dist.integrations.skyrl"
+"""of this module, also where it runs as a program"""
 MAKER = "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker"
 """module that makes policies and references"""
 
@@ -50,10 +52,10 @@ def main() -> None:
 
     if len(sys.argv) < 2:
         raise LigerDistError(
-            f"python -m {__spec__.name} was called without arguments; expected the module that trains, such as "
+            f"python -m {NAME} was called without arguments; expected the module that trains, such as "
             "skyrl.train.entrypoints.main_base, and its arguments."
         )
-    run_patched(sys.argv.pop(1), patch)
+    run_patched(sys.argv.pop(1), NAME)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -70,9 +69,9 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        model = base_model_of(module)
+        model: Any = base_model_of(module)
         if type(model).forward.__module__.startswith("verl."):
-            model.forward = MethodType(_with_loss(type(model).forward), model)  # type: ignore[method-assign]
+            model.forward = MethodType(_with_loss(type(model).forward), model)
         # Ranks other than the first of a shard group have no weights yet.
         way_out = f"Take {__name__} out of VERL_USE_EXTERNAL_MODULES and model.external_lib for this model."
         wrap_policy(module, LoadedByHost(), self.wrap_config, way_out=way_out)
@@ -179,7 +178,8 @@ def _padded(values: Tensor, micro_batch: TensorDict, *, fill: int) -> Tensor:
     offsets = micro_batch["input_ids"].offsets()
     shape = len(offsets) - 1, int(offsets.diff().max()), *values.shape[1:]
     nested = torch.nested.nested_tensor_from_jagged(values, offsets)
-    return torch.nested.to_padded_tensor(nested, padding=fill, output_size=shape)
+    padded: Tensor = torch.nested.to_padded_tensor(nested, padding=fill, output_size=shape)
+    return padded
 
 
 def _with_loss(own: Callable[..., Any]) -> Callable[..., Any]:

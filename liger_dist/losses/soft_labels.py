@@ -54,8 +54,8 @@ class SoftLabels:
         if probs.dtype not in (torch.float32, torch.float64):
             raise LigerDistError(
                 f"soft_labels have probabilities of dtype {probs.dtype}; expected fp32 or fp64, because 16 bits round "
-                "them by up to 0.4 %. FSDP with mixed precision casts floating arguments of a model that it wraps: give "
-                "soft_labels=(ids, liger_dist.Uncast(probs))."
+                "them by up to 0.4 %. FSDP with mixed precision casts floating arguments of a model that it wraps: "
+                "give soft_labels=(ids, liger_dist.Uncast(probs))."
             )
         if probs.requires_grad:
             raise LigerDistError("soft_labels require a gradient, which this loss does not compute; detach them.")

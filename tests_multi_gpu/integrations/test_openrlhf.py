@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Workers
-from models import HIDDEN_SIZE
-from openrlhf_actors import STEPS, run_ppo
+from models import HIDDEN_SIZE, VOCAB_SIZE
+from openrlhf_actors import LENGTH, SAMPLES, STEPS, refusals_of, run_ppo
 from policies import LORA, ROWS, differences
 
 pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
@@ -45,3 +48,39 @@ def test_openrlhf_updates_equal_those_without_the_plug(
         assert len(compared) > STEPS * len(mine["weights"])
         assert {path: value for path, value in compared.items() if not value <= 1e-5} == {}
         assert len({float(step["loss"]) for step in mine["steps"]}) == STEPS
+
+
+def test_openrlhf_refusals_and_logits(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+    for ring, liger, shape in workers_2.run(refusals_of, checkpoints("llama")):
+        assert ring.startswith("ring_attn_group was given")
+        assert liger.startswith("use_liger_kernel is True")
+        assert shape == str((SAMPLES, LENGTH, VOCAB_SIZE))
+
+
+RUN = """
+import sys, openrlhf.cli
+openrlhf.cli.__path__.insert(0, sys.argv.pop(1))
+from liger_dist.integrations.openrlhf import train_ppo_ray
+train_ppo_ray()
+"""
+INITIALIZED = """
+import ray
+ray.init(num_cpus=1, include_dashboard=False)
+from liger_dist.integrations.openrlhf import train_ppo_ray
+train_ppo_ray()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [(RUN, "yes FusedActor FusedActor Actor"), (INITIALIZED, "Ray is initialized in this process already")],
+)
+def test_openrlhf_workers_of_ray_make_fused_policies(program: str, sentence: str) -> None:
+    """Every worker of the command does, and the program's own runtime environment stays. SFT and DPO import Actor from
+    openrlhf.models."""
+    folder = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, str(folder / "programs" / "openrlhf_cli")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert sentence in done.stdout + done.stderr
+    assert (done.returncode == 0) == (program is RUN), done.stderr

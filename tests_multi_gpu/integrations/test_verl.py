@@ -202,5 +202,5 @@ def test_verl_is_configured_by_a_wrap_config_only() -> None:
     from verl_engines import import_verl
 
     import_verl()
-    with pytest.raises(liger_dist.LigerDistError, match="expected a liger_dist.WrapConfig"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"expected a liger_dist\.WrapConfig"):
         sys.modules[PLUG].configure({"logits_dtype": None})
