@@ -5,7 +5,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo demo-distillation test test-all test-oldest check docs matrix families peft benchmarks format clean
+.PHONY: venv demo demo-distillation test test-all test-oldest test-verl test-skyrl check docs matrix families peft benchmarks format clean
 
 venv: $(VENV)/.installed
 
@@ -77,8 +77,46 @@ $(OLDEST)/.installed: setup.cfg Makefile
 	$(OLDEST_PIP) $(OLDEST_RELEASES) --editable ".[train]" liger-kernel==0.8.5 pytest pytest-timeout pytest-xdist
 	touch $@
 
-test-oldest: $(OLDEST)/.installed
+test-oldest: $(OLDEST)/.installed test-verl
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
+
+# The releases of transformers that verl allows, first and last.
+VERL ?= .venv-verl
+VERL_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check
+VERL_TRANSFORMERS := 5.5.4 5.10.4
+VERL_TESTS := integrations/test_verl conformance/test_conformance fused_layers/test_layers fused_head/test_wrap
+
+$(VERL)/.installed: setup.cfg Makefile
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL_PIP) torch==2.11.0 setuptools wheel ninja
+	$(VERL_PIP) --no-build-isolation deepspeed==0.19.8
+	$(VERL_PIP) --editable ".[train]" "transformers<5.11" liger-kernel==0.8.5 pytest pytest-timeout pytest-xdist torchvision==0.26.0
+	$(VERL_PIP) ray==2.60.0 tensordict==0.10.0 hydra-core codetiming dill
+	$(VERL_PIP) --no-deps verl==0.9.1
+	touch $@
+
+test-verl: $(VERL)/.installed
+	for release in $(VERL_TRANSFORMERS); do \
+		$(VERL_PIP) transformers==$$release && \
+		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not slow" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
+	done
+
+# SkyRL needs Python 3.12.
+SKYRL ?= .venv-skyrl
+PYTHON312 ?= python3.12
+SKYRL_PIP := PIP_CONSTRAINT=/dev/null $(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(SKYRL)/.installed: setup.cfg Makefile
+	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
+	$(SKYRL_PIP) torch==2.13.0 setuptools wheel
+	$(SKYRL)/bin/python -c "import triton" 2>/dev/null || $(SKYRL_PIP) triton==$(TRITON)
+	$(SKYRL_PIP) transformers==5.8.0 accelerate peft==0.18.1 ray==2.56.0 tensordict hydra-core loguru jaxtyping polars \
+		func_timeout aiohttp fastapi uvicorn datasets matplotlib tensorboard torchdata pillow pytest pytest-timeout pytest-xdist
+	$(SKYRL_PIP) --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 --editable .
+	touch $@
+
+test-skyrl: $(SKYRL)/.installed
+	$(SKYRL)/bin/python -m pytest tests_multi_gpu/integrations/test_skyrl.py
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
@@ -114,4 +152,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-oldest runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-verl .venv-skyrl runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -255,6 +255,8 @@ class Cell:
         if self.engine == "fsdp1" and is_offloaded and not on_gpu:
             return "FSDP1 pins offloaded memory, which needs an accelerator"
         if self.layout.get("plan") == "transformers":
+            if importlib.util.find_spec("transformers.distributed.tensor_parallel") is None:
+                return "this transformers shards lm_head by another class than those since 5.11"
             from transformers.distributed.tensor_parallel import ColwiseParallel as PlanOfTransformers
 
             if "validate_param" in vars(PlanOfTransformers):

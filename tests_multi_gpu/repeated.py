@@ -71,6 +71,12 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_lora_fsdp2_losses_are_those_of_one_process": "dora",
         "test_lora_fsdp2_holds_no_full_base": ".*-dora",
     },
+    "test_openrlhf": {
+        "test_openrlhf_updates_equal_those_without_the_plug": (
+            "llama, ZeRO-3|no temperature|packed, ZeRO-2|LoRA, ZeRO-2|granite scale, ZeRO-3"
+        ),
+        "test_openrlhf_workers_of_ray_make_fused_policies": "program1-.*",
+    },
     "test_options": {
         "test_a_streamed_run_goes_on_exactly_or_is_refused": "1",
         "test_states_of_eight_bits": "none",
@@ -116,6 +122,14 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_distillation_in_two_processes": "Distillation-(ddp|zero3)|GKD-zero3|GOLD-fsdp2",
         "test_wrapped_first_in_two_processes": "GRPO.*|DPO-fsdp2|CPO-fsdp2|SFT-ddp",
         "test_wrapped_first": "RLOO.*|GRPO with an fp32 head|DPO weighted|SFT (by dft|packed|padding-free)|CPO|KTO",
+    },
+    "test_verl": {
+        "test_verl_updates_equal_those_without_the_plug": (
+            "one temperature|no temperature|log-probabilities alone|one micro-batch|padded|padded to a bucket|"
+            "checkpointed|LoRA|qwen3_moe|distillation in chunks|distillation alone|Ulysses|reduced each micro-batch"
+        ),
+        "test_verl_loads_the_plug_by_its_environment_variable": "program[123]-.*",
+        "test_errors_of_verl_that_the_page_lists": None,
     },
     "test_verify": {
         "test_it_finds_nothing_in_what_is_right_and_leaves_no_trace": (

@@ -253,6 +253,29 @@ def _values(value: Any) -> Tensor:
     return torch.cat([x.values() if x.is_nested else x for x in values]).detach().clone()
 
 
+def error_of_fused_kernels(folder: Path, temperature: Any, options: dict[str, Any]) -> str:
+    """Returns the error of verl's own fused kernels."""
+    import transformers
+
+    settings = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+    kinds: list[Any] = [transformers.LlamaForCausalLM, transformers.Qwen3ForCausalLM]
+    own_forwards = [kind.forward for kind in kinds]
+    try:
+        engine = make_engine(folder, fused=False, settings=settings, engine={})
+        data = make_data(
+            engine.get_data_parallel_rank(), temperature=temperature, **{"use_fused_kernels": True, **options}
+        )
+        with engine.train_mode():
+            engine.forward_backward_batch(data, make_loss(None))
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        return str(error)
+    finally:
+        # verl has replaced it on the class.
+        for kind, own_forward in zip(kinds, own_forwards, strict=True):
+            kind.forward = own_forward
+    return ""
+
+
 def refusal_of(folder: Path, settings: dict[str, Any], engine: dict[str, Any]) -> str:
     """Returns the sentence with which the plug refuses to make an engine."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch
 from harness import Workers
 from models import HIDDEN_SIZE
 from policies import LORA, ROWS, differences
-from verl_engines import PLUG, ULYSSES, refusal_of, run_updates, score_in_16_bits
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from verl_engines import PLUG, ULYSSES, error_of_fused_kernels, refusal_of, run_updates, score_in_16_bits
 
 import liger_dist
 
@@ -119,6 +121,8 @@ def test_verl_updates_equal_those_without_the_plug(
     name: str, checkpoints: Callable[[str], Path], workers_2: Workers
 ) -> None:
     family, case = CASES[name]
+    if family == "qwen2_5_vl" and not hasattr(modeling_qwen2_vl, "Qwen2VLCausalLMOutputWithPast"):
+        pytest.skip("verl 0.9.1 knows the classes of Qwen2-VL in transformers 5.5 to 5.10; make test-verl has those")
     path = checkpoints(family)
     own, fused = (workers_2.run(run_updates, path, fused, case) for fused in (False, True))
     for mine, theirs in zip(fused, own, strict=True):
@@ -158,6 +162,16 @@ def test_verl_settings_are_refused(
 ) -> None:
     for refusal in workers_2.run(refusal_of, checkpoints(family), model, engine):
         assert refusal.startswith(sentence)
+
+
+def test_errors_of_verl_that_the_page_lists(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "errors_you_come_from.md").read_text()
+    rows = re.findall(r"^\| `(.+?)`", page.split("## verl")[1], re.MULTILINE)
+    alone = {"calculate_sum_pi_squared": False}
+    asked = (("llama", TEMPERATURES, alone), ("qwen3", 1.0, {}), ("llama", 1.0, alone))
+    for row, (family, temperature, options) in zip(rows, asked, strict=False):
+        errors = workers_2.run(error_of_fused_kernels, checkpoints(family), temperature, options)
+        assert all(row in error for error in errors)
 
 
 LOOK = """

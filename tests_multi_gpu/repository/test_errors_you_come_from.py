@@ -29,7 +29,7 @@ import liger_dist
 from liger_dist.sharding.process_groups import compute_device
 
 PAGE = (ROOT / "docs" / "errors_you_come_from.md").read_text()
-ROWS = re.findall(r"^\| `(.+?)`.*? \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `(.+?)`.*? \| (.+?) \| (.+?) \|$", PAGE.split("## ")[0], re.MULTILINE)
 MEMORY = "CUDA out of memory"
 """needs a GPU's memory, and most of it"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "trainer.py": ALONE,
     "accelerate_loop.py": ALONE,
     "deepspeed_loop.py": TORCHRUN,
+    "grpo_loop.py": TORCHRUN,
     "liger_names.py": ALONE,
     "lightning_module.py": ALONE,
     "peft_lora.py": TORCHRUN,
@@ -35,4 +37,9 @@ def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
     command = [*EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]
-    assert 5 < float(run_command(command, tmp_path).split()[-1]) < 8
+    said = run_command(command, tmp_path)
+    assert 5 < float(said.split()[-1]) < 8
+    if name == "grpo_loop.py":
+        losses = [float(loss) for loss in re.findall(r"loss (\S+),", said)]
+        assert len(losses) == 3
+        assert losses[0] > losses[1] > losses[2]
