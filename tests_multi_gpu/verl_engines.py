@@ -16,6 +16,7 @@ from hosts import watched
 from models import VOCAB_SIZE, full, gradients
 from policies import ROWS
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import liger_dist
 
@@ -53,7 +54,18 @@ def import_verl() -> None:
     # With its own, FSDP2 cannot shard a LoRA layer on lm_head: Python refuses the class ("object layout differs").
     fsdp_utils.maybe_patch_fsdp_module = lambda module: contextlib.nullcontext()
     _add_flash_attention()
+    if not torch.cuda.is_available():
+        from verl.workers.engine.fsdp import transformer_impl
+
+        transformer_impl.FSDP = FSDPOnCPU
     sys.modules[PLUG].configure(liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4))
+
+
+class FSDPOnCPU(FullyShardedDataParallel):
+    """Without the broadcast of rank 0's values, which torch refuses for parameters on CPUs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"sync_module_states": False, "device_id": torch.device("cpu")})
 
 
 ULYSSES = "attention for Ulysses"
@@ -200,7 +212,7 @@ def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, An
     """Scores the samples, and makes :data:`STEPS` updates of the policy. Returns everything as full tensors."""
     case = dict(case)
     engine = make_engine(folder, fused=fused, settings=case.pop("model", {}), engine=case.pop("engine", {}))
-    loss_function = make_loss(case.pop("distillation", None))
+    loss_function = make_loss(case.pop("distillation", None), is_sft=case.pop("sft", False))
     options, rank = case.pop("data", {}), engine.get_data_parallel_rank()
     found: dict[str, Any] = {"class": type(engine).__qualname__}
     steps, passes = [], mock.patch.object(engine, "forward_step", wraps=engine.forward_step)
@@ -225,20 +237,31 @@ def run_updates(folder: Path, fused: bool, case: dict[str, Any]) -> dict[str, An
     return found
 
 
-def make_loss(distillation: dict[str, Any] | None) -> Callable[..., Any]:
-    """verl's loss of the policy, or of its distillation from the K classes of a teacher."""
+def make_loss(distillation: dict[str, Any] | None, *, is_sft: bool = False) -> Callable[..., Any]:
+    """verl's loss of the policy, of its distillation from the K classes of a teacher, or of supervised fine-tuning."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
-    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.losses import ppo_loss, sft_loss
 
     config = ActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.1, ppo_mini_batch_size=4
     )
+    if is_sft:
+        return partial(_with_mask, partial(sft_loss, config))
     if distillation is None:
         return partial(_with_sum_pi_squared, partial(ppo_loss, config))
     options = {"use_policy_gradient": False, **distillation}
     loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3, **options)
     return partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
+
+
+def _with_mask(own: Callable[..., Any], model_output: dict[str, Tensor], data: Any, dp_group: Any) -> Any:
+    """Gives the loss a mask of all tokens but the first, as the data of verl's SFT trainer has it."""
+    offsets = data["input_ids"].offsets()
+    mask = torch.ones(int(offsets[-1]))
+    mask[offsets[:-1]] = 0
+    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, offsets)
+    return own(model_output=model_output, data=data, dp_group=dp_group)
 
 
 def _with_sum_pi_squared(own: Callable[..., Any], model_output: dict[str, Tensor], data: Any, dp_group: Any) -> Any:

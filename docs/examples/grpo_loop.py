@@ -1,6 +1,8 @@
 """GRPO in a plain loop: an actor under FSDP2, a frozen reference, and rollouts from a file. On two GPUs:
 torchrun --nproc-per-node 2 docs/examples/grpo_loop.py"""
 
+import os
+
 import torch
 import torch.distributed as dist
 from tiny import VOCAB_SIZE, make_model
@@ -25,9 +27,11 @@ def log_probs(model: torch.nn.Module, batch: dict[str, torch.Tensor], **options:
     return model(**batch, outputs=("log_prob",), temperature=TEMPERATURE, **options).log_prob
 
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank = dist.get_rank()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 store_rollouts(f"rollouts.{rank}.pt", rank)
 rollouts = torch.load(f"rollouts.{rank}.pt", map_location=device)
 
@@ -40,6 +44,8 @@ attended = position < rollouts["lengths"].flatten()[:, None]
 labels = ids.masked_fill(~attended | (position < PROMPT), -100)
 batch = {"input_ids": ids, "attention_mask": attended.long(), "labels": labels}
 scored = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+tokens = scored.sum()
+dist.all_reduce(tokens)  # of all ranks, whose gradients FSDP2 averages
 # Advantages are relative to the other answers to the same prompt (Shao et al. 2024, arXiv:2402.03300).
 advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()[:, None]
 
@@ -50,7 +56,7 @@ for _ in range(EPOCHS):
     ratio = (new - old).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     kl = (expected - new).exp() - (expected - new) - 1
-    loss = -((gain - KL * kl) * scored).sum() / scored.sum()
+    loss = -((gain - KL * kl) * scored).sum() * dist.get_world_size() / tokens
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,26 +1,24 @@
 """OpenRLHF: ``python -m liger_dist.integrations.openrlhf …`` instead of ``python -m openrlhf.cli.train_ppo_ray …``.
 
-Policies and references of PPO (also REINFORCE++, RLOO, GRPO) are made by the class ``Actor``. :func:`patch` replaces it
-in the two modules that make them by :class:`.openrlhf_actor.FusedActor`, in every process: the command has Ray call it
-when a worker starts. SFT, DPO, reward models and critics stay.
+Policies and references of PPO (also REINFORCE++, RLOO, GRPO) are made by the class ``Actor``. :func:`patch` sets it to
+:class:`.openrlhf_actor.FusedActor` in the two modules that make them, in every process: the command has Ray call it
+when a worker starts. SFT, DPO, reward models and critics are not patched.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from typing import Any
 
 from liger_dist.config import WrapConfig
-from liger_dist.errors import LigerDistError
 
-from .startup.after_import import AfterImport
+from .patches import patch_class
 
-MAKERS = ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ray.ppo_actor")
-"""modules that make references and policies"""
 NAME = "liger_dist.integrations.openrlhf"
 """of this module, also where it runs as a program"""
+MAKERS = ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ray.ppo_actor")
+"""modules that make references and policies"""
 TRAINING = "openrlhf.cli.train_ppo_ray"
+TRIED = "0.11.2"
 
 
 def patch(config: WrapConfig | None = None) -> None:
@@ -30,24 +28,15 @@ def patch(config: WrapConfig | None = None) -> None:
     Raises:
         LigerDistError: another release of OpenRLHF; when it is imported.
     """
+
+    def make() -> Any:
+        # It imports DeepSpeed, which processes of vLLM must not.
+        from .openrlhf_actor import make_class
+
+        return make_class(config)
+
     for name in MAKERS:
-        action = functools.partial(_replace, name, WrapConfig() if config is None else config)
-        if name in sys.modules:
-            action()
-        else:
-            sys.meta_path.insert(0, AfterImport(name, action))
-
-
-def _replace(name: str, config: WrapConfig) -> None:
-    from .openrlhf_actor import TRIED, make_class
-
-    module: Any = sys.modules[name]
-    if not hasattr(module, "Actor"):
-        raise LigerDistError(
-            f"{name} of OpenRLHF has no Actor; expected one, as in {TRIED}, which this release of liger_dist was tried "
-            f"with. Install {TRIED}, or train without liger_dist."
-        )
-    module.Actor = make_class(config)
+        patch_class(name, "Actor", make, tried=f"OpenRLHF {TRIED}")
 
 
 def train_ppo_ray(config: WrapConfig | None = None) -> None:

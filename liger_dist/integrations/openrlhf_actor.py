@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 from openrlhf.models import Actor
-from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
+from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, get_ring_attn_group, unpad_and_slice_tensor
 from torch import Tensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.call import IGNORE_INDEX
 
-from .patches import check_members, wrap_policy
+from .openrlhf import TRAINING, TRIED
+from .patches import check_members, refuse_liger_kernel, with_config, wrap_policy
 
-TRAINING = "openrlhf.cli.train_ppo_ray"
-TRIED = "0.11.2"
 MEMBERS = {
     "forward": (
         "self",
@@ -35,7 +35,10 @@ MEMBERS = {
         "mm_inputs",
     ),
 }
-IGNORED = -100
+RING = (
+    "ring attention shards the tokens of a sequence, which liger_dist does not support in OpenRLHF. Set "
+    f"ds.ring_attn_size to 1, or train by python -m {TRAINING}."
+)
 
 
 class FusedActor(Actor):  # type: ignore[misc]
@@ -47,12 +50,17 @@ class FusedActor(Actor):  # type: ignore[misc]
         """Makes the model and wraps it, before DeepSpeed shards it.
 
         Raises:
-            LigerDistError: ``use_liger_kernel``, or a model whose loss is not fused.
+            LigerDistError: ``use_liger_kernel``, ring attention, tensor parallelism of DeepSpeed, or a model whose loss
+                is not fused.
         """
-        if kwargs.get("use_liger_kernel"):
+        refuse_liger_kernel(kwargs)
+        if get_ring_attn_group() is not None:
+            raise LigerDistError(f"a group for ring attention has been set: {RING}")
+        tensor_parallel = ((kwargs.get("ds_config") or {}).get("tensor_parallel") or {}).get("autotp_size", 1)
+        if tensor_parallel > 1:
             raise LigerDistError(
-                "use_liger_kernel is True, with which the model's forward is another one; leave it out: liger_dist "
-                "fuses the loss and the layers."
+                f"tensor_parallel.autotp_size is {tensor_parallel} in the DeepSpeed configuration, which replaces "
+                "lm_head; set ds.tensor_parallel_size to 1."
             )
         super().__init__(pretrain_or_model, *args, **kwargs)
         wrap_policy(self.model, "deepspeed", self.wrap_config, way_out=f"Train it by python -m {TRAINING}.")
@@ -77,10 +85,7 @@ class FusedActor(Actor):  # type: ignore[misc]
             LigerDistError: ring attention.
         """
         if ring_attn_group is not None:
-            raise LigerDistError(
-                "ring_attn_group was given: ring attention shards the tokens of a sequence, which liger_dist does not "
-                f"support in OpenRLHF. Set ds.ring_attn_size to 1, or train by python -m {TRAINING}."
-            )
+            raise LigerDistError(f"ring_attn_group was given: {RING}")
         if action_mask is None and not return_logprobs:
             return super().forward(
                 sequences,
@@ -91,6 +96,8 @@ class FusedActor(Actor):  # type: ignore[misc]
                 return_entropy=return_entropy,
                 **mm_inputs,
             )
+        if return_entropy and not return_output:
+            raise LigerDistError("return_entropy is True and return_output is False, so nothing returns it; set both.")
         inputs, labels, unpack = self._inputs(sequences, attention_mask, mm_inputs)
         output = self.model(
             **inputs,
@@ -124,7 +131,7 @@ class FusedActor(Actor):  # type: ignore[misc]
             )
             return {"input_ids": ids, "attention_mask": None, "position_ids": positions, **mm_inputs}, labels, unpack
         # Padding is scored in OpenRLHF, and left out afterwards.
-        labels = sequences.roll(-1, 1).masked_fill(attention_mask == 0, IGNORED)
+        labels = sequences.roll(-1, 1).masked_fill(attention_mask == 0, IGNORE_INDEX)
         inputs = {"input_ids": sequences, "attention_mask": attention_mask, **mm_inputs}
         if not getattr(self, "is_vlm", False):
             positions = attention_mask.long().cumsum(-1) - 1
@@ -143,11 +150,11 @@ class FusedActor(Actor):  # type: ignore[misc]
         return {"mm_token_type_ids" if "image_grid_thw" in mm_inputs else "token_type_ids": kinds}
 
 
-def make_class(config: WrapConfig) -> type[FusedActor]:
+def make_class(config: WrapConfig | None = None) -> Any:
     """Makes a class of fused actors whose models are wrapped with ``config``.
 
     Raises:
         LigerDistError: another release of OpenRLHF.
     """
     check_members(Actor, MEMBERS, package=f"OpenRLHF {version('openrlhf')}", tried=TRIED)
-    return type(FusedActor.__name__, (FusedActor,), {"wrap_config": config, "__module__": __name__})
+    return with_config(FusedActor, config)

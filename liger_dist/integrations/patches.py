@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -15,6 +16,8 @@ from liger_dist.errors import LigerDistError
 from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import inner_model, is_wrapped, record_of, wrap
+
+from .startup.after_import import AfterImport
 
 
 @contextmanager
@@ -53,6 +56,51 @@ def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead)
         yield
 
 
+def refuse_liger_kernel(settings: Mapping[str, Any]) -> None:
+    """Refuses ``use_liger_kernel`` among the settings of a host's model.
+
+    Raises:
+        LigerDistError: it is True.
+    """
+    if settings.get("use_liger_kernel"):
+        raise LigerDistError(
+            "use_liger_kernel is True, which replaces the model's forward, with its loss; leave it out: liger_dist "
+            "fuses the loss and the layers."
+        )
+
+
+def with_config(cls: Any, config: WrapConfig | None) -> Any:
+    """Makes a subclass of ``cls``, with its name, whose models are wrapped with ``config``."""
+    members = {"wrap_config": WrapConfig() if config is None else config, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), members)
+
+
+def patch_class(module_name: str, name: str, make: Callable[[], Any], *, tried: str) -> None:
+    """Sets the class ``name`` of a host's module to that of ``make``: now if the module is imported, otherwise after
+    its import.
+
+    Args:
+        tried: the host's release that this release of liger_dist was tried with.
+
+    Raises:
+        LigerDistError: the module has no such class.
+    """
+
+    def patch() -> None:
+        module = sys.modules[module_name]
+        if not hasattr(module, name):
+            raise LigerDistError(
+                f"{module_name} has no {name}; expected one, as in {tried}, which this release of liger_dist was tried "
+                f"with. Install {tried}, or train without liger_dist."
+            )
+        setattr(module, name, make())
+
+    if module_name in sys.modules:
+        patch()
+    else:
+        sys.meta_path.insert(0, AfterImport(module_name, patch))
+
+
 def wrap_policy(model: nn.Module, strategy: str | Strategy, config: WrapConfig, *, way_out: str) -> None:
     """Wraps a model that a host asks for log-probabilities.
 
@@ -66,7 +114,7 @@ def wrap_policy(model: nn.Module, strategy: str | Strategy, config: WrapConfig, 
 
 
 def check_members(owner: Any, members: Mapping[str, tuple[str, ...]], *, package: str, tried: str) -> None:
-    """Refuses a release of a package whose functions are not those that are replaced.
+    """Refuses a release of a package whose functions are not those that are patched.
 
     Args:
         members: names in ``owner``, and the names of their parameters.

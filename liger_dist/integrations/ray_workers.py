@@ -23,7 +23,8 @@ def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> No
     calls ``patch(config)`` of the module ``plug`` when it starts.
 
     Raises:
-        LigerDistError: Ray has been initialized already, or the program has a hook of its own.
+        LigerDistError: Ray has been initialized already, the program has a hook of its own, or (after it) it did not
+            call ``ray.init``.
     """
     if ray.is_initialized():
         raise LigerDistError(
@@ -31,19 +32,27 @@ def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> No
             f"runtime_env={{{HOOK!r}: '{plug}.patch'}} and run {program} yourself."
         )
     own = ray.init
+    is_patched = False
 
     def patch() -> None:
         import_module(plug).patch(config)
 
     @functools.wraps(own)
     def init(*args: Any, runtime_env: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        nonlocal is_patched
         given = dict(runtime_env or {})
         if HOOK in given:
             raise LigerDistError(
                 f"runtime_env has the {HOOK} {given[HOOK]!r} already; call {plug}.patch in that function, and run "
                 f"{program} itself."
             )
+        is_patched = True
         return own(*args, runtime_env=given | {HOOK: patch}, **kwargs)
 
     with patched(ray, "init", init):
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+    if not is_patched:
+        raise LigerDistError(
+            f"{program} has not called ray.init as an attribute of ray, so that its workers were not patched and "
+            f"trained without liger_dist; call ray.init there, or {plug}.patch in its workers."
+        )

@@ -1,9 +1,9 @@
 """SkyRL: ``python -m liger_dist.integrations.skyrl skyrl.train.entrypoints.main_base …`` instead of ``python -m
 skyrl.train.entrypoints.main_base …``.
 
-The FSDP workers of policies and references make their models by the class ``HFModelWrapper``. :func:`patch` replaces it
-there by :class:`.skyrl_model.FusedModelWrapper`, in every process: the command has Ray call it when a worker starts.
-Critics, and Megatron's workers, stay.
+The FSDP workers of policies and references make their models by the class ``HFModelWrapper``. :func:`patch` sets it
+there to :class:`.skyrl_model.FusedModelWrapper`, in every process: the command has Ray call it when a worker starts.
+Critics and Megatron's workers are not patched.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 
-from .startup.after_import import AfterImport
+from .patches import patch_class
 
 NAME = "liger_dist.integrations.skyrl"
 """of this module, also where it runs as a program"""
 MAKER = "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker"
 """module that makes policies and references"""
+TRIED = "0.3.0"
 
 
 def patch(config: WrapConfig | None = None) -> None:
@@ -30,16 +31,12 @@ def patch(config: WrapConfig | None = None) -> None:
         LigerDistError: another release of SkyRL; when it is imported.
     """
 
-    def replace() -> None:
+    def make() -> Any:
         from .skyrl_model import make_class
 
-        module: Any = sys.modules[MAKER]
-        module.HFModelWrapper = make_class(WrapConfig() if config is None else config)
+        return make_class(config)
 
-    if MAKER in sys.modules:
-        replace()
-    else:
-        sys.meta_path.insert(0, AfterImport(MAKER, replace))
+    patch_class(MAKER, "HFModelWrapper", make, tried=f"SkyRL {TRIED}")
 
 
 def main() -> None:

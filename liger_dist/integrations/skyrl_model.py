@@ -15,11 +15,12 @@ from torch import Tensor
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.call import IGNORE_INDEX
 from liger_dist.sharding.single import LoadedByHost
 
-from .patches import check_members, wrap_policy
+from .patches import check_members, refuse_liger_kernel, with_config, wrap_policy
+from .skyrl import TRIED
 
-TRIED = "0.3.0"
 MEMBERS = {
     "forward": (
         "self",
@@ -35,7 +36,6 @@ MEMBERS = {
         "mm_token_type_ids",
     ),
 }
-IGNORED = -100
 
 
 class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
@@ -48,14 +48,20 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         """Makes the model and wraps it, before FSDP2 shards it.
 
         Raises:
-            LigerDistError: ``use_liger_kernel``, or a model whose loss is not fused.
+            LigerDistError: ``use_liger_kernel``, a vision-language model whose padding is removed or whose sequences
+                are sharded, or a model whose loss is not fused.
         """
-        if kwargs.get("use_liger_kernel"):
-            raise LigerDistError(
-                "use_liger_kernel is True, with which the model's forward is another one; leave it out: liger_dist "
-                "fuses the loss and the layers."
-            )
+        refuse_liger_kernel(kwargs)
         super().__init__(pretrain_or_model, *args, **kwargs)
+        for setting, is_set in (
+            ("remove_microbatch_padding", self.remove_microbatch_padding),
+            ("sequence_parallel_size", self.sequence_parallel_size > 1),
+        ):
+            if self.is_vlm and is_set:
+                raise LigerDistError(
+                    f"{setting} is {getattr(self, setting)} for a vision-language model, which SkyRL does not support; "
+                    "leave it out."
+                )
         way_out = "Run SkyRL's own entry point for this model."
         # Ranks other than the first have no weights yet.
         wrap_policy(self.model, LoadedByHost(), self.wrap_config, way_out=way_out)
@@ -78,7 +84,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         assert attention_mask is not None
         if self.is_vlm:
             inputs = self._image_inputs(sequences, attention_mask, pixel_values, image_grid_thw, mm_token_type_ids)
-            labels, padding, indices = sequences.roll(-1, 1).masked_fill(attention_mask == 0, IGNORED), 0, None
+            labels, padding, indices = sequences.roll(-1, 1).masked_fill(attention_mask == 0, IGNORE_INDEX), 0, None
         else:
             inputs, labels, padding, indices = self._inputs(sequences, attention_mask)
         output = self.model(
@@ -122,7 +128,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         labels = sequences.roll(-1, 1)
         if mask is not None:
             # Padding is scored in SkyRL, and left out afterwards.
-            labels = labels.masked_fill(mask == 0, IGNORED)
+            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
         if self.sequence_parallel_size > 1:
             size = self.sequence_parallel_size
             sequences, positions, mask, padding = ulysses_pad_and_slice_inputs(sequences, positions, mask, size)
@@ -148,11 +154,11 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         return inputs if kinds is None else inputs | {"mm_token_type_ids": kinds}
 
 
-def make_class(config: WrapConfig) -> type[FusedModelWrapper]:
+def make_class(config: WrapConfig | None = None) -> Any:
     """Makes a class of fused wrappers whose models are wrapped with ``config``.
 
     Raises:
         LigerDistError: another release of SkyRL.
     """
     check_members(HFModelWrapper, MEMBERS, package=f"SkyRL {version('skyrl')}", tried=TRIED)
-    return type(FusedModelWrapper.__name__, (FusedModelWrapper,), {"wrap_config": config, "__module__": __name__})
+    return with_config(FusedModelWrapper, config)

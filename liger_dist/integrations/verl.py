@@ -1,8 +1,9 @@
 """verl: ``VERL_USE_EXTERNAL_MODULES=liger_dist.integrations.verl``, or ``actor_rollout_ref.model.external_lib``.
 
-verl imports this module in each of its processes. It registers :class:`FusedEngine` for policies and references under
-the strategies "fsdp" and "fsdp2". The engine wraps the model before verl shards it, and asks it for log-probabilities,
-entropies and sums of squared probabilities instead of logits. Other engines, critics and reward models stay.
+verl imports this module in each of its processes. It registers :class:`FusedEngine` for language models (policies,
+references and SFT) under the strategies "fsdp" and "fsdp2". The engine wraps the model before verl shards it, and asks
+it for log-probabilities, entropies and sums of squared probabilities instead of logits. Other engines, critics and
+reward models are not patched.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.call import IGNORE_INDEX
 from liger_dist.hosts.scored_logits import ScoredLogits
 from liger_dist.losses.spec import Uncast
 from liger_dist.model.peft import base_model_of
@@ -39,9 +41,8 @@ MEMBERS = {
     "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
     "_gather_and_unpad_packed": ("self", "tensor", "pad_size"),
 }
-"""methods of verl's engine that :class:`FusedEngine` replaces or calls, and their parameters"""
+"""methods of verl's engine that :class:`FusedEngine` overrides or calls, and their parameters"""
 BACKENDS = ["fsdp", "fsdp2"]
-IGNORED = -100
 
 
 class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -85,7 +86,7 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             labels = arguments["input_ids_rmpad_rolled"][None]
             temperature = arguments["temperature_rmpad"][None]
         else:
-            labels = _padded(arguments["input_ids_rmpad_rolled"], micro_batch, fill=IGNORED)
+            labels = _padded(arguments["input_ids_rmpad_rolled"], micro_batch, fill=IGNORE_INDEX)
             temperature = arguments["temperature"]
         given = micro_batch["temperature"]
         inputs |= {
@@ -182,7 +183,7 @@ def _padded(values: Tensor, micro_batch: TensorDict, *, fill: int) -> Tensor:
     return padded
 
 
-def _with_loss(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_loss(original_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the loss to a forward that verl has put on a class of vision-language models, and that returns logits
     alone."""
 
@@ -197,7 +198,7 @@ def _with_loss(own: Callable[..., Any]) -> Callable[..., Any]:
         if position_ids is None:
             # Of text alone, as the forwards that verl has replaced compute them: one for the text, three for images.
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(4, *input_ids.shape)
-        output = own(self, input_ids, position_ids=position_ids, **kwargs)
+        output = original_forward(self, input_ids, position_ids=position_ids, **kwargs)
         if labels is not None:
             output["loss"] = self.loss_function(
                 logits=output.logits,

@@ -66,8 +66,8 @@ class Auto(Unsharded):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedByHost(Auto):
-    """As :class:`Auto`, for a host in which all ranks wrap together, and that gives the models of ranks without weights
-    their storage and the values of rank 0."""
+    """Fuses only; all ranks of the host wrap together, and it materializes models on the meta device and broadcasts the
+    values of rank 0."""
 
     has_collectives: ClassVar[bool] = True
 

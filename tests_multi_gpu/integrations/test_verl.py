@@ -25,6 +25,9 @@ pytest.importorskip("verl", reason="verl is not installed")
 TEMPERATURES = torch.tensor([1.0, 0.7, 1.3, 0.9])
 
 
+FSDP1 = {"strategy": "fsdp"}
+
+
 def packed(**options: Any) -> dict[str, Any]:
     return {"temperature": TEMPERATURES, **options}
 
@@ -80,6 +83,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "distillation": {},
         },
     ),
+    "FSDP1, tied": ("qwen3", {"data": packed(), "engine": FSDP1}),
+    "FSDP1, distillation": (
+        "qwen3",
+        {"data": packed(distillation_use_topk=True), "engine": FSDP1, "distillation": {}},
+    ),
+    "SFT": ("llama", {"data": packed(calculate_entropy=False, calculate_sum_pi_squared=False), "sft": True}),
     "images": ("qwen2_5_vl", {"data": packed(images=True)}),
     "images, padded": (
         "qwen2_5_vl",
