@@ -126,7 +126,8 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_verl": {
         "test_verl_updates_equal_those_without_the_plug": (
             "one temperature|no temperature|log-probabilities alone|one micro-batch|padded|padded to a bucket|"
-            "checkpointed|LoRA|qwen3_moe|distillation in chunks|distillation alone|Ulysses|reduced each micro-batch|FSDP1, distillation|SFT"
+            "checkpointed|LoRA|qwen3_moe|distillation in chunks|distillation alone|Ulysses|reduced each micro-batch|"
+            "FSDP1, distillation|SFT"
         ),
         "test_verl_loads_the_plug_by_its_environment_variable": "program[123]-.*",
         "test_errors_of_verl_that_the_page_lists": None,
