@@ -7,7 +7,7 @@ when a worker starts. SFT, DPO, reward models and critics are not patched.
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from liger_dist.config import WrapConfig
 
@@ -29,7 +29,7 @@ def patch(config: WrapConfig | None = None) -> None:
         LigerDistError: another release of OpenRLHF; when it is imported.
     """
 
-    def make() -> Any:
+    def make() -> type[nn.Module]:
         # It imports DeepSpeed, which processes of vLLM must not.
         from .openrlhf_actor import make_class
 

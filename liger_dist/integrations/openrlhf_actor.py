@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from openrlhf.models import Actor
 from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, get_ring_attn_group, unpad_and_slice_tensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
@@ -150,7 +150,7 @@ class FusedActor(Actor):  # type: ignore[misc]
         return {"mm_token_type_ids" if "image_grid_thw" in mm_inputs else "token_type_ids": kinds}
 
 
-def make_class(config: WrapConfig | None = None) -> Any:
+def make_class(config: WrapConfig | None = None) -> type[nn.Module]:
     """Makes a class of fused actors whose models are wrapped with ``config``.
 
     Raises:

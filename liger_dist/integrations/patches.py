@@ -69,13 +69,13 @@ def refuse_liger_kernel(settings: Mapping[str, Any]) -> None:
         )
 
 
-def with_config(cls: Any, config: WrapConfig | None) -> Any:
+def with_config(cls: type[nn.Module], config: WrapConfig | None) -> type[nn.Module]:
     """Makes a subclass of ``cls``, with its name, whose models are wrapped with ``config``."""
     members = {"wrap_config": WrapConfig() if config is None else config, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), members)
 
 
-def patch_class(module_name: str, name: str, make: Callable[[], Any], *, tried: str) -> None:
+def patch_class(module_name: str, name: str, make: Callable[[], type[nn.Module]], *, tried: str) -> None:
     """Sets the class ``name`` of a host's module to that of ``make``: now if the module is imported, otherwise after
     its import.
 

@@ -9,7 +9,7 @@ Critics and Megatron's workers are not patched.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
@@ -31,7 +31,7 @@ def patch(config: WrapConfig | None = None) -> None:
         LigerDistError: another release of SkyRL; when it is imported.
     """
 
-    def make() -> Any:
+    def make() -> type[nn.Module]:
         from .skyrl_model import make_class
 
         return make_class(config)

@@ -11,7 +11,7 @@ from flash_attn.bert_padding import pad_input, unpad_input
 from skyrl.backends.skyrl_train.distributed.ulysses.utils import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 from skyrl.backends.skyrl_train.training_batch import TensorList
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
@@ -154,7 +154,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         return inputs if kinds is None else inputs | {"mm_token_type_ids": kinds}
 
 
-def make_class(config: WrapConfig | None = None) -> Any:
+def make_class(config: WrapConfig | None = None) -> type[nn.Module]:
     """Makes a class of fused wrappers whose models are wrapped with ``config``.
 
     Raises:
