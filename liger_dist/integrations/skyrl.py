@@ -9,6 +9,7 @@ Critics and Megatron's workers are not patched.
 from __future__ import annotations
 
 import sys
+
 from torch import nn
 
 from liger_dist.config import WrapConfig
