@@ -43,7 +43,7 @@ $(VENV)/.torchao: $(VENV)/.installed
 
 # verl and OpenRLHF without their requirements, which are older releases than this project's.
 $(VENV)/.engines: $(VENV)/.installed
-	$(PIP) ray tensordict hydra-core codetiming dill pylatexenc
+	$(PIP) ray tensordict hydra-core codetiming dill pylatexenc torchdata
 	$(PIP) --no-deps verl "openrlhf; python_version == '3.11'"
 	touch $@
 
