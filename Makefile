@@ -84,8 +84,6 @@ test-oldest: $(OLDEST)/.installed test-verl
 VERL ?= .venv-verl
 VERL_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check
 VERL_TRANSFORMERS := 5.5.4 5.10.4
-# There an fp32 gradient differs from fp64 by 1.06e-5; the limit is 1e-5.
-VERL_ROUNDS := FSDP1, by wrap on 2: fp32
 VERL_TESTS := integrations/test_verl conformance/test_conformance fused_layers/test_layers fused_head/test_wrap
 
 $(VERL)/.installed: setup.cfg Makefile
@@ -100,7 +98,7 @@ $(VERL)/.installed: setup.cfg Makefile
 test-verl: $(VERL)/.installed
 	for release in $(VERL_TRANSFORMERS); do \
 		$(VERL_PIP) transformers==$$release && \
-		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not slow" --deselect "tests_multi_gpu/conformance/test_conformance.py::test_two_ranks[$(VERL_ROUNDS)]" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
+		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not slow" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
 	done
 
 # SkyRL needs Python 3.12.

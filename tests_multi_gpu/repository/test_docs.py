@@ -208,8 +208,10 @@ def as_run(words: list[str]) -> list[str]:
         "pip",
         "launch/cpu_smoke.sh",
         "deepspeed",
+        "export",
+        *(f"liger_dist.integrations.{host}" for host in ("llamafactory", "openrlhf", "skyrl")),
     }
-    if takes_more & set(words) or "liger_dist.integrations.llamafactory" in words:
+    if takes_more & set(words):
         return []
     if program == "torchrun":
         rest[rest.index("--nproc-per-node") + 1] = "2"
@@ -264,6 +266,8 @@ def check_command(words: list[str]) -> None:
         subprocess.run(["make", "--dry-run", *rest], cwd=ROOT, check=True, capture_output=True)
     elif program == "pip":
         assert rest[0] == "install"
+    elif program == "export":
+        assert (ROOT / (rest[0].partition("=")[2].replace(".", "/") + ".py")).is_file()
     elif program == "liger-dist":
         check_program(rest)
     elif program == "kubectl":
