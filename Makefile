@@ -83,7 +83,7 @@ test-oldest: $(OLDEST)/.installed test-verl
 # The releases of transformers that verl allows, first and last.
 VERL ?= .venv-verl
 VERL_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check
-VERL_TRANSFORMERS := 5.5.4 5.10.4
+VERL_TRANSFORMERS := 5.5.4 5.10.2
 VERL_TESTS := integrations/test_verl conformance/test_conformance fused_layers/test_layers fused_head/test_wrap
 
 $(VERL)/.installed: setup.cfg Makefile
