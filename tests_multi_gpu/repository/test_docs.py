@@ -208,10 +208,9 @@ def as_run(words: list[str]) -> list[str]:
         "pip",
         "launch/cpu_smoke.sh",
         "deepspeed",
-        "export",
         *(f"liger_dist.integrations.{host}" for host in ("llamafactory", "openrlhf", "skyrl")),
     }
-    if takes_more & set(words):
+    if program == "export" or takes_more & set(words):
         return []
     if program == "torchrun":
         rest[rest.index("--nproc-per-node") + 1] = "2"
