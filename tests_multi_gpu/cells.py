@@ -230,7 +230,7 @@ class Cell:
     @property
     def tolerance(self) -> float:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
-        return 2e-5 if self.engine == "zero" or self.built.single else 1e-6
+        return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
 
     @property
     def dtype(self) -> torch.dtype:
