@@ -285,7 +285,7 @@ def test_tied_lora_trains_as_one_or_is_refused(workers_2: Workers) -> None:
     for found in workers_2.run(tied_lora):
         on_gpu = compute_device().type == "cuda"
         assert found.pop("ddp") < (1e-5 if on_gpu else 1e-6)
-        assert found.pop("fsdp2 without the tying") < (5e-4 if on_gpu else 1e-4)
+        assert found.pop("fsdp2 without the tying") < (5e-4 if on_gpu else 1e-5)
         assert found.keys() == {"fsdp1", "fsdp2", "deepspeed", "tp"}
         for sentence in found.values():
             assert "in the same memory" in sentence
@@ -296,7 +296,7 @@ def tied_lora() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def made(ties: bool) -> Any:
-        model = make_model("qwen2", tied=True, dtype=torch.float32)
+        model = make_model("qwen2", tied=True)
         settings = {"target_modules": ["embed_tokens"], "ensure_weight_tying": ties, "init_lora_weights": True}
         torch.manual_seed(1)
         return peft.get_peft_model(model, lora(**settings))
