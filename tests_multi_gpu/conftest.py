@@ -11,8 +11,8 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Test processes share the cores; so do the programs that they start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # MKL then rounds alike on every processor.
-    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+# MKL then rounds alike on every processor.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 # Before the first import of Triton: without a GPU the kernels run in its interpreter.
 import torch

@@ -181,7 +181,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What released checkpoints set and default configs do not, by its words in the page: an option applies to families
 whose text config has all of its fields, some of them with another value."""
-OF_MANY_FAMILIES = ("biases of attention", "biases of MLPs", "a window", "YaRN", "tied", "router losses")
+OF_MANY_FAMILIES = (
+    *("biases", "biases of attention", "biases of MLPs", "a window", "windows in some layers", "YaRN", "tied"),
+    *("router losses", "next tokens"),
+)
 """options that run with ``make test-all`` and ``make families`` only"""
 BY_MODULE = ("both directions", "both directions of images")
 """options that set a flag of attention modules, which transformers reads for "sdpa" and not for "eager" """

@@ -14,7 +14,10 @@ import pytest
 
 REPEATED: dict[str, dict[str, str | None]] = {
     "test_calls": {"test_compiling_a_model_with_its_own_cross_entropy": "eager"},
-    "test_calls_without_gradients": {"test_calls_without_gradients_change_no_training_step": ".*-tied"},
+    "test_calls_without_gradients": {
+        "test_calls_without_gradients_change_no_training_step": ".*-tied|(replicas|vocab_parallel w.*)-untied"
+    },
+    "test_causal_convolution": {"test_causal_convolutions": r"\(2, 70, 65\)-torch.float32-triton"},
     "test_checkpoints": {
         "test_a_damaged_checkpoint_is_passed_over": "(zeros|swapped)-.*",
         "test_tied_weights_are_read_by_every_strategy": "ddp|fsdp1",
@@ -23,14 +26,20 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_the_loss_adds_no_collective_to_the_engine": ".*(stage [012]|head alone|flat parameters).*",
         "test_a_global_mean_adds_one": ".*(head alone|flat parameters|head in the root).*",
     },
-    "test_cross_entropy": {"test_statistics_of_slices_make_those_of_whole_rows": ".*-0.1-triton"},
+    "test_cross_entropy": {
+        "test_every_option_matches_fp64_and_leaves_the_logits_alone": "(softcap|token weight|scale)-triton",
+        "test_statistics_of_slices_make_those_of_whole_rows": ".*-0.1-triton",
+    },
     "test_custom_forwards": {
         "test_a_compiled_forward_reads_the_sizes_of_its_logits": "times all logits|times the picked",
     },
     "test_dataset": {
         "test_a_killed_run_keeps_its_finished_shards": None,
+        "test_counts_agree_with_an_independent_count": "1",
+        "test_weights_of_a_stream_are_shares_of_the_tokens": r"\(0.[25], 0.[58]\)",
         "test_processes_that_tokenise_end_with_their_parent": None,
     },
+    "test_deepspeed_plugin": {"test_only_the_configuration_changes": "[12]"},
     "test_docs": {"test_commands_run": "docs/distillation.md"},
     "test_distillation": {
         "test_every_pair_of_layouts": "(?!ZeRO-3-FSDP2$|FSDP2-ZeRO-3|TP-plain|FSDP1-FSDP1|FSDP2, vocab-parallel-).*",
@@ -41,13 +50,14 @@ REPEATED: dict[str, dict[str, str | None]] = {
         "test_every_divergence": "(FSDP2|ZeRO-3)-.*",
     },
     "test_engines": {
-        "test_every_strategy_draws_the_same_curve": "zero1|zero2|zero3_offload|hsdp",
-        "test_a_checkpoint_of_four_ranks_goes_on_elsewhere": "fsdp1|ddp",
-        "test_ranks_of_one_group_read_what_one_process_reads": "63-.*",
+        "test_every_strategy_draws_the_same_curve": "zero1|zero2|zero3_offload|hsdp|sp",
+        "test_a_checkpoint_of_four_ranks_goes_on_elsewhere": "fsdp1|ddp|tp",
+        "test_grids_draw_the_same_curve": ".*dp_replicate.*",
+        "test_ranks_of_one_group_read_what_one_process_reads": "63-.*|64-sp",
     },
     "test_extreme_logits": {
-        "test_cross_entropy_of_extreme_logits": "torch.float32-triton-.*|torch.bfloat16-triton-(the tail|a whole tile)",
-        "test_divergences_of_extreme_logits": "torch.float32-triton-.*",
+        "test_cross_entropy_of_extreme_logits": "torch.float32-triton-.*|torch.bfloat16-triton-(?!first lanes).*",
+        "test_divergences_of_extreme_logits": "torch.float32-triton-.*|torch.bfloat16-triton-.*_kl",
         "test_linear_cross_entropy_with_an_extreme_bias": "torch.float32-triton-.*",
     },
     "test_float8": {
@@ -57,12 +67,18 @@ REPEATED: dict[str, dict[str, str | None]] = {
     },
     "test_full_disk": {"test_a_disk_that_is_full_for_one_rank": "zero3", "test_a_full_disk_is_one_sentence": "True"},
     "test_interoperability": {"test_compiling_the_whole_model_keeps_the_gradients": "eager"},
+    "test_gated_norm": {"test_gated_norms": r"\(5, 3000\)-torch.float(64|32)-triton"},
+    "test_hybrids": {
+        "test_documents_are_apart_in_every_layout": ".*: (falcon_h1|mamba2|granitemoehybrid|lfm2)(?!.*FSDP2).*"
+    },
     "test_launchers": {"test_the_deepspeed_launcher_with_only_the_json_changed": None},
     "test_layer_kernels": {
         "test_a_norm_of_wide_rows": "20000-.*",
         "test_rotary": ".*-torch.(float64|float32)-triton",
     },
-    "test_linear_cross_entropy": {"test_every_vocabulary_matches_fp64": "(64|65|1001)-triton-.*"},
+    "test_linear_cross_entropy": {
+        "test_every_vocabulary_matches_fp64": "(64|65|1001)-triton-.*|(2|127)-triton-torch.float.*"
+    },
     "test_long_documents": {
         "test_a_long_text_file_is_one_document_of_a_stream": "1000-.*",
         "test_a_long_text_file_is_one_document_in_the_cache": "0.05",
@@ -91,15 +107,15 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_registers": {"test_some_launches_spill_nothing": "(tile|divergence).*"},
     "test_restarts": {"test_layers_that_are_compiled": "ddp"},
     "test_run_features": {
-        "test_steps_with_nan_are_skipped_and_counted": "fsdp1|ddp",
+        "test_steps_with_nan_are_skipped_and_counted": "fsdp1|ddp|none",
         "test_prompts_are_continued_as_the_exported_model_does": "fsdp1",
         "test_muon_trains_and_resumes_exactly": "none",
     },
-    "test_scoring": {"test_every_strategy_draws_the_same_curve": "fsdp1|vocab_parallel"},
+    "test_scoring": {"test_every_strategy_draws_the_same_curve": "fsdp1|vocab_parallel|weighted stream"},
     "test_sequence_parallel": {"test_options": "compiled layers"},
     "test_sharded_by_transformers": {
-        "test_a_trainer": "fsdp, untied|tp, untied|ep, embedding split, tied",
-        "test_a_training_loop": "hsdp, untied|fsdp x tp, untied|fsdp, untied|tp, ep, untied",
+        "test_a_trainer": "fsdp, untied|tp, untied|ep.*",
+        "test_a_training_loop": "hsdp, untied|fsdp x tp, (un)?tied|fsdp, untied|tp, ep, untied|fsdp, ep, tied",
     },
     "test_sharded_peft": {
         "test_prompts_are_averaged_in_every_layout": "tied",
@@ -112,16 +128,20 @@ REPEATED: dict[str, dict[str, str | None]] = {
     "test_steps": {"test_accumulation_holds_sharded_gradients_alone": "fsdp1"},
     "test_signals": {"test_a_micro_batch_that_takes_longer_than_the_grace": ".*"},
     "test_stuck_ranks": {"test_a_frozen_rank_is_named": None, "test_two_nodes_survive_a_killed_worker": None},
-    "test_train": {"test_fused_and_unfused_losses_agree_at_every_step": "ddp-.*"},
-    "test_train_with_teacher": {"test_every_strategy_draws_the_same_curve": "fsdp1|tp|ddp"},
+    "test_train": {
+        "test_fused_and_unfused_losses_agree_at_every_step": "ddp-.*",
+        "test_long_sequences_with_tiles_and_offloaded_checkpoints": "fsdp1",
+    },
+    "test_train_with_teacher": {"test_every_strategy_draws_the_same_curve": "fsdp1|tp|ddp|vocab_parallel"},
     "test_trainer": {
         "test_a_trainer_trains_and_evaluates_as_before": "zero2-.*|(ddp|fsdp1)-gather-wrapped first",
     },
     "test_trl": {
-        "test_two_processes": "RLOO-fsdp2|SFT padding-free-zero3|SFT-zero3|SFT-fsdp2|DPO-fsdp2|SFT-ddp",
-        "test_distillation_in_two_processes": "Distillation-(ddp|zero3)|GKD-zero3|GOLD-fsdp2",
-        "test_wrapped_first_in_two_processes": "GRPO.*|DPO-fsdp2|CPO-fsdp2|SFT-ddp",
-        "test_wrapped_first": "RLOO.*|GRPO with an fp32 head|DPO weighted|SFT (by dft|packed|padding-free)|CPO|KTO",
+        "test_one_process": "RLOO|OnlineDPO|GRPO with an fp32 head",
+        "test_two_processes": "KTO-fsdp2|RLOO-fsdp2|SFT padding-free-zero3|SFT-zero3|SFT-fsdp2|DPO-fsdp2|SFT-ddp",
+        "test_distillation_in_two_processes": "Distillation-(ddp|zero3)|GKD-zero3|GOLD-.*",
+        "test_wrapped_first_in_two_processes": "GRPO.*|DPO-fsdp2|CPO-fsdp2|OnlineDPO-fsdp2|SFT-ddp",
+        "test_wrapped_first": "RLOO.*|GRPO with.*|DPO weighted|SFT (by dft|packed|padding-free)|CPO|KTO",
     },
     "test_verl": {
         "test_verl_updates_equal_those_without_the_plug": (
