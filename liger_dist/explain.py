@@ -36,6 +36,8 @@ class Explanation:
     compiled: str | None = None
     """number of compiled decoder layers, or the reason why ``compile_layers="auto"`` compiles none; None if neither
     applies"""
+    frozen: str | None = None
+    """memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
@@ -43,6 +45,7 @@ class Explanation:
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows += [] if self.packing is None else [("packed documents", self.packing)]
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
+        rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -79,6 +82,7 @@ def explain(model: nn.Module) -> Explanation:
         attention=str(record.attention),
         packing=None if record.recurrent is None else str(record.recurrent),
         compiled=_compiled(record),
+        frozen=record.frozen,
     )
 
 

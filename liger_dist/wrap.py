@@ -72,6 +72,8 @@ class Wrapped:
     """layers other than attention that read earlier tokens; None if there are none"""
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers"""
+    frozen: str | None
+    """what frozen parameters cost under FSDP; None without any"""
     hooks: tuple[RemovableHandle, ...]
     """of the decoder: of recurrent layers; on a mesh with an axis "sp" one that refuses calls with whole sequences"""
     owner: str
@@ -151,6 +153,8 @@ class _Inspected:
     recurrent: RecurrentLayers | None
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
+    frozen: str | None
+    """what frozen parameters cost under FSDP; None without any"""
 
 
 def _inspect(
@@ -205,7 +209,8 @@ def _inspect(
         _check_unfused(model, config, outputs, reason)
     recurrent = find_recurrent_layers(model, structure)
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
-    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled)
+    frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
+    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled, frozen)
 
 
 def _decide_compilation(
@@ -370,6 +375,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         attention=attention,
         recurrent=found.recurrent,
         not_compiled=found.not_compiled,
+        frozen=found.frozen,
         hooks=tuple(hooks),
         owner=owner,
     )

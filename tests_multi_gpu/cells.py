@@ -281,6 +281,7 @@ WORDS: dict[tuple[str, Any], str] = {
     ("offload", True): "CPU offload",
     ("bf16", True): "bf16",
     ("accumulation", 2): "accumulation",
+    ("frozen", "replicate"): "frozen weights replicated",
     ("axes", ("replicate", "shard")): "HSDP",
     ("axes", ("shard", "tp")): "x TP",
     ("zero_init", True): "zero.Init",
@@ -366,6 +367,15 @@ PRINCIPAL = [
 ]
 """One layout of each kind: these meet every model, kind of data and use."""
 
+FROZEN = [
+    _fsdp1(by_others=False, frozen="replicate"),
+    _fsdp2(frozen="replicate"),
+    _fsdp2(axes=HSDP, frozen="replicate"),
+    _fsdp2(rows=True, frozen="replicate"),
+    _fsdp2(axes=GRID, frozen="replicate"),
+]
+"""Frozen parameters whole on every rank."""
+
 LORA = ("LoRA on the head", "DoRA on the head", "LoRA on the tied head", "LoRA on the biased head")
 OTHERS = ("fp32", "encoder-decoder")
 """layers computed by kernels, which fp64 ones are not; two stacks, tied, with a cross entropy of the forward's own"""
@@ -379,6 +389,7 @@ MODELS = (
     *OTHERS,
     *LORA,
 )
+FROZEN_MODELS = ("frozen backbone", "frozen head", "saved head", *LORA)
 REFUSED_MODELS = ("quantised head",)
 DATAS = (
     "empty rank",
@@ -428,6 +439,14 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, model="LoRA on the head", data="packed", use="MLP tiles")]
     cells += [_zero(3, quantized_gradients=True)]
     cells.append(replace(_fsdp1(own_unit=True, use_orig_params=False), model="frozen backbone"))
+    for cell in FROZEN:
+        cells += [replace(cell, model=model) for model in ("untied", *FROZEN_MODELS)]
+        for usual in (replace(cell, model=model) for model in ("saved head", "LoRA on the head")):
+            if _refusal(usual):
+                continue
+            cells.append(replace(usual, accumulation=2))
+            cells += [replace(usual, data=data) for data in DATAS]
+            cells += [replace(usual, use=use) for use in USES]
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
@@ -449,6 +468,18 @@ REFUSALS = (
     Refusal("fully_shard", lambda c: c.tied and c.layout.get("head") in ("own", "tail")),
     Refusal("outside the wrapper's forward", lambda c: c.used.outside and c.engine == "fsdp1" and c.by_others),
     Refusal("pass num_items_in_batch to the model", lambda c: c.given.global_mean and c.engine == "zero"),
+    Refusal(
+        "leave the option out",
+        lambda c: c.layout.get("frozen") == "replicate" and c.model == "untied",
+    ),
+    Refusal(
+        "pass num_items_in_batch to the model",
+        lambda c: c.given.global_mean and c.engine == "fsdp1" and c.layout.get("frozen") == "replicate",
+    ),
+    Refusal(
+        "FSDP2 has nothing to shard",
+        lambda c: c.layout.get("frozen") == "replicate" and bool(c.layout.get("rows")) and c.model == "frozen backbone",
+    ),
     Refusal("turn them off", lambda c: bool(c.layout.get("quantized_gradients"))),
     Refusal(
         "leave the head out of its target_modules",
@@ -509,8 +540,19 @@ def repeats(cell: Cell) -> bool:
         return False
     layout = {name: value for name, value in cell.layout.items() if name != "bf16"}
     usual = (cell.model, cell.data, cell.use) == USUAL and cell.accumulation == 1
+    if "frozen" in layout:
+        is_simple = (cell.data, cell.use) == USUAL[1:] and cell.accumulation == 1
+        if cell.engine == "fsdp2" and cell.world == 2 and "rows" not in layout:
+            return not is_simple and cell.model != "LoRA on the head"
+        return not is_simple or cell.model not in ("frozen head", "LoRA on the head", "saved head")
     if any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS):
         return not (usual or cell.model == "tied" or cell.data == "empty rank")
+    if cell.engine == "ddp" and not cell.layout and cell.data in ("shift_labels", "packed, by lengths", "padded"):
+        return True  # DDP's weight is that of one process.
+    if cell.layout.get("axes") == GRID and cell.use in ("many chunks", "soft labels", "MLP tiles, checkpointing"):
+        return True
+    if cell.accumulation > 1 and cell.engine in ("fsdp1", "fsdp2") and cell.by_others:
+        return layout.get("head") != "own" or "axes" in layout or "reshard" in layout
     if cell.world == 4 and any(replace(cell, world=2).where == other.where for other in PRINCIPAL if other.world == 2):
         # The same on two ranks.
         return not (usual or cell.data == "empty rank")

@@ -119,7 +119,10 @@ class FSDP1(Session):
         strategy = layout.get("sharding", "FULL_SHARD")
         mesh = _grid("replicate", "shard") if strategy.startswith("HYBRID") else None
         if not self.cell.by_others:
-            options: dict[str, Any] = {"cpu_offload": bool(layout.get("offload"))}
+            options: dict[str, Any] = {
+                "cpu_offload": bool(layout.get("offload")),
+                "frozen": layout.get("frozen", "shard"),
+            }
             if strategy == "SHARD_GRAD_OP":
                 options["reshard_after_forward"] = False
             self.root = self.wrap(liger_dist.FSDP1(mesh=mesh, **_precision(layout), **options))
@@ -187,6 +190,7 @@ class FSDP2(Session):
                 reshard_after_forward=reshard,
                 cpu_offload=bool(layout.get("offload")),
                 lm_head="vocab_parallel" if layout.get("rows") and self.cell.fused else "gather",
+                frozen=layout.get("frozen", "shard"),
                 **_precision(layout),
             )
             self.root = self.wrap(strategy)

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cells import CELLS, DATAS, MODELS, NAMES, PRECISION, PRINCIPAL, REFUSED_MODELS, USES, Cell
+from cells import (
+    CELLS,
+    DATAS,
+    FROZEN,
+    FROZEN_MODELS,
+    MODELS,
+    NAMES,
+    PRECISION,
+    PRINCIPAL,
+    REFUSED_MODELS,
+    USES,
+    Cell,
+)
 
 from liger_dist.sharding import ADAPTERS
 from liger_dist.sharding.base import Facts, Storage
@@ -66,6 +78,9 @@ class Matrix:
             self._table(principal, {m: lambda c, m=m: replace(c, model=m) for m in (*MODELS, *REFUSED_MODELS)}),
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
+            "## Frozen weights on every rank\n",
+            self._table(FROZEN, FROZEN_COLUMNS),
+            "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that is not refused.\n",
             "## Data\n",
             self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATAS}),
             "Ranks have different numbers of valid tokens in every cell.\n",
@@ -98,7 +113,16 @@ class Matrix:
         return str(self._sentences.index(sentence) + 1)
 
 
+FROZEN_COLUMNS = {
+    **{m: lambda c, m=m: replace(c, model=m) for m in ("untied", *FROZEN_MODELS)},
+    "accumulation": lambda c: replace(c, model="LoRA on the head", accumulation=2),
+    "global mean": lambda c: replace(c, model="saved head", data="global mean"),
+}
+
+
 def _is_plain(cell: Cell) -> bool:
+    if "frozen" in cell.layout:
+        return False
     accumulation = max(cell.accumulation, cell.layout.get("accumulation", 1))
     return (cell.model, cell.data, cell.use, accumulation) == ("untied", "uneven", "training", 1)
 
@@ -131,6 +155,7 @@ SITUATIONS = {
     "FSDP2, tied, in two groups, with rows that the ranks do not divide": stored(
         "fsdp2-gathered", tied=True, padded_in_two_groups=True
     ),
+    "frozen, full on every rank, under FSDP2": stored("fsdp2-frozen", trains=False),
     "FSDP2 x TP": stored("fsdp2-tensor-parallel", tensor_parallel="S(0)", tensor_parallel_size=2),
     "TP": stored("tensor-parallel", tensor_parallel="S(0)", tensor_parallel_size=4),
     "a DTensor sharded by columns": stored("tensor-parallel", tensor_parallel="S(1)", tensor_parallel_size=4),

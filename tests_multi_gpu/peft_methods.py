@@ -113,6 +113,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "fsdp1": lambda: "fsdp1",
     "fsdp2": lambda: "fsdp2",
+    "replicated": lambda: liger_dist.FSDP2(frozen="replicate"),
     "vocab_parallel": lambda: liger_dist.FSDP2(lm_head="vocab_parallel"),
     "ZeRO-2": lambda: "deepspeed",
     "ZeRO-3": lambda: "deepspeed",

@@ -14,7 +14,7 @@ from .base import Facts, ShardingAdapter, Strategy
 from .ddp import DDP
 from .deepspeed import DeepSpeed, Zero3
 from .fsdp1 import FSDP1, FSDP1Adapter
-from .fsdp2 import FSDP2, FSDP2Gathered, FSDP2TensorParallel
+from .fsdp2 import FSDP2, FSDP2Frozen, FSDP2Gathered, FSDP2TensorParallel
 from .mesh import Mesh
 from .process_groups import world_size
 from .single import Auto, Replicated, Single
@@ -37,6 +37,7 @@ ADAPTERS: tuple[ShardingAdapter, ...] = (
     VocabParallel(),
     FSDP2TensorParallel(),
     FSDP2Gathered(),
+    FSDP2Frozen(),
     TensorParallelAdapter(),
     Zero3(),
     FSDP1Adapter(),

@@ -45,6 +45,11 @@ class FSDP1(FullySharded):
             raise LigerDistError(
                 "cpu_offload is True but FSDP1 needs an accelerator for it; leave it out here, or use strategy='fsdp2'."
             )
+        if self.frozen == "replicate" and config.token_mean == "global":
+            raise LigerDistError(
+                "token_mean is 'global' but frozen is 'replicate' under FSDP1, where the loss does not know the ranks; "
+                "pass num_items_in_batch to the model, or use strategy='fsdp2'."
+            )
 
     def check_model(
         self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
@@ -55,6 +60,11 @@ class FSDP1(FullySharded):
                 f"this {type(model).__name__} has tensor-parallel parameters, which FSDP1 does not shard here; use "
                 "strategy='fsdp2' with a mesh whose last axis is named 'tp'."
             )
+        if self.frozen == "replicate" and structure.other_stacks:
+            raise LigerDistError(
+                f"frozen is 'replicate' but {type(model).__name__} has an encoder, whose layers FSDP1 would shard in "
+                "part; use strategy='fsdp2', or leave the option out."
+            )
         all_names = _all_names(outer)
         for names in map(all_names.__getitem__, structure.all_layers):
             if len(names) > 1:
@@ -62,12 +72,13 @@ class FSDP1(FullySharded):
                     f"{' and '.join(names)} are one layer, and FSDP1 wraps only the first of them; use "
                     "strategy='fsdp2', or a model that has each layer once."
                 )
-        own_units = [*structure.all_layers, *_head_unit(model, structure)]
+        whole = self.whole_parameters(outer)
+        own_units = [u for u in (*structure.all_layers, *_head_unit(model, structure)) if self.has_own_group(u)]
         apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
         units = [list(unit.named_parameters()) for unit in own_units]
         units.append([(name, p) for name, p in outer.named_parameters() if id(p) not in apart])
         for unit in units:
-            by_dtype = {parameter.dtype: name for name, parameter in unit}
+            by_dtype = {parameter.dtype: name for name, parameter in unit if parameter not in whole}
             if len(by_dtype) > 1:
                 given = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
                 raise LigerDistError(
@@ -89,12 +100,16 @@ class FSDP1(FullySharded):
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=device)
+        whole = self.whole_parameters(outer)
+        self.keep_whole(whole)
         self.compile(structure, undo)
         freed, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
         if mesh.ndim == 2:
             freed, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-        units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(structure.all_layers, True)
-        for head in _head_unit(model, structure):
+        units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(
+            filter(self.has_own_group, structure.all_layers), True
+        )
+        for head in filter(self.has_own_group, _head_unit(model, structure)):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             units[head] = {"sharding_strategy": kept}
         root = FullyShardedDataParallel(
@@ -105,6 +120,7 @@ class FSDP1(FullySharded):
             mixed_precision=MixedPrecision(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             cpu_offload=CPUOffload(offload_params=self.cpu_offload),
             use_orig_params=True,
+            ignored_states=whole or None,
             device_id=device,
         )
         for unit in _units(root):

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.model.peft import needs_own_root
-from liger_dist.model.structure import Structure, input_embedding
+from liger_dist.model.structure import Structure, input_embedding, stored_parameter
 
 from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
@@ -106,6 +106,11 @@ class FSDP2(FullySharded):
             )
         if self.float8 is not None:
             check_float8()
+            if self.frozen == "replicate":
+                raise LigerDistError(
+                    f"float8 is {self.float8!r} but frozen is 'replicate', with which no weight is all-gathered in "
+                    "float8 and each is cast anew in every layer; leave one of them out."
+                )
             if self.cpu_offload:
                 raise LigerDistError(
                     f"float8 is {self.float8!r} but cpu_offload is True, which would cast on the CPU; leave one of "
@@ -137,6 +142,13 @@ class FSDP2(FullySharded):
                 )
         if self.lm_head == "vocab_parallel":
             check_row_shards(model, structure, unfused=unfused)
+            heads = {weight for head in linear_heads(model, structure) for weight in head.parameters()}
+            trained = {parameter for parameter in outer.parameters() if parameter.requires_grad}
+            if self.frozen == "replicate" and trained <= heads:
+                raise LigerDistError(
+                    "frozen is 'replicate' and lm_head is 'vocab_parallel' but only lm_head trains, so that FSDP2 has "
+                    "nothing to shard; leave one of them out."
+                )
 
     def shard(
         self,
@@ -185,12 +197,16 @@ class FSDP2(FullySharded):
         if root is not model:
             vars(model)[_ROOT] = ref(root)
             undo.callback(vars(model).pop, _ROOT, None)
-        self._fully_shard(root, model, structure, mesh, row_shards)
+        whole = self.whole_parameters(root) - row_shards
+        kept = [name for name, parameter in root.named_parameters() if parameter in whole]
+        self._fully_shard(root, model, structure, mesh, row_shards, whole)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device
             materialize(model, initialize, layers=structure.all_layers, device=at)
+        # By name: those on the meta device have been replaced.
+        self.keep_whole(map(root.get_parameter, kept))
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
@@ -200,7 +216,8 @@ class FSDP2(FullySharded):
         model: nn.Module,
         structure: Structure,
         mesh: DeviceMesh,
-        ignored: frozenset[nn.Parameter],
+        row_shards: frozenset[nn.Parameter],
+        whole: frozenset[nn.Parameter],
     ) -> None:
         """Applies ``fully_shard`` to layers, tail and root. Masters keep their dtype. ``output_dtype`` stays None,
         because FSDP2 would round the loss to it."""
@@ -209,19 +226,22 @@ class FSDP2(FullySharded):
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             "offload_policy": offload,
+            "ignored_params": {*row_shards, *whole} or None,
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         encoder_layers = chain(*structure.other_stacks)
         # A layer that the model runs several times is one group.
         for layer in dict.fromkeys((*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)]))):
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+            if self.has_own_group(layer):
+                fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
-        if not (structure.tied or ignored or shares_parameters(model, tail)):
+        is_apart = not (structure.tied or row_shards or shares_parameters(model, tail))
+        if is_apart and self.has_own_group(*tail):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             fully_shard(tail, reshard_after_forward=False, **options)
         # The root's inputs are cast by a hook instead, which leaves the arguments of the loss alone.
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
-        fully_shard(root, ignored_params=set(ignored) or None, **options)
+        fully_shard(root, **options)
         if self.param_dtype is not None:
             root.register_forward_pre_hook(partial(cast_inputs, self.param_dtype), with_kwargs=True)
         if root is not model:
@@ -253,6 +273,25 @@ class FSDP2Gathered(FullWeight):
                 f"lm_head.weight is still sharded ({weight.placements}) in its own forward, so FSDP2's hooks have not "
                 "run. Call the wrapped model itself rather than its parts."
             )
+
+
+class FSDP2Frozen(FullWeight):
+    """A frozen weight that every rank keeps whole, inside a model whose trained parameters FSDP2 shards. Collectives in
+    the loss: those of the global mean."""
+
+    name: ClassVar[str] = "fsdp2-frozen"
+
+    def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
+        weight = stored_parameter(head)
+        if weight.requires_grad or isinstance(weight, DTensor) or next(_param_groups(model), None) is None:
+            return None
+        return Storage.of(self, head, weight, "every rank has the full, frozen weight")
+
+    def not_supported_reasons(self, facts: Facts) -> list[str]:
+        return []
+
+    def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
+        return _data_parallel_of(next(_param_groups(model)))
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
@@ -307,7 +346,10 @@ def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
     found = _find_param(head, model)
     if found is None:
         raise LigerDistError("lm_head is not part of an FSDP2 group; shard the model before its forward.")
-    group, _ = found
+    return _data_parallel_of(found[0])
+
+
+def _data_parallel_of(group: Any) -> DataParallel:
     mesh: DeviceMesh = group.mesh_info.mesh
     return DataParallel(
         groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)), divide_factor=_divide_factor(group)

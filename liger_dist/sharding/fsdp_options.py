@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_map
@@ -20,8 +22,10 @@ from liger_dist.model.peft import reads_sharded_weights
 from liger_dist.model.structure import Structure
 
 from .lost_gradients import check_hooks, warn_of_experts
-from .mesh import Mesh, check_mesh, require_process_group
+from .mesh import Mesh, check_mesh, num_shards, require_process_group
 from .process_groups import compute_device
+
+Frozen = Literal["shard", "replicate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +53,17 @@ class FullySharded:
     compile_layers: bool | Literal["auto"] = False
     """True to compile each decoder layer, as :func:`liger_dist.compile_layers`. "auto": on GPUs, except for layers that
     are recurrent or quantized, and with ``mlp_tile_tokens``; ``explain`` shows the decision."""
+    frozen: Frozen = "shard"
+    """"shard": frozen parameters are sharded and all-gathered as trained ones. "replicate": every rank keeps frozen
+    parameters whole, in ``param_dtype``, and only trained ones are sharded. Those of a layer, of the embedding, or of
+    norm and lm_head have a group of their own if they are more than a third; all others (adapters) are in the root's,
+    with one all-gather and one reduce-scatter in a step."""
 
     def __post_init__(self) -> None:
         check_dtype("param_dtype", self.param_dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
         check_choice("compile_layers", self.compile_layers, (False, True, "auto"))
+        check_choice("frozen", self.frozen, get_args(Frozen))
 
     @property
     def compiles_layers(self) -> bool:
@@ -73,8 +83,50 @@ class FullySharded:
                 undo.callback(restore_call, layer, compiled_call(layer))
             compile_each(structure.layers)
 
+    def whole_parameters(self, outer: nn.Module) -> frozenset[nn.Parameter]:
+        """Returns the parameters that every rank keeps whole."""
+        if self.frozen == "shard":
+            return frozenset()
+        return frozenset(parameter for parameter in outer.parameters() if not parameter.requires_grad)
+
+    def has_own_group(self, *parts: nn.Module) -> bool:
+        """True if the parameters of ``parts`` are sharded apart from the root's: under "replicate" where more than a
+        third of them train. An lm_head of ``modules_to_save`` has one half frozen."""
+        if self.frozen == "shard":
+            return True
+        parameters = {parameter for part in parts for parameter in part.parameters()}
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        return 3 * trained > sum(parameter.numel() for parameter in parameters)
+
+    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves parameters to the device of this rank and casts them to the compute dtype."""
+        device = compute_device()
+        for parameter in parameters:
+            dtype = self.param_dtype if parameter.is_floating_point() else None
+            parameter.data = parameter.data.to(device=device, dtype=dtype)
+
+    def cost_of_frozen(self, outer: nn.Module) -> str | None:
+        """Says what frozen parameters cost sharded and whole; None without any, or for one rank. Call it before they
+        are sharded."""
+        frozen = {parameter for parameter in outer.parameters() if not parameter.requires_grad}
+        shards = num_shards(self.mesh, dist.get_world_size())
+        if not frozen or shards == 1:
+            return None
+        share = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / shards / 2**30
+        compute = [self.param_dtype if self.param_dtype and p.is_floating_point() else p.dtype for p in frozen]
+        whole = sum(p.numel() * dtype.itemsize for p, dtype in zip(frozen, compute, strict=True)) / 2**30
+        passes = "forward and backward" if self.reshard_after_forward else "forward"
+        if self.frozen == "replicate":
+            return f"{whole:.3g} GiB on each rank (sharded: {share:.3g}, all-gathered in {passes})"
+        return f"{share:.3g} GiB on each rank, all-gathered in {passes} (replicated: {whole:.3g})"
+
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
+        if self.frozen == "replicate" and self.cpu_offload:
+            raise LigerDistError(
+                "frozen is 'replicate', which keeps frozen parameters on every device, but cpu_offload is True; leave "
+                "one of them out."
+            )
         if self.compiles_layers and config.mlp_tile_tokens is not None:
             raise LigerDistError(
                 f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at "
@@ -86,12 +138,14 @@ class FullySharded:
     ) -> None:
         refuse_sharded(outer)
         refuse_overlaps(outer, self.name)
-        refuse_shared_by_layers(outer, structure, self.name)
+        refuse_shared_by_layers(outer, list(filter(self.has_own_group, structure.all_layers)), self.name)
         if not structure.layers:
             raise LigerDistError(
                 f"{type(model).__name__} has no list of decoder layers that could be sharded one by one; shard it "
                 "yourself and wrap with strategy='auto'."
             )
+        if self.frozen == "replicate":
+            _check_some_train(outer)
         reads = reads_sharded_weights(outer)
         if reads is not None:
             raise LigerDistError(f"{reads}, where {self.name!r} has sharded them; use strategy='ddp'.")
@@ -104,6 +158,20 @@ class FullySharded:
         check_hooks(outer.named_parameters(), self.name)
         if self.name == "fsdp2":
             warn_of_experts(model, structure)
+
+
+def _check_some_train(outer: nn.Module) -> None:
+    trained = [name for name, parameter in outer.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise LigerDistError(
+            f"frozen is 'replicate' but no parameter of this {type(outer).__name__} trains, so that there is nothing "
+            "to shard; make the adapters before wrap, or use strategy='auto' for evaluation."
+        )
+    if all(parameter.requires_grad for parameter in outer.parameters()):
+        raise LigerDistError(
+            f"frozen is 'replicate' but every parameter of this {type(outer).__name__} trains ({trained[0]} and "
+            f"{len(trained) - 1} more); freeze the base (get_peft_model) before wrap, or leave the option out."
+        )
 
 
 def cast_inputs(
@@ -137,15 +205,15 @@ def shares_parameters(model: nn.Module, parts: list[nn.Module]) -> bool:
     return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
 
 
-def refuse_shared_by_layers(outer: nn.Module, structure: Structure, strategy: str) -> None:
-    """Refuses a parameter that a layer shares with another layer or with a module outside the layers: each layer is
+def refuse_shared_by_layers(outer: nn.Module, layers: Sequence[nn.Module], strategy: str) -> None:
+    """Refuses a parameter that one of ``layers`` shares with another one or with a module outside of them: each is
     sharded alone.
 
     Raises:
         LigerDistError: with the names of both.
     """
     names = {module: name for name, module in outer.named_modules()}
-    in_layers = [(module, layer) for layer in structure.all_layers for module in layer.modules()]
+    in_layers = [(module, layer) for layer in layers for module in layer.modules()]
     elsewhere = names.keys() - {module for module, _ in in_layers}
     first: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
     for module, layer in (*in_layers, *((module, None) for module in names if module in elsewhere)):

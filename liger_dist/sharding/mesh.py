@@ -132,6 +132,14 @@ def fold_sequence_axis(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, folded, mesh_dim_names=("replicate", "shard")[-folded.ndim :])
 
 
+def num_shards(mesh: Mesh | None, world_size: int) -> int:
+    """Returns the number of ranks over which data parallelism shards a parameter."""
+    shape, names = shape_of(mesh, world_size), (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
+    if TENSOR_PARALLEL in names:
+        shape = shape[:-1]
+    return math.prod(shape[-2:]) if SEQUENCE in names else shape[-1]
+
+
 def shape_of(mesh: Mesh | None, world_size: int) -> tuple[int, ...]:
     """Returns the shape of a mesh; one axis of all ranks for None."""
     return (world_size,) if mesh is None else tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)

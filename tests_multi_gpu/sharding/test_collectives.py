@@ -42,6 +42,16 @@ def test_of_the_group_that_holds_the_head(workers_2: Workers) -> None:
         assert counts == {"all_gather": 6, "reduce_scatter": 4}
 
 
+@pytest.mark.parametrize("model", ["LoRA on the head", "frozen head", "saved head"])
+def test_frozen_weights_on_every_rank_are_not_gathered(model: str, workers_2: Workers) -> None:
+    """Adapters are one group. A saved head has its own with the norm; without a frozen head, layers and embedding."""
+    expected = {"LoRA on the head": (1, 1), "saved head": (2, 2), "frozen head": (7, 4)}[model]
+    for counts in workers_2.run(count, replace(_fsdp2(frozen="replicate"), model=model)):
+        assert (counts["all_gather"], counts["reduce_scatter"]) == expected
+    for counts in workers_2.run(count, replace(_fsdp1(by_others=False, frozen="replicate"), model="LoRA on the head")):
+        assert counts == {"all_gather": 1, "reduce_scatter": 1}
+
+
 def test_of_tensor_parallelism(workers_2: Workers) -> None:
     """One all-gather to compare tokens, one of statistics for each chunk; one all-reduce of the hidden states'
     gradient."""

@@ -152,6 +152,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "num_items_in_batch": {"gives_items": True},
     "compiled layers": {"compile_layers": True},
     "LoRA": {"lora": {}},
+    "LoRA, frozen weights replicated": {"lora": {}, "frozen": "replicate"},
     "DoRA": {"lora": {"use_dora": True}},
 }
 

@@ -233,6 +233,10 @@ CASES = [
         for cell in (FSDP1, FSDP2)
         for trains in ("decoder", "projector", "encoder layers", "all but the patch embedding", "last encoder layers")
     ),
+    *(
+        _case(replace(FSDP2, layout={"frozen": "replicate"}), "llava", FIRST, SECOND, trains=trains)
+        for trains in ("one projection of each layer", "encoder layers", "last encoder layers", "projector")
+    ),
 ]
 
 
@@ -280,6 +284,7 @@ TRAINED = {
     "encoder layers": ("encoder.layers",),
     "all but the patch embedding": ("encoder.layers", "projector", "language_model", "lm_head"),
     "last encoder layers": ("encoder.layers.1", "projector"),
+    "one projection of each layer": ("q_proj",),
 }
 """parts of the names of parameters that require gradients"""
 
