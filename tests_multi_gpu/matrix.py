@@ -80,7 +80,8 @@ class Matrix:
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
             "## Frozen weights on every rank\n",
             self._table(FROZEN, FROZEN_COLUMNS),
-            "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that is not refused.\n",
+            "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that is\n"
+            "not refused.\n",
             "## Data\n",
             self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATAS}),
             "Ranks have different numbers of valid tokens in every cell.\n",
