@@ -120,7 +120,6 @@ def _copies(
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = {}
     world = dist.group.WORLD
     assert world is not None
-    flattened = fsdp1.is_inside_fsdp1(model)
     for name, parameter in model.named_parameters():
         tensor = tensor_of(parameter)
         if tensor is None:
@@ -134,7 +133,7 @@ def _copies(
                 if placement.is_replicate():
                     group = parameter.device_mesh.get_group(axis)
                     copies.setdefault(group, []).append((name, local))
-        elif not flattened and not deepspeed.is_stored_by_zero3(parameter):
+        elif not fsdp1.is_stored_by_fsdp1(parameter) and not deepspeed.is_stored_by_zero3(parameter):
             copies.setdefault(world, []).append((name, tensor))
     return copies
 

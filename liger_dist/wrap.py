@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -155,6 +156,8 @@ class _Inspected:
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
+    trained: str
+    """number of trained parameters, and a checksum of their names"""
 
 
 def _inspect(
@@ -210,7 +213,9 @@ def _inspect(
     recurrent = find_recurrent_layers(model, structure)
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
     frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
-    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled, frozen)
+    names = sorted(name for name, parameter in outer.named_parameters() if parameter.requires_grad)
+    trained = f"{len(names)} (checksum {zlib.crc32(' '.join(names).encode()):08x})"
+    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled, frozen, trained)
 
 
 def _decide_compilation(
@@ -293,17 +298,18 @@ def _agreed(
         found = inspect()
     except Exception as error:
         refusal = error
-    findings = gathered((None if refusal is None else str(refusal), "" if found is None else _settings(*found, config)))
+    settings = "" if found is None else _settings(*found, config)
+    findings = gathered((None if refusal is None else str(refusal), settings))
     if refusal is not None:
         raise refusal
     refusals = dict.fromkeys(sentence for sentence, _ in findings if sentence is not None)
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    settings = dict.fromkeys(settings for _, settings in findings)
-    if len(settings) > 1:
+    different = dict.fromkeys(settings for _, settings in findings)
+    if len(different) > 1:
         raise LigerDistError(
-            f"ranks call wrap with different settings: {'; '.join(settings)}. Give all of them the same model, "
+            f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
             "strategy and WrapConfig."
         )
     return found
@@ -313,7 +319,11 @@ def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
     """What has to be the same on all ranks."""
     # Other options, such as functions and policies, have no value to compare; budgets may differ.
     options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
-    return f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {found.unfused_reason or 'yes'}"
+    fused = found.unfused_reason or "yes"
+    return (
+        f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {fused}, "
+        f"trained parameters: {found.trained}"
+    )
 
 
 def _may_have_collectives(strategy: str | Strategy) -> bool:

@@ -78,10 +78,10 @@ class Matrix:
             self._table(principal, {m: lambda c, m=m: replace(c, model=m) for m in (*MODELS, *REFUSED_MODELS)}),
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
-            "## Frozen weights on every rank\n",
+            "## Replicated frozen weights\n",
             self._table(FROZEN, FROZEN_COLUMNS),
-            "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that is\n"
-            "not refused.\n",
+            "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that\n"
+            "is not refused.\n",
             "## Data\n",
             self._table(principal, {d: lambda c, d=d: replace(c, data=d) for d in DATAS}),
             "Ranks have different numbers of valid tokens in every cell.\n",

@@ -79,6 +79,12 @@ def has_lora(head: nn.Module) -> bool:
     return callable(getattr(head, "get_base_layer", None)) and hasattr(head, "disable_adapters")
 
 
+def peft_parameters(outer: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters that PEFT's layers have beside their base layers, of adapters that are active or not."""
+    layers = [module for module in outer.modules() if has_lora(module)]
+    return {p for layer in layers for p in set(layer.parameters()) - set(base_head(layer).parameters())}
+
+
 def lora_objection(head: nn.Module) -> str | None:
     """Says why the PEFT layer on ``head`` is not linear in the hidden states, as a clause with the way out; None if it
     is, or without a PEFT layer."""

@@ -183,7 +183,7 @@ class OptionalEncoders:
         for number, unit in enumerate(self._units):
             # Before FSDP2 reshards, so that the parameters are those of the graph.
             hooks.append(unit.register_forward_hook(partial(self._after_unit, number), prepend=True))
-            if isinstance(unit, FSDPModule):
+            if not isinstance(unit, FullyShardedDataParallel):
                 # After FSDP2's hook, so that in the backward it comes before the reduction.
                 hooks.append(unit.register_forward_pre_hook(partial(self._in_unit, number)))
         return hooks + self._reentrant.install(decoder)

@@ -47,8 +47,8 @@ class FSDP1(FullySharded):
             )
         if self.frozen == "replicate" and config.token_mean == "global":
             raise LigerDistError(
-                "token_mean is 'global' but frozen is 'replicate' under FSDP1, where the loss does not know the ranks; "
-                "pass num_items_in_batch to the model, or use strategy='fsdp2'."
+                "token_mean is 'global' but frozen is 'replicate' under FSDP1, and no unit around lm_head has a "
+                "process group for its loss; pass num_items_in_batch to the model, or use strategy='fsdp2'."
             )
 
     def check_model(
@@ -62,8 +62,8 @@ class FSDP1(FullySharded):
             )
         if self.frozen == "replicate" and structure.other_stacks:
             raise LigerDistError(
-                f"frozen is 'replicate' but {type(model).__name__} has an encoder, whose layers FSDP1 would shard in "
-                "part; use strategy='fsdp2', or leave the option out."
+                f"frozen is 'replicate' but {type(model).__name__} has an encoder, and FSDP1 waits forever for ranks "
+                "without images if only some of its layers are units; use strategy='fsdp2', or leave the option out."
             )
         all_names = _all_names(outer)
         for names in map(all_names.__getitem__, structure.all_layers):
@@ -72,13 +72,13 @@ class FSDP1(FullySharded):
                     f"{' and '.join(names)} are one layer, and FSDP1 wraps only the first of them; use "
                     "strategy='fsdp2', or a model that has each layer once."
                 )
-        whole = self.whole_parameters(outer)
+        full = self.full_parameters(outer)
         own_units = [u for u in (*structure.all_layers, *_head_unit(model, structure)) if self.has_own_group(u)]
         apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
         units = [list(unit.named_parameters()) for unit in own_units]
         units.append([(name, p) for name, p in outer.named_parameters() if id(p) not in apart])
         for unit in units:
-            by_dtype = {parameter.dtype: name for name, parameter in unit if parameter not in whole}
+            by_dtype = {parameter.dtype: name for name, parameter in unit if parameter not in full}
             if len(by_dtype) > 1:
                 given = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
                 raise LigerDistError(
@@ -100,8 +100,7 @@ class FSDP1(FullySharded):
         mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=device)
-        whole = self.whole_parameters(outer)
-        self.keep_whole(whole)
+        full = self.full_parameters(outer)
         self.compile(structure, undo)
         freed, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
         if mesh.ndim == 2:
@@ -120,9 +119,10 @@ class FSDP1(FullySharded):
             mixed_precision=MixedPrecision(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             cpu_offload=CPUOffload(offload_params=self.cpu_offload),
             use_orig_params=True,
-            ignored_states=whole or None,
+            ignored_states=full or None,
             device_id=device,
         )
+        self.keep_full(full)
         for unit in _units(root):
             unit.training = unit.module.training
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)

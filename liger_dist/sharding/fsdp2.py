@@ -133,8 +133,9 @@ class FSDP2(FullySharded):
         self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
     ) -> None:
         super().check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
+        full = self.full_parameters(outer)
         for name, parameter in outer.named_parameters():
-            if not parameter.is_contiguous():
+            if not parameter.is_contiguous() and parameter not in full:
                 raise LigerDistError(
                     f"{name} has the strides {parameter.stride()} for the shape {tuple(parameter.shape)}, and FSDP2 "
                     "shards contiguous parameters only; make it contiguous (parameter.data = "
@@ -197,16 +198,16 @@ class FSDP2(FullySharded):
         if root is not model:
             vars(model)[_ROOT] = ref(root)
             undo.callback(vars(model).pop, _ROOT, None)
-        whole = self.whole_parameters(root) - row_shards
-        kept = [name for name, parameter in root.named_parameters() if parameter in whole]
-        self._fully_shard(root, model, structure, mesh, row_shards, whole)
+        full = self.full_parameters(root) - row_shards
+        kept = [name for name, parameter in root.named_parameters() if parameter in full]
+        self._fully_shard(root, model, structure, mesh, row_shards, full)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
             at = torch.device("cpu") if self.cpu_offload else device
             materialize(model, initialize, layers=structure.all_layers, device=at)
         # By name: those on the meta device have been replaced.
-        self.keep_whole(map(root.get_parameter, kept))
+        self.keep_full(map(root.get_parameter, kept))
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
@@ -217,7 +218,7 @@ class FSDP2(FullySharded):
         structure: Structure,
         mesh: DeviceMesh,
         row_shards: frozenset[nn.Parameter],
-        whole: frozenset[nn.Parameter],
+        full: frozenset[nn.Parameter],
     ) -> None:
         """Applies ``fully_shard`` to layers, tail and root. Masters keep their dtype. ``output_dtype`` stays None,
         because FSDP2 would round the loss to it."""
@@ -226,7 +227,7 @@ class FSDP2(FullySharded):
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
             "offload_policy": offload,
-            "ignored_params": {*row_shards, *whole} or None,
+            "ignored_params": {*row_shards, *full} or None,
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         encoder_layers = chain(*structure.other_stacks)
@@ -276,14 +277,14 @@ class FSDP2Gathered(FullWeight):
 
 
 class FSDP2Frozen(FullWeight):
-    """A frozen weight that every rank keeps whole, inside a model whose trained parameters FSDP2 shards. Collectives in
+    """A frozen weight that every rank has in full, inside a model whose trained parameters FSDP2 shards. Collectives in
     the loss: those of the global mean."""
 
     name: ClassVar[str] = "fsdp2-frozen"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
         weight = stored_parameter(head)
-        if weight.requires_grad or isinstance(weight, DTensor) or next(_param_groups(model), None) is None:
+        if isinstance(weight, DTensor) or not _is_frozen_inside(weight, model):
             return None
         return Storage.of(self, head, weight, "every rank has the full, frozen weight")
 
@@ -291,17 +292,24 @@ class FSDP2Frozen(FullWeight):
         return []
 
     def data_parallel(self, head: nn.Module, model: nn.Module) -> DataParallel:
-        return _data_parallel_of(next(_param_groups(model)))
+        return _data_parallel(head, model)
+
+
+def _is_frozen_inside(weight: Tensor, model: nn.Module) -> bool:
+    """True for a frozen weight in a model of which FSDP2 shards some parameters."""
+    return not weight.requires_grad and next(_param_groups(model), None) is not None
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
     """Adapter for an lm_head whose rows are sharded over a tensor-parallel axis, with FSDP2 over the data-parallel
-    axes."""
+    axes, or frozen and replicated over them."""
 
     name: ClassVar[str] = "fsdp2-tensor-parallel"
 
     def storage(self, head: nn.Linear, model: nn.Module, tied_to: tuple[nn.Module, ...]) -> Storage | None:
-        found = stored_weight(self, head, model)
+        found, weight = stored_weight(self, head, model), stored_parameter(head)
+        if found is None and isinstance(weight, DTensor) and _is_frozen_inside(weight, model):
+            return Storage.of(self, head, weight, "every FSDP2 rank has the frozen row shard")
         return found if found is None or found.tensor_parallel is not None else None
 
     def not_supported_reasons(self, facts: Facts) -> list[str]:
@@ -344,12 +352,15 @@ def finish_forward(root: object) -> None:
 
 def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
     found = _find_param(head, model)
+    if found is None and _is_frozen_inside(stored_parameter(head), model):
+        return _data_parallel_of(next(_param_groups(model)))
     if found is None:
         raise LigerDistError("lm_head is not part of an FSDP2 group; shard the model before its forward.")
     return _data_parallel_of(found[0])
 
 
 def _data_parallel_of(group: Any) -> DataParallel:
+    """Returns the ranks of an FSDP2 group."""
     mesh: DeviceMesh = group.mesh_info.mesh
     return DataParallel(
         groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)), divide_factor=_divide_factor(group)

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from liger_dist.config import WrapConfig, check_choice, check_dtype
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.model.compile import compile_each, compiled_call, reason_against_compiling, restore_call
-from liger_dist.model.peft import reads_sharded_weights
+from liger_dist.model.peft import peft_parameters, reads_sharded_weights
 from liger_dist.model.structure import Structure
 
 from .lost_gradients import check_hooks, warn_of_experts
-from .mesh import Mesh, check_mesh, num_shards, require_process_group
+from .mesh import Mesh, check_mesh, local_shard, num_shards, require_process_group
 from .process_groups import compute_device
 
 Frozen = Literal["shard", "replicate"]
@@ -54,10 +55,10 @@ class FullySharded:
     """True to compile each decoder layer, as :func:`liger_dist.compile_layers`. "auto": on GPUs, except for layers that
     are recurrent or quantized, and with ``mlp_tile_tokens``; ``explain`` shows the decision."""
     frozen: Frozen = "shard"
-    """"shard": frozen parameters are sharded and all-gathered as trained ones. "replicate": every rank keeps frozen
-    parameters whole, in ``param_dtype``, and only trained ones are sharded. Those of a layer, of the embedding, or of
-    norm and lm_head have a group of their own if they are more than a third; all others (adapters) are in the root's,
-    with one all-gather and one reduce-scatter in a step."""
+    """"shard": frozen parameters are sharded and all-gathered as trained ones. "replicate": every rank keeps the full
+    frozen parameters, in ``param_dtype``, and only trained ones and PEFT's are sharded. A layer, the embedding, or norm
+    and lm_head have a group of their own if more than a third of their parameters train; all other trained parameters,
+    such as LoRA's, are in the root's group, with one all-gather and one reduce-scatter in a step."""
 
     def __post_init__(self) -> None:
         check_dtype("param_dtype", self.param_dtype)
@@ -83,49 +84,54 @@ class FullySharded:
                 undo.callback(restore_call, layer, compiled_call(layer))
             compile_each(structure.layers)
 
-    def whole_parameters(self, outer: nn.Module) -> frozenset[nn.Parameter]:
-        """Returns the parameters that every rank keeps whole."""
-        if self.frozen == "shard":
-            return frozenset()
-        return frozenset(parameter for parameter in outer.parameters() if not parameter.requires_grad)
+    def full_parameters(self, outer: nn.Module) -> frozenset[nn.Parameter]:
+        """Returns the parameters that every rank keeps in full. Those of PEFT's layers are sharded, because a call of
+        ``set_adapter`` may train them later."""
+        return _frozen(outer) if self.frozen == "replicate" else frozenset()
 
     def has_own_group(self, *parts: nn.Module) -> bool:
-        """True if the parameters of ``parts`` are sharded apart from the root's: under "replicate" where more than a
-        third of them train. An lm_head of ``modules_to_save`` has one half frozen."""
+        """True if the parameters of ``parts`` are in a group separate from the root's: under "replicate" where more
+        than a third of them train. One half of an lm_head of ``modules_to_save`` is frozen."""
         if self.frozen == "shard":
             return True
         parameters = {parameter for part in parts for parameter in part.parameters()}
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         return 3 * trained > sum(parameter.numel() for parameter in parameters)
 
-    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+    def keep_full(self, parameters: Iterable[nn.Parameter]) -> None:
         """Moves parameters to the device of this rank and casts them to the compute dtype."""
         device = compute_device()
         for parameter in parameters:
             dtype = self.param_dtype if parameter.is_floating_point() else None
-            parameter.data = parameter.data.to(device=device, dtype=dtype)
+            data = parameter.data.to(device=device, dtype=dtype)
+            if is_traceable_wrapper_subclass(parameter):
+                # The tensors inside would keep theirs.
+                torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
+            else:
+                parameter.data = data
 
     def cost_of_frozen(self, outer: nn.Module) -> str | None:
-        """Says what frozen parameters cost sharded and whole; None without any, or for one rank. Call it before they
-        are sharded."""
-        frozen = {parameter for parameter in outer.parameters() if not parameter.requires_grad}
+        """Says what frozen parameters cost sharded and replicated; None without any, or for shard groups of one rank.
+        Call it before they are sharded."""
+        frozen = _frozen(outer)
         shards = num_shards(self.mesh, dist.get_world_size())
         if not frozen or shards == 1:
             return None
-        share = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / shards / 2**30
-        compute = [self.param_dtype if self.param_dtype and p.is_floating_point() else p.dtype for p in frozen]
-        whole = sum(p.numel() * dtype.itemsize for p, dtype in zip(frozen, compute, strict=True)) / 2**30
+        held = [local_shard(parameter.data) for parameter in frozen]
+        share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30
+        compute = [self.param_dtype if self.param_dtype and p.is_floating_point() else p.dtype for p in held]
+        full = sum(local.numel() * dtype.itemsize for local, dtype in zip(held, compute, strict=True)) / 2**30
         passes = "forward and backward" if self.reshard_after_forward else "forward"
         if self.frozen == "replicate":
-            return f"{whole:.3g} GiB on each rank (sharded: {share:.3g}, all-gathered in {passes})"
-        return f"{share:.3g} GiB on each rank, all-gathered in {passes} (replicated: {whole:.3g})"
+            return f"{full:.3g} GiB on each rank (sharded: {share:.3g}, all-gathered in {passes})"
+        return f"{share:.3g} GiB on each rank, all-gathered in {passes} (replicated: {full:.3g})"
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         check_mesh(self.mesh, require_process_group(self.name, world_size), strategy=self.name)
         if self.frozen == "replicate" and self.cpu_offload:
             raise LigerDistError(
-                "frozen is 'replicate', which keeps frozen parameters on every device, but cpu_offload is True; leave "
-                "one of them out."
+                "frozen is 'replicate', which keeps full frozen parameters on every device, but cpu_offload is True; "
+                "leave one of them out."
             )
         if self.compiles_layers and config.mlp_tile_tokens is not None:
             raise LigerDistError(
@@ -149,8 +155,9 @@ class FullySharded:
         reads = reads_sharded_weights(outer)
         if reads is not None:
             raise LigerDistError(f"{reads}, where {self.name!r} has sharded them; use strategy='ddp'.")
+        full = self.full_parameters(outer)
         for name, parameter in outer.named_parameters():
-            if parameter.dim() == 0:
+            if parameter.dim() == 0 and parameter not in full:
                 raise LigerDistError(
                     f"{name} has no dimension and {self.name!r} shards the first one of every parameter; make it a "
                     "parameter of shape (1,), or a buffer."
@@ -160,12 +167,22 @@ class FullySharded:
             warn_of_experts(model, structure)
 
 
+def _frozen(outer: nn.Module) -> frozenset[nn.Parameter]:
+    """Returns the frozen parameters that are not PEFT's."""
+    return frozenset(p for p in outer.parameters() if not p.requires_grad) - peft_parameters(outer)
+
+
 def _check_some_train(outer: nn.Module) -> None:
+    """Refuses a model for "replicate" in which no parameter trains, or every one.
+
+    Raises:
+        LigerDistError: with the way out.
+    """
     trained = [name for name, parameter in outer.named_parameters() if parameter.requires_grad]
     if not trained:
         raise LigerDistError(
             f"frozen is 'replicate' but no parameter of this {type(outer).__name__} trains, so that there is nothing "
-            "to shard; make the adapters before wrap, or use strategy='auto' for evaluation."
+            "to shard; make PEFT's layers before wrap, or use strategy='auto' for evaluation."
         )
     if all(parameter.requires_grad for parameter in outer.parameters()):
         raise LigerDistError(

@@ -1,4 +1,4 @@
-"""Frozen weights whole on every rank: how they are stored, from the meta device too, refusals, and what is said.
+"""Frozen weights replicated: how they are stored, from the meta device too, refusals, and what is said.
 
 Gradients are those of the conformance suite's rows, of PEFT's methods and of vision-language models.
 """
@@ -25,13 +25,13 @@ peft = pytest.importorskip("peft")
 BF16 = torch.bfloat16
 
 
-def adapted(*, targets: str = "all-linear", **settings: Any) -> Any:
+def adapted(*, targets: Any = "all-linear", **settings: Any) -> Any:
     torch.manual_seed(1)
     model = make_model("llama", dtype=torch.float32)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **settings))
 
 
-def test_frozen_weights_are_whole_and_adapters_are_sharded(workers_2: Workers) -> None:
+def test_frozen_weights_are_full_and_adapters_are_sharded(workers_2: Workers) -> None:
     for strategy in ("fsdp1", "fsdp2"):
         for wrong in workers_2.run(stored, strategy):
             assert wrong == []
@@ -111,13 +111,13 @@ def test_explain_says_what_both_ways_cost(workers_2: Workers) -> None:
         assert re.fullmatch(
             r"(\S+) GiB on each rank \(sharded: (\S+), all-gathered in forward and backward\)", replicated
         )
-        (share, whole), (kept, other) = (
+        (share, full_size), (kept, other) = (
             map(float, re.findall(r"[\d.e-]+(?= GiB|,|\))", s)) for s in (sharded, replicated)
         )
         frozen = sum(p.numel() for p in adapted().parameters() if not p.requires_grad)
         # Half of the fp32 weights, or all of them in bf16.
         assert share == pytest.approx(2 * frozen / 2**30, rel=1e-2) == other
-        assert whole == pytest.approx(2 * frozen / 2**30, rel=1e-2) == kept
+        assert full_size == pytest.approx(2 * frozen / 2**30, rel=1e-2) == kept
 
 
 def explanations() -> list[str | None]:
@@ -170,4 +170,49 @@ def refused_later() -> str:
     model.get_parameter("base_model.model.model.norm.weight").requires_grad_()
     with pytest.raises(liger_dist.LigerDistError) as caught:
         model(**make_batch(dist.get_rank()))
+    return str(caught.value)
+
+
+def test_an_adapter_that_is_set_later_trains(workers_2: Workers) -> None:
+    for error in workers_2.run(error_of_the_second_adapter):
+        assert error < 1e-5
+
+
+def error_of_the_second_adapter() -> float:
+    """Of two adapters that were there when the model was wrapped."""
+
+    def made() -> Any:
+        model = adapted()
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        return model
+
+    reference, model = made(), liger_dist.wrap(made(), liger_dist.FSDP2(frozen="replicate"))
+    model(**make_batch(dist.get_rank())).loss.backward()
+    reference.set_adapter("second")
+    model.set_adapter("second")
+    model.zero_grad()
+    model(**make_batch(dist.get_rank())).loss.backward()
+    for rank in range(2):
+        (reference(**make_batch(rank)).loss / 2).backward()
+    truth = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    assert all("second" in name for name in truth)
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if name in truth}
+    return max(float((gradients[name] - true).norm() / true.norm()) for name, true in truth.items())
+
+
+def test_ranks_that_train_other_parameters_are_refused_together(workers_2: Workers) -> None:
+    """Their groups would differ, and each would wait for the other."""
+    for sentence in workers_2.run(refused_unlike):
+        assert "different settings" in sentence
+        assert "trained parameters: 16 (" in sentence
+        assert "trained parameters: 15 (" in sentence
+
+
+def refused_unlike() -> str:
+    model = adapted(targets=["q_proj", "v_proj", "down_proj", "o_proj"])
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if dist.get_rank() == 1:
+        model.get_parameter(names[-1]).requires_grad_(False)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, liger_dist.FSDP2(frozen="replicate"))
     return str(caught.value)
