@@ -95,6 +95,8 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(
                 "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
             )
+        if self.frozen == "replicate" and not self.lora_rank:
+            raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
         if self.offload_checkpoints and not self.activation_checkpointing:
             raise LigerDistError(
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."

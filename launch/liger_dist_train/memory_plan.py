@@ -201,7 +201,7 @@ def _plan(
         tokens=T,
         hidden_size=D,
         vocab_size=structure.vocab_size,
-        ranks=dims.parameter_shards if "fsdp" in dims.strategy else 1,
+        ranks=dims.parameter_shards if "fsdp" in dims.strategy and not _is_full(a, structure) else 1,
         tied=structure.tied,
         trains=structure.head.weight.requires_grad,
         itemsize=size,
@@ -230,13 +230,18 @@ def _at_the_head(
     in_bytes = weight.numel() * (FP32 if a.dtype == "float32" else 2)
     if not a.fused_loss:
         return 3 * a.batch_size * a.sequence_length * structure.vocab_size * FP32
-    if "fsdp" not in dims.strategy and weight.dtype != torch.float32:
+    if ("fsdp" not in dims.strategy and weight.dtype != torch.float32) or _is_full(a, structure):
         # Frozen in the compute dtype already.
         return held_bytes - in_bytes
     if dims.strategy == "fsdp2" and dims.parameter_shards > 1 and head == "gather" and not structure.tied:
         # FSDP2 copies out of what it all-gathers into, and frees that of the last layer with the next one.
         return max(held_bytes, 2 * in_bytes + layer_bytes)
     return held_bytes
+
+
+def _is_full(a: TrainConfig, structure: Structure) -> bool:
+    """True if every rank keeps the full, frozen lm_head."""
+    return a.frozen == "replicate" and not structure.head.weight.requires_grad
 
 
 def _of_lora(a: TrainConfig, layer: nn.Module, hidden_size: int, *, under_autocast: bool) -> int:
@@ -263,15 +268,20 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
         share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
         gathered = layer.numbers * GATHERED_LAYERS * size + layer.trained * (size + FP32)
+        frozen = -(-held.frozen_bytes // dims.parameter_shards)
+        if a.frozen == "replicate":
+            # All LoRA layers are gathered and reduced at once.
+            gathered, frozen = numbers * (2 * size + FP32), held.frozen * size
         of_embedding = embedding.numel() * (size + FP32) if embedding.requires_grad else 0
         empty = replace(empty, gathered=gathered, embedding=of_embedding)
         if a.cpu_offload:
             return replace(empty, parameters=0, optimizer=0, gradients=0)
         # FSDP1 keeps what is in its root gathered: the embedding.
-        buffers = embedding.numel() * size if dims.strategy == "fsdp1" else 0
+        is_gathered = dims.strategy == "fsdp1" and a.frozen == "shard"
+        buffers = embedding.numel() * size if is_gathered else 0
         return replace(
             empty,
-            parameters=share * FP32 + -(-held.frozen_bytes // dims.parameter_shards),
+            parameters=share * FP32 + frozen,
             optimizer=-(-states // dims.parameter_shards),
             gradients=max(share, held.flat // dims.parameter_shards if dims.strategy == "fsdp1" else 0) * FP32,
             buffers=buffers,

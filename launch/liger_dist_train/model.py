@@ -191,10 +191,11 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
         "param_dtype": torch.bfloat16 if config.dtype == "bfloat16" and "param_dtype" in names else None,
         "reshard_after_forward": config.reshard_after_forward,
         "cpu_offload": config.cpu_offload,
+        "frozen": config.frozen,
         "lm_head": config.lm_head,
         "float8": config.float8,
     }
-    usual = {"reshard_after_forward": True, "cpu_offload": False, "lm_head": "gather"}
+    usual = {"reshard_after_forward": True, "cpu_offload": False, "frozen": "shard", "lm_head": "gather"}
     for name, value in options.items():
         if name not in names and value != usual.get(name):
             raise LigerDistError(

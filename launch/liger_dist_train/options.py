@@ -141,6 +141,9 @@ class TrainOptions:
         "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and communicate hidden states"
     )
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
+    frozen: Literal["shard", "replicate"] = option(
+        "shard", "fsdp1, fsdp2: shard the weights that LoRA freezes, or keep all of them on every rank"
+    )
     cpu_offload: bool = option(False, "fsdp1, fsdp2: shards, gradients and optimizer states in host memory")
 
     dtype: Optional[Literal["float32", "bfloat16"]] = option(

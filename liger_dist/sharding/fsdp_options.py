@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from liger_dist.config import WrapConfig, check_choice, check_dtype
@@ -104,11 +103,11 @@ class FullySharded:
         for parameter in parameters:
             dtype = self.param_dtype if parameter.is_floating_point() else None
             data = parameter.data.to(device=device, dtype=dtype)
-            if is_traceable_wrapper_subclass(parameter):
-                # The tensors inside would keep theirs.
-                torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
-            else:
+            if type(data) is Tensor:
                 parameter.data = data
+            else:
+                # Tensors inside a subclass would keep their device and dtype.
+                torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
 
     def cost_of_frozen(self, outer: nn.Module) -> str | None:
         """Says what frozen parameters cost sharded and replicated; None without any, or for shard groups of one rank.

@@ -117,20 +117,25 @@ def test_lora_fsdp2_losses_are_those_of_one_process(
     expected = losses_of(tmp_path / "none")
     first, *_, last = [row["eval_loss"] for row in metrics_of(tmp_path / "none") if "eval_loss" in row]
     assert last != first
-    for strategy in ("fsdp2", "fsdp1"):
-        workers_2.run(train, config_for(data, cache, tmp_path / strategy, strategy=strategy, **changes))
-        assert losses_of(tmp_path / strategy) == pytest.approx(expected, rel=1e-5), strategy
+    for strategy, frozen in (("fsdp2", "shard"), ("fsdp1", "shard"), ("fsdp2", "replicate"), ("fsdp1", "replicate")):
+        folder = tmp_path / f"{strategy}_{frozen}"
+        workers_2.run(train, config_for(data, cache, folder, strategy=strategy, frozen=frozen, **changes))
+        assert losses_of(folder) == pytest.approx(expected, rel=1e-5), (strategy, frozen)
 
 
-@pytest.mark.parametrize("head", ["gather", "vocab_parallel"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lm_head": "vocab_parallel"}, {"frozen": "replicate"}],
+    ids=["gather", "vocab_parallel", "replicate"],
+)
 def test_lora_fsdp2_trains_beside_a_bf16_base(
-    head: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+    options: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     """Frozen bf16 and trained fp32 parameters are in one FSDP2 group."""
     base = write_base(cache, tmp_path / "base")
     changes: dict[str, Any] = {"model": str(base), "dtype": "bfloat16"} | SHORT
     train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
-    workers_2.run(train, config_for(data, cache, tmp_path / "fsdp2", strategy="fsdp2", lm_head=head, **changes))
+    workers_2.run(train, config_for(data, cache, tmp_path / "fsdp2", strategy="fsdp2", **options, **changes))
     train(config_for(data, cache, tmp_path / "fp32", **ALONE, **(changes | {"dtype": "float32"})))
     expected = losses_of(tmp_path / "fp32")
     assert losses_of(tmp_path / "none") == pytest.approx(expected, rel=1e-2)
