@@ -201,7 +201,7 @@ def _plan(
         tokens=T,
         hidden_size=D,
         vocab_size=structure.vocab_size,
-        ranks=dims.parameter_shards if "fsdp" in dims.strategy and not _is_full(a, structure) else 1,
+        ranks=dims.parameter_shards if "fsdp" in dims.strategy and not _is_full(a, structure, head) else 1,
         tied=structure.tied,
         trains=structure.head.weight.requires_grad,
         itemsize=size,
@@ -230,7 +230,7 @@ def _at_the_head(
     in_bytes = weight.numel() * (FP32 if a.dtype == "float32" else 2)
     if not a.fused_loss:
         return 3 * a.batch_size * a.sequence_length * structure.vocab_size * FP32
-    if ("fsdp" not in dims.strategy and weight.dtype != torch.float32) or _is_full(a, structure):
+    if ("fsdp" not in dims.strategy and weight.dtype != torch.float32) or _is_full(a, structure, head):
         # Frozen in the compute dtype already.
         return held_bytes - in_bytes
     if dims.strategy == "fsdp2" and dims.parameter_shards > 1 and head == "gather" and not structure.tied:
@@ -239,9 +239,9 @@ def _at_the_head(
     return held_bytes
 
 
-def _is_full(a: TrainConfig, structure: Structure) -> bool:
+def _is_full(a: TrainConfig, structure: Structure, head: str) -> bool:
     """True if every rank keeps the full, frozen lm_head."""
-    return a.frozen == "replicate" and not structure.head.weight.requires_grad
+    return a.frozen == "replicate" and head == "gather" and not structure.head.weight.requires_grad
 
 
 def _of_lora(a: TrainConfig, layer: nn.Module, hidden_size: int, *, under_autocast: bool) -> int:
@@ -277,13 +277,13 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
         if a.cpu_offload:
             return replace(empty, parameters=0, optimizer=0, gradients=0)
         # FSDP1 keeps what is in its root gathered: the embedding.
-        is_gathered = dims.strategy == "fsdp1" and a.frozen == "shard"
-        buffers = embedding.numel() * size if is_gathered else 0
+        is_flat = dims.strategy == "fsdp1" and a.frozen == "shard"
+        buffers, flat = (embedding.numel() * size, held.flat) if is_flat else (0, 0)
         return replace(
             empty,
             parameters=share * FP32 + frozen,
             optimizer=-(-states // dims.parameter_shards),
-            gradients=max(share, held.flat // dims.parameter_shards if dims.strategy == "fsdp1" else 0) * FP32,
+            gradients=max(share, flat // dims.parameter_shards) * FP32,
             buffers=buffers,
         )
     # Autocast keeps the weights in bf16 through a forward.
