@@ -36,7 +36,7 @@ from .model.peft import base_model_of, own_loss
 from .model.stand_ins import torch_defaults
 from .model.structure import Structure, find_structure, initializer_of
 from .sequences import check_sequence_parallel, guard_decoder
-from .sharding import as_strategy, encoders
+from .sharding import as_strategy, encoders, has_collectives
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
@@ -290,8 +290,7 @@ def _agreed(
     Raises:
         LigerDistError: of this rank, or that of another one; or the ranks have different settings.
     """
-    has_collectives = dist.is_initialized() and _may_have_collectives(strategy)
-    if not has_collectives:
+    if not (dist.is_initialized() and has_collectives(strategy)):
         return inspect()
     found, refusal = None, None
     try:
@@ -324,14 +323,6 @@ def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
         f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {fused}, "
         f"trained parameters: {found.trained}"
     )
-
-
-def _may_have_collectives(strategy: str | Strategy) -> bool:
-    """True for a strategy under which all ranks call wrap together; an unknown one is refused on each rank alone."""
-    try:
-        return as_strategy(strategy, None).has_collectives
-    except LigerDistError:
-        return False
 
 
 def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapConfig, undo: ExitStack) -> Wrapped:

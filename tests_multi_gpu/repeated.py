@@ -1,7 +1,7 @@
 """Tests that repeat another one with a detail changed: ``make test-all`` runs them, ``make test`` does not.
 
 By file and test: a regular expression that matches the whole id of the parameters that are left out; None for the whole
-test. README.md has the main groups. Cells of the conformance suite are in :func:`cells.repeats`.
+test. README.md has the main groups. Cells of the conformance suite are in repeated_cells.py.
 """
 
 from __future__ import annotations

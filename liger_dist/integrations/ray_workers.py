@@ -23,8 +23,8 @@ def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> No
     calls ``patch(config)`` of the module ``plug`` when it starts.
 
     Raises:
-        LigerDistError: Ray has been initialized already, the program has a hook of its own, or (after it) it did not
-            call ``ray.init``.
+        LigerDistError: Ray has been initialized already, the program gives Ray a hook already, or (after it) it did
+            not call ``ray.init``.
     """
     if ray.is_initialized():
         raise LigerDistError(

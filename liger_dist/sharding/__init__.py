@@ -79,6 +79,14 @@ def as_strategy(strategy: str | Strategy, mesh: Mesh | None) -> Strategy:
     return replace(found, mesh=mesh)  # type: ignore[type-var]
 
 
+def has_collectives(strategy: str | Strategy) -> bool:
+    """True for a strategy under which all ranks call wrap together; an unknown one is refused on each rank alone."""
+    try:
+        return as_strategy(strategy, None).has_collectives
+    except LigerDistError:
+        return False
+
+
 def collect_facts(
     model: nn.Module,
     head: nn.Linear,

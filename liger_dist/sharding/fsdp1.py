@@ -73,7 +73,7 @@ class FSDP1(FullySharded):
                     "strategy='fsdp2', or a model that has each layer once."
                 )
         full = self.full_parameters(outer)
-        own_units = [u for u in (*structure.all_layers, *_head_unit(model, structure)) if self.has_own_group(u)]
+        own_units = list(self._own_units(model, structure, head={}))
         apart = {id(parameter) for unit in own_units for parameter in unit.parameters()}
         units = [list(unit.named_parameters()) for unit in own_units]
         units.append([(name, p) for name, p in outer.named_parameters() if id(p) not in apart])
@@ -105,12 +105,8 @@ class FSDP1(FullySharded):
         freed, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
         if mesh.ndim == 2:
             freed, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-        units: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(
-            filter(self.has_own_group, structure.all_layers), True
-        )
-        for head in filter(self.has_own_group, _head_unit(model, structure)):
-            # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
-            units[head] = {"sharding_strategy": kept}
+        # The head's backward follows its forward immediately: resharding would only all-gather it twice.
+        units = self._own_units(model, structure, head={"sharding_strategy": kept})
         root = FullyShardedDataParallel(
             outer,
             auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
@@ -127,6 +123,14 @@ class FSDP1(FullySharded):
             unit.training = unit.module.training
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)
         return root
+
+    def _own_units(
+        self, model: nn.Module, structure: Structure, *, head: dict[str, Any]
+    ) -> dict[nn.Module, bool | dict[str, Any]]:
+        """Returns the modules that become units inside the root, with their options; ``head`` holds lm_head's."""
+        options: dict[nn.Module, bool | dict[str, Any]] = dict.fromkeys(structure.all_layers, True)
+        options |= dict.fromkeys(_head_unit(model, structure), head)
+        return {unit: given for unit, given in options.items() if self.has_own_group(unit)}
 
 
 def _head_unit(model: nn.Module, structure: Structure) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world, repeats
+from cells import CELLS, LEARNING_RATE, PRECISION, Cell, by_world
 from harness import InThisProcess, Workers
 from layouts import SESSIONS, Session
 from matrix import Matrix, Outcomes
@@ -27,6 +27,7 @@ from models import (
     true_policy_sum,
     true_soft_sum,
 )
+from repeated_cells import repeats
 from torch import Tensor, nn
 
 MATRIX_FILE = Path(__file__).parents[2] / "docs" / "support_matrix.md"
