@@ -26,7 +26,7 @@ from .losses.distillation import Distillation, Teacher
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
 from .model.structure import is_linear_forward
-from .sharding import fsdp2
+from .sharding import fsdp2_forward
 from .sharding.base import FullHead, Head
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
@@ -127,7 +127,7 @@ def distillation_loss(
             else:
                 teacher(teacher_hidden)
     finally:
-        fsdp2.reshard(teacher)
+        fsdp2_forward.reshard(teacher)
     return running.result(teacher)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
-from liger_dist.sharding import fsdp2
+from liger_dist.sharding import fsdp2_forward
 
 from .loss_call import is_running, running
 from .model_loss import FusedLoss
@@ -98,7 +98,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             return loss.finish(loss_call, output)
         except BaseException:
             if not is_running(loss.wrap_id):
-                fsdp2.abandon_forward(self)
+                fsdp2_forward.abandon_forward(self)
             raise
         finally:
             if loss_call is not None:

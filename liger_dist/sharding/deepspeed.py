@@ -8,6 +8,7 @@ ZeRO-0, 1 and 2 every rank keeps the full weight, as for :class:`.single.Replica
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.model.quantized import four_bit_layers, store_as_bytes
 from liger_dist.model.structure import Structure, stored_parameter
 
-from .base import Facts, FullWeight, Storage
+from .base import Facts, FullWeight, Initializer, Storage
 from .fsdp_options import refuse_overlaps
 from .single import Unsharded
 
@@ -40,6 +42,20 @@ class DeepSpeed(Unsharded):
                 "token_mean is 'global' but DeepSpeed's engine scales the loss itself; pass num_items_in_batch to the "
                 "model."
             )
+
+    def shard(
+        self,
+        outer: nn.Module,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        initialize: Initializer | None,
+        undo: ExitStack,
+    ) -> nn.Module:
+        # With bf16 or fp16 the engine casts every floating parameter.
+        for _, layer in four_bit_layers(outer):
+            store_as_bytes(layer)
+        return super().shard(outer, model, structure, initialize=initialize, undo=undo)
 
 
 class Zero3(FullWeight):

@@ -10,7 +10,6 @@ none, or one all-reduce of one value for ``token_mean="global"``. For a vocab-pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -40,16 +38,19 @@ from liger_dist.model.structure import Structure, input_embedding, stored_parame
 from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
+from .fsdp2_forward import ROOT, param_groups
 from .fsdp_options import FullySharded, cast_inputs, shares_parameters
+from .loading import LoadedShards
 from .materialize import materialize
 from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
+from .packed_bytes import pack_four_bit_layers
 from .process_groups import compute_device
 from .sequence_parallel import SequenceAxis, attach, detach
 from .tensor_parallel import TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
 from .vocab_parallel import check_row_shards, shard_rows
 
-_ROOT = "_liger_dist_fsdp2_root"
 LMHead = Literal["gather", "vocab_parallel"]
+CPU = torch.device("cpu")
 
 TIED_APART = (
     "lm_head is tied to the embedding but FSDP2 stores them in two groups, so each gets one of the two gradients; put "
@@ -164,19 +165,25 @@ class FSDP2(FullySharded):
         is_flat = len(shape_of(self.mesh, dist.get_world_size())) == 1
         # PEFT treats a mesh of one axis as tensor-parallel unless that is named "fsdp".
         names = ("fsdp",) if is_flat else ("replicate", "shard")
-        mesh = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
-        mesh, tensor_parallel = split_axes(mesh)
+        made = make_mesh(self.mesh, dist.get_world_size(), device_type=device.type, names=names)
+        mesh, tensor_parallel = split_axes(made)
         if self.shards_sequences:
             attach(structure.layers, SequenceAxis.of(mesh))
             undo.callback(detach, structure.layers)
         mesh = fold_sequence_axis(mesh)
+        loaded = LoadedShards(outer)
+        if self.frozen == "replicate" or self.float8 is not None:
+            loaded.gather(outer, packs=self.frozen == "shard")
+        heads = linear_heads(model, structure)
+        if tensor_parallel is not None or self.lm_head == "vocab_parallel":
+            loaded.gather(*heads)
         if tensor_parallel is not None:
             parallelize_heads(outer, model, structure, mesh=tensor_parallel, has_storage=initialize is None)
         row_shards: frozenset[nn.Parameter] = frozenset()
         if self.lm_head == "vocab_parallel":
             row_shards = shard_rows(
                 model,
-                linear_heads(model, structure),
+                heads,
                 mesh=mesh,
                 device=device,
                 compute_dtype=self.param_dtype,
@@ -186,26 +193,21 @@ class FSDP2(FullySharded):
                 undo=undo,
             )
         if self.float8 is not None:
-            convert(
-                structure.layers,
-                self.float8,
-                shards=mesh.size(mesh.ndim - 1),
-                numbers_of_experts=numbers_of_experts(structure.decoder.config),
-                undo=undo,
-            )
+            shards, experts = mesh.size(mesh.ndim - 1), numbers_of_experts(structure.decoder.config)
+            convert(structure.layers, self.float8, shards=shards, numbers_of_experts=experts, undo=undo)
         self.compile(structure, undo)
         root = outer if needs_own_root(outer, model) else model
         if root is not model:
-            vars(model)[_ROOT] = ref(root)
-            undo.callback(vars(model).pop, _ROOT, None)
+            vars(model)[ROOT] = ref(root)
+            undo.callback(vars(model).pop, ROOT, None)
         full = self.full_parameters(root) - row_shards
         kept = [name for name, parameter in root.named_parameters() if parameter in full]
-        self._fully_shard(root, model, structure, mesh, row_shards, full)
+        pack_four_bit_layers(root, full, device, undo)
+        self._fully_shard(root, model, structure, mesh, row_shards, full, loaded)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
-            at = torch.device("cpu") if self.cpu_offload else device
-            materialize(model, initialize, layers=structure.all_layers, device=at)
+            materialize(model, initialize, layers=structure.all_layers, device=CPU if self.cpu_offload else device)
         # By name: those on the meta device have been replaced.
         self.keep_full(map(root.get_parameter, kept))
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
@@ -219,6 +221,7 @@ class FSDP2(FullySharded):
         mesh: DeviceMesh,
         row_shards: frozenset[nn.Parameter],
         full: frozenset[nn.Parameter],
+        loaded: LoadedShards,
     ) -> None:
         """Applies ``fully_shard`` to layers, tail and root. Masters keep their dtype. ``output_dtype`` stays None,
         because FSDP2 would round the loss to it."""
@@ -234,14 +237,17 @@ class FSDP2(FullySharded):
         # A layer that the model runs several times is one group.
         for layer in dict.fromkeys((*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)]))):
             if self.has_own_group(layer):
+                loaded.gather(layer)
                 fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
         is_apart = not (structure.tied or row_shards or shares_parameters(model, tail))
         if is_apart and self.has_own_group(*tail):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
+            loaded.gather(*tail)
             fully_shard(tail, reshard_after_forward=False, **options)
         # The root's inputs are cast by a hook instead, which leaves the arguments of the loss alone.
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
+        loaded.gather(root)
         fully_shard(root, **options)
         if self.param_dtype is not None:
             root.register_forward_pre_hook(partial(cast_inputs, self.param_dtype), with_kwargs=True)
@@ -297,7 +303,7 @@ class FSDP2Frozen(FullWeight):
 
 def _is_frozen_inside(weight: Tensor, model: nn.Module) -> bool:
     """True for a frozen weight in a model of which FSDP2 shards some parameters."""
-    return not weight.requires_grad and next(_param_groups(model), None) is not None
+    return not weight.requires_grad and next(param_groups(model), None) is not None
 
 
 class FSDP2TensorParallel(TensorParallelAdapter):
@@ -319,41 +325,10 @@ class FSDP2TensorParallel(TensorParallelAdapter):
         return _data_parallel(head, model)
 
 
-def reshard(model: nn.Module) -> None:
-    """Frees the parameters that FSDP2 keeps unsharded after a forward, of a model without a following backward. No
-    collectives."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def is_in_forward(root: object) -> bool:
-    """True while the forward of the FSDP2 module ``root`` runs, or that of an FSDP2 module around it."""
-    assert isinstance(root, FSDPModule)
-    state: Any = root._get_fsdp_state()
-    runs = state._state_ctx.iter_forward_root
-    return runs is not None and len(runs._modules) == 1
-
-
-def finish_forward(root: object) -> None:
-    """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
-    without lm_head: FSDP2 would treat the next forward of ``root`` as a part of it, and not wait for the optimizer."""
-    assert isinstance(root, FSDPModule)
-    context = root._get_fsdp_state()._state_ctx
-    if context.iter_forward_root is None:
-        return
-    context.iter_forward_root = None
-    for state in context.all_states:
-        if state._modules_to_run_forward:
-            state._modules_to_run_forward.clear()
-            for paused in (state, *_groups_of(state)):
-                paused._training_state = type(paused._training_state).IDLE
-
-
 def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
     found = _find_param(head, model)
     if found is None and _is_frozen_inside(stored_parameter(head), model):
-        return _data_parallel_of(next(_param_groups(model)))
+        return _data_parallel_of(next(param_groups(model)))
     if found is None:
         raise LigerDistError("lm_head is not part of an FSDP2 group; shard the model before its forward.")
     return _data_parallel_of(found[0])
@@ -377,7 +352,7 @@ def _tied_weight_reasons(facts: Facts) -> list[str]:
 
 def divide_factor(model: nn.Module) -> float:
     """Returns the divisor that FSDP2 applies to summed gradients, read from the first of the model's groups."""
-    return _divide_factor(next(_param_groups(model)))
+    return _divide_factor(next(param_groups(model)))
 
 
 def _divide_factor(group: Any) -> float:
@@ -387,13 +362,13 @@ def _divide_factor(group: Any) -> float:
 def reduces_over_replicas(model: nn.Module) -> bool:
     """True if a backward that runs now reduces gradients over all ranks: neither ``set_requires_gradient_sync(False)``
     nor ``set_requires_all_reduce(False)`` is on."""
-    group = next(_param_groups(model))
+    group = next(param_groups(model))
     return bool(group.reduce_grads and group.all_reduce_grads)
 
 
 def unfinished_reduction(model: nn.Module) -> str | None:
     """Says why gradients are not fully reduced (gradient accumulation or no-sync), as a clause; None if they are."""
-    for group in _param_groups(model):
+    for group in param_groups(model):
         if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
             return "FSDP2 holds gradients that it has not reduced yet"
         if not group.reduce_grads:
@@ -415,7 +390,7 @@ def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -
         return None
     group, fsdp_param = found
     weight = _sharded_parameter(group, fsdp_param)
-    records = [p for g in _param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
+    records = [p for g in param_groups(model) for p in g.fsdp_params if _sharded_parameter(g, p) is weight]
     return Storage.of(
         adapter,
         head,
@@ -429,7 +404,7 @@ def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -
 
 def _find_param(head: nn.Module, model: nn.Module) -> tuple[Any, Any] | None:
     """Finds FSDP2's parameter group of ``head.weight`` and its record there; None when FSDP2 does not store it."""
-    for group in _param_groups(model):
+    for group in param_groups(model):
         for fsdp_param in group.fsdp_params:
             if (head, "weight") in _owners(fsdp_param):
                 return group, fsdp_param
@@ -443,7 +418,7 @@ def _owners(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
 
 def managed_parameters(root: nn.Module) -> set[tuple[nn.Module, str]]:
     """Returns module and name of each parameter that FSDP2 shards and reduces the gradient of."""
-    return {owner for group in _param_groups(root) for record in group.fsdp_params for owner in _owners(record)}
+    return {owner for group in param_groups(root) for record in group.fsdp_params for owner in _owners(record)}
 
 
 def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
@@ -455,41 +430,3 @@ def _sharded_parameter(group: Any, fsdp_param: Any) -> Any:
 def _num_shards(weight: DTensor) -> int:
     sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-
-def abandon_forward(model: nn.Module) -> None:
-    """Ends a forward that has raised in ``model`` or below it, and frees what it unsharded. FSDP2 would take the next
-    forward for a part of it, and not wait for the optimizer."""
-    root: nn.Module = vars(model).get(_ROOT, lambda: model)()
-    if not (isinstance(root, FSDPModule) and is_in_forward(root)):
-        return
-    finish_forward(root)
-    for state in root._get_fsdp_state()._state_ctx.all_states:
-        for unsharded in (state, *_groups_of(state)):
-            unsharded._training_state = type(unsharded._training_state).IDLE
-    reshard(root)
-
-
-def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Undoes the rounding of outputs that ``policy`` asks of FSDP2 for ``model`` and the modules around it. Call it
-    within the forward; groups with another policy keep theirs."""
-    for state in {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}:
-        # Includes the states of modules around the model, such as PEFT's.
-        for shared in (state, *state._state_ctx.all_states):
-            if shared._mp_policy == policy:
-                shared._mp_policy = replace(policy, output_dtype=None)
-
-
-def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """Yields each group once, also where ``fully_shard`` had a list of modules, which share its state."""
-    around = vars(model).get(_ROOT, lambda: None)()
-    modules = (model if around is None else around).modules()
-    states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
-    for state in states:
-        yield from _groups_of(state)
-
-
-def _groups_of(state: Any) -> list[Any]:
-    # torch 2.13 keeps a list, earlier releases one group.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups if groups is not None else filter(None, [state._fsdp_param_group]))

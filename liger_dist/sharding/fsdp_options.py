@@ -19,8 +19,10 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.model.compile import compile_each, compiled_call, reason_against_compiling, restore_call
 from liger_dist.model.peft import peft_parameters, reads_sharded_weights
+from liger_dist.model.quantized import bytes_of_scales, four_bit_layers, is_four_bit, move, unsharded_kind
 from liger_dist.model.structure import Structure
 
+from .loading import loaded_shards
 from .lost_gradients import check_hooks, warn_of_experts
 from .mesh import Mesh, check_mesh, local_shard, num_shards, require_process_group
 from .process_groups import compute_device
@@ -101,6 +103,9 @@ class FullySharded:
         """Moves parameters to the device of this rank and casts them to the compute dtype."""
         device = compute_device()
         for parameter in parameters:
+            if is_four_bit(parameter):
+                move(parameter, device)
+                continue
             dtype = self.param_dtype if parameter.is_floating_point() else None
             data = parameter.data.to(device=device, dtype=dtype)
             if type(data) is Tensor:
@@ -116,10 +121,13 @@ class FullySharded:
         shards = num_shards(self.mesh, dist.get_world_size())
         if not frozen or shards == 1:
             return None
-        held = [local_shard(parameter.data) for parameter in frozen]
-        share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30
-        compute = [self.param_dtype if self.param_dtype and p.is_floating_point() else p.dtype for p in held]
-        full = sum(local.numel() * dtype.itemsize for local, dtype in zip(held, compute, strict=True)) / 2**30
+        scales = sum(bytes_of_scales(layer) for _, layer in four_bit_layers(outer)) / 2**30
+        loaded = {module._parameters[name] for _, module, name in loaded_shards(outer)}
+        held = [parameter if parameter in loaded else local_shard(parameter.data) for parameter in frozen]
+        share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30 + scales
+        own = [not p.is_floating_point() or is_four_bit(p) for p in frozen]
+        compute = [p.dtype if keeps else self.param_dtype or p.dtype for p, keeps in zip(held, own, strict=True)]
+        full = sum(local.numel() * dtype.itemsize for local, dtype in zip(held, compute, strict=True)) / 2**30 + scales
         passes = "forward and backward" if self.reshard_after_forward else "forward"
         if self.frozen == "replicate":
             return f"{full:.3g} GiB on each rank (sharded: {share:.3g}, all-gathered in {passes})"
@@ -155,6 +163,8 @@ class FullySharded:
         if reads is not None:
             raise LigerDistError(f"{reads}, where {self.name!r} has sharded them; use strategy='ddp'.")
         full = self.full_parameters(outer)
+        if self.frozen == "shard":
+            _refuse_quantized(outer, self.name)
         for name, parameter in outer.named_parameters():
             if parameter.dim() == 0 and parameter not in full:
                 raise LigerDistError(
@@ -169,6 +179,24 @@ class FullySharded:
 def _frozen(outer: nn.Module) -> frozenset[nn.Parameter]:
     """Returns the frozen parameters that are not PEFT's."""
     return frozenset(p for p in outer.parameters() if not p.requires_grad) - peft_parameters(outer)
+
+
+def _refuse_quantized(outer: nn.Module, strategy: str) -> None:
+    """Refuses quantised weights that FSDP cannot shard.
+
+    Raises:
+        LigerDistError: with the name of the first one.
+    """
+    for prefix, module in outer.named_modules():
+        for name, weight in (("", None), *module.named_parameters(recurse=False)):
+            kind = unsharded_kind(module, weight)
+            if is_four_bit(weight) and strategy == "fsdp1":
+                kind = "a weight of 4 bits, with which FSDP1 would flatten and cast others"
+            if kind is not None:
+                way_out = "frozen='replicate' (each rank keeps the full frozen weights) or strategy='ddp'"
+                other = ", or strategy='fsdp2'" if is_four_bit(weight) else ", or a base of 4 bits (load_in_4bit)"
+                where = f"{prefix}.{name}".strip(".")
+                raise LigerDistError(f"{where} is {kind}, which {strategy!r} does not shard; use {way_out}{other}.")
 
 
 def _check_some_train(outer: nn.Module) -> None:

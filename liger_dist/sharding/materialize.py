@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.quantized import is_four_bit
 
 from .base import Initializer
 from .mesh import local_shard
@@ -26,7 +27,7 @@ def is_meta(model: nn.Module) -> bool:
     """True if the parameters of ``model`` are on the meta device.
 
     Raises:
-        LigerDistError: some parameters are and some are not.
+        LigerDistError: some parameters are and some are not, or they are of 4 bits.
     """
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -35,6 +36,12 @@ def is_meta(model: nn.Module) -> bool:
         raise LigerDistError(
             f"{names[True][0]} is on the meta device and {names[False][0]} is not; put all of the model there "
             '(with torch.device("meta"): ...) or none of it.'
+        )
+    quantized = [name for name, parameter in model.named_parameters() if parameter.is_meta and is_four_bit(parameter)]
+    if quantized:
+        raise LigerDistError(
+            f"{quantized[0]} is a weight of 4 bits on the meta device, which no rule initialises; load it "
+            "(from_pretrained inside liger_dist.sharded_loading())."
         )
     return bool(names[True])
 

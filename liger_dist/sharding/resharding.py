@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import untraced
 
-from .fsdp2 import finish_forward, is_in_forward, reshard
+from .fsdp2_forward import finish_forward, is_in_forward, reshard
 
 _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
 """ids of the roots whose ``generate`` runs in this context"""

@@ -22,7 +22,7 @@ from torch import nn
 from trainers import forget_earlier_trainers
 
 import liger_dist
-from liger_dist.sharding import fsdp2
+from liger_dist.sharding import fsdp2_forward
 from liger_dist.sharding.process_groups import compute_device
 
 ROOT = Path(liger_dist.__file__).parent.parent
@@ -122,7 +122,7 @@ def trained_after_a_failure(fails: str) -> tuple[bool, float]:
         with pytest.raises(KeyboardInterrupt):
             model(**batch)
         hook.remove()
-    is_over = not fsdp2.is_in_forward(model)
+    is_over = not fsdp2_forward.is_in_forward(model)
     model(**batch).loss.backward()
     for rank in range(dist.get_world_size()):
         (reference(**make_batch(rank)).loss / dist.get_world_size()).backward()

@@ -101,6 +101,8 @@ NAMES: dict[tuple[str, str], str] = {
     ("torch.optim.adam", "Adam._init_group"): "optimizer.py updates DTensors one operator of DTensor after the other",
     ("torch", "_assert_async"): "collectives.py cannot check labels on a GPU without waiting for it",
     ("torch", "Tensor._make_subclass"): "logits.py cannot make zero-width logits",
+    ("torch", "Tensor._make_wrapper_subclass"): "packed_bytes.py cannot shard weights of 4 bits under FSDP2",
+    ("transformers.modeling_utils", "caching_allocator_warmup"): "loading.py: a rank allocates the full model once",
     ("torch.distributed.distributed_c10d", "_world"): "vocab_parallel.py cannot tell which groups were destroyed",
     (
         "torch.distributed.distributed_c10d",

@@ -241,7 +241,7 @@ def with_a_mesh_without_names() -> str:
 
 ALONE = {
     "a parameter": "scale has no dimension",
-    "wrapped already": "has been wrapped already",
+    "wrapped already": "is wrapped already",
     "a hook on the head": "ranks call wrap with different settings",
     "another error": "nothing here",
 }

@@ -1,0 +1,83 @@
+"""State of FSDP2's groups in a forward: private names of it that say whether one runs, and end one that has raised or
+of which only a part ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+ROOT = "_liger_dist_fsdp2_root"
+"""on a model: reference to FSDP2's root, where that is a module around it"""
+
+
+def is_in_forward(root: object) -> bool:
+    """True while the forward of the FSDP2 module ``root`` runs, or that of an FSDP2 module around it."""
+    assert isinstance(root, FSDPModule)
+    state: Any = root._get_fsdp_state()
+    runs = state._state_ctx.iter_forward_root
+    return runs is not None and len(runs._modules) == 1
+
+
+def finish_forward(root: object) -> None:
+    """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
+    without lm_head: FSDP2 would treat the next forward of ``root`` as a part of it, and not wait for the optimizer."""
+    assert isinstance(root, FSDPModule)
+    context = root._get_fsdp_state()._state_ctx
+    if context.iter_forward_root is None:
+        return
+    context.iter_forward_root = None
+    for state in context.all_states:
+        if state._modules_to_run_forward:
+            state._modules_to_run_forward.clear()
+            for paused in (state, *groups_of(state)):
+                paused._training_state = type(paused._training_state).IDLE
+
+
+def abandon_forward(model: nn.Module) -> None:
+    """Ends a forward that has raised in ``model`` or below it, and frees what it unsharded. FSDP2 would take the next
+    forward for a part of it, and not wait for the optimizer."""
+    root: nn.Module = vars(model).get(ROOT, lambda: model)()
+    if not (isinstance(root, FSDPModule) and is_in_forward(root)):
+        return
+    finish_forward(root)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for unsharded in (state, *groups_of(state)):
+            unsharded._training_state = type(unsharded._training_state).IDLE
+    reshard(root)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the parameters that FSDP2 keeps unsharded after a forward, of a model without a following backward. No
+    collectives."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Undoes the rounding of outputs that ``policy`` asks of FSDP2 for ``model`` and the modules around it. Call it
+    within the forward; groups with another policy keep theirs."""
+    for state in {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}:
+        # Includes the states of modules around the model, such as PEFT's.
+        for shared in (state, *state._state_ctx.all_states):
+            if shared._mp_policy == policy:
+                shared._mp_policy = replace(policy, output_dtype=None)
+
+
+def param_groups(model: nn.Module) -> Iterator[Any]:
+    """Yields each group once, also where ``fully_shard`` had a list of modules, which share its state."""
+    around = vars(model).get(ROOT, lambda: None)()
+    modules = (model if around is None else around).modules()
+    states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
+    for state in states:
+        yield from groups_of(state)
+
+
+def groups_of(state: Any) -> list[Any]:
+    # torch 2.13 keeps a list, earlier releases one group.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups if groups is not None else filter(None, [state._fsdp_param_group]))

@@ -1,0 +1,201 @@
+"""A tiny language model with a 4-bit base and an adapter, as users load it, and its gradients under a strategy."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import zero_settings
+from models import make_batch, make_model, true_loss_sum
+from peft_methods import gradients_of
+from torch import Tensor
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+"""dtypes that bitsandbytes packs two weights of 4 bits into"""
+
+
+@functools.cache
+def folder(family: str, tied: bool) -> str:
+    """Rank 0 writes it, as transformers does for all."""
+    path = [tempfile.mkdtemp(prefix="liger_dist_quantized_")]
+    if dist.is_initialized():
+        dist.broadcast_object_list(path)
+    make_model(family, tied=tied, dtype=torch.float32).save_pretrained(path[0])  # type: ignore[operator]
+    if dist.is_initialized():
+        dist.barrier()
+    return path[0]
+
+
+def four_bit(
+    family: str = "llama",
+    *,
+    tied: bool = False,
+    kind: str = "nf4",
+    double: bool = False,
+    storage: torch.dtype = torch.uint8,
+    dtype: torch.dtype = torch.float32,
+    quantised: bool = True,
+) -> Any:
+    """The base; not ``quantised``, it is an ordinary one."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if not quantised:
+        return AutoModelForCausalLM.from_pretrained(folder(family, tied), dtype=dtype)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder(family, tied), quantization_config=quantization, dtype=dtype, device_map={"": compute_device()}
+    )
+
+
+def adapted(base: dict[str, Any], lora: dict[str, Any], loaded: Any = None) -> Any:
+    """With LoRA layers that change the output; on ``loaded``, if it is given."""
+    import peft
+
+    model = four_bit(**base) if loaded is None else loaded
+    torch.manual_seed(1)
+    settings = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False} | lora
+    return peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
+
+
+STRATEGIES: dict[str, Any] = {
+    "none": lambda: "none",
+    "ddp": lambda: "ddp",
+    "fsdp2": lambda: "fsdp2",
+    "fsdp2, replicated": lambda: liger_dist.FSDP2(frozen="replicate"),
+    "fsdp2, resharded late": lambda: liger_dist.FSDP2(reshard_after_forward=False),
+    "fsdp2, vocab-parallel": lambda: liger_dist.FSDP2(lm_head="vocab_parallel"),
+    "fsdp2, offloaded": lambda: liger_dist.FSDP2(cpu_offload=True),
+    "fsdp1": lambda: "fsdp1",
+    "fsdp1, replicated": lambda: liger_dist.FSDP1(frozen="replicate"),
+    "ZeRO-2": lambda: "deepspeed",
+    "ZeRO-3": lambda: "deepspeed",
+}
+
+
+def outcome(
+    strategy: str, base: dict[str, Any], lora: dict[str, Any], use: dict[str, Any], in_shards: bool = False
+) -> str:
+    """Returns "exact", the sentence of a refusal, or what is wrong.
+
+    Args:
+        base: of :func:`four_bit`.
+        lora: of ``LoraConfig``.
+        use: "checkpointing", "accumulation" (number of micro-batches), "rows" (of :func:`make_batch`).
+        in_shards: True to load the base by ``sharded_loading``.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    micro_batches = use.get("accumulation", 1)
+    rows = use.get("rows", "texts")
+    batches = [[make_batch(r, num_ignored=2, seed=i, rows=rows) for i in range(micro_batches)] for r in range(ranks)]
+    model = _made(base, lora, use)
+    reference = _in_fp64(model, base, lora)
+    total = 0.0
+    for batch in (batch for of_rank in batches for batch in of_rank):
+        loss_sum, tokens = true_loss_sum(reference, batch)
+        loss = loss_sum / tokens / (ranks * micro_batches)
+        loss.backward()
+        total += float(loss)
+    truth = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad and p.grad is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if in_shards:
+                with liger_dist.sharded_loading():
+                    sharded = four_bit(**base)
+                model = _made(base, lora, use, sharded)
+            root = liger_dist.wrap(model, STRATEGIES[strategy]())
+        except liger_dist.LigerDistError as error:
+            return f"refused: {error}"
+        losses, gradients = _step(root, strategy, batches[rank])
+    mean = torch.tensor(sum(losses) / micro_batches / ranks, device=compute_device())
+    if ranks > 1:
+        dist.all_reduce(mean)
+    if gradients.keys() != truth.keys():
+        return f"wrong: gradients of {sorted(gradients.keys() ^ truth.keys())}"
+    errors = {n: float((gradients[n] - true).norm() / true.norm()) for n, true in truth.items()}
+    errors["loss"] = abs(float(mean) / total - 1)
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] < 1e-5:
+        return f"wrong: {worst} by {errors[worst]:.1e}"
+    return "exact"
+
+
+def _made(base: dict[str, Any], lora: dict[str, Any], use: dict[str, Any], loaded: Any = None) -> Any:
+    model = adapted(base, lora, loaded).train()
+    if use.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+def _in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
+    """Unwrapped, with the same values: ordinary linear layers with the weights that the 4 bits stand for."""
+    import peft
+    from bitsandbytes.functional import dequantize_4bit
+
+    settings = {"r": 2, "target_modules": "all-linear"} | lora
+    dense = make_model(base.get("family", "llama"), tied=base.get("tied", False))
+    reference = peft.get_peft_model(dense, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
+    values = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            value = values[name]
+            state = getattr(value, "quant_state", None)
+            parameter.copy_(value if state is None else dequantize_4bit(value.data, state))
+    return reference
+
+
+def _step(root: Any, strategy: str, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Loss of each micro-batch, and the gradients."""
+    if strategy.startswith("ZeRO"):
+        return _of_deepspeed(root, batches, stage=int(strategy[-1]))
+    losses = []
+    for batch in batches:
+        loss = root(**batch).loss
+        (loss / len(batches)).backward()
+        losses.append(float(loss.detach()))
+    return losses, gradients_of(root)
+
+
+def _of_deepspeed(model: Any, batches: list[dict[str, Any]], *, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    settings = zero_settings({"stage": stage, "accumulation": len(batches)})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    try:
+        losses = []
+        for index, batch in enumerate(batches):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            if index < len(batches) - 1:
+                engine.step()
+        return losses, {n: safe_get_full_grad(p) for n, p in model.named_parameters() if p.requires_grad}
+    finally:
+        engine.destroy()
+
+
+def outcomes(cells: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    found = {}
+    for name, cell in cells.items():
+        try:
+            found[name] = outcome(*cell)
+        except Exception as error:
+            found[name] = f"raises {type(error).__name__}: {error}"
+    return found

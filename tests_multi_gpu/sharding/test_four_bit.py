@@ -1,0 +1,278 @@
+"""Bases of 4 bits with adapters: gradients under every strategy, refusals by name, and loading shard by shard."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Workers
+from layouts import zero_settings
+from models import make_batch, make_config, make_model
+from quantized import STORAGES, STRATEGIES, adapted, folder, four_bit, outcomes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "rsLoRA": {"use_rslora": True, "lora_alpha": 2},
+    "a trained lm_head": {"modules_to_save": ["lm_head"]},
+    "q and v": {"target_modules": ["q_proj", "v_proj"]},
+}
+USES: dict[str, dict[str, Any]] = {
+    "": {},
+    "checkpointing": {"checkpointing": True},
+    "accumulation": {"accumulation": 2},
+    "packed": {"rows": "packed"},
+}
+
+
+def cells_of(strategy: str) -> dict[str, tuple[Any, ...]]:
+    """Every format of bitsandbytes, with adapters and uses in turn."""
+    formats = itertools.product(STORAGES, (False, True), ("nf4", "fp4"))
+    start = list(STRATEGIES).index(strategy)
+    found = {}
+    for index, (storage, double, kind) in enumerate(formats, start):
+        lora, use = list(LORA)[index % len(LORA)], list(USES)[index % len(USES)]
+        base = {"kind": kind, "double": double, "storage": storage, "tied": index % 3 == 0}
+        if base["tied"] and lora == "a trained lm_head":
+            base["tied"] = False
+        parts = [strategy, kind, "double" * double, str(storage), lora, use, "tied" * base["tied"]]
+        found[", ".join(filter(None, parts))] = (strategy, base, LORA[lora], USES[use])
+    return found
+
+
+def check(found: dict[str, str], strategy: str) -> None:
+    assert found
+    for name, result in found.items():
+        if strategy == "fsdp1":
+            assert result.startswith("refused: "), name
+            assert "is a weight of 4 bits" in result
+            assert "use frozen='replicate'" in result
+        elif strategy == "ZeRO-3" and "DoRA" in name:
+            # PEFT reads the partitioned weight, wrapped or not.
+            assert "'Params4bit' object has no attribute 'ds_status'" in result, name
+        else:
+            assert result == "exact", name
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+def test_gradients(strategy: str, workers_2: Workers) -> None:
+    """Of each storage, kind, adapter and use; the slow test has all of them together."""
+    cells = dict(list(cells_of(strategy).items())[::3])
+    for found in workers_2.run(outcomes, cells):
+        check(found, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+def test_gradients_of_all_formats(strategy: str, workers_2: Workers) -> None:
+    for found in workers_2.run(outcomes, cells_of(strategy), time_limit=600):
+        assert len(found) == 16
+        check(found, strategy)
+
+
+def test_gradients_of_one_process() -> None:
+    check(outcomes(cells_of("none")), "none")
+
+
+def int8() -> Any:
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    return AutoModelForCausalLM.from_pretrained(
+        folder("llama", False), quantization_config=quantization, dtype=torch.float32, device_map={"": compute_device()}
+    )
+
+
+def of_torchao() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = make_model("llama", dtype=torch.float32)
+    quantize_(model.get_submodule("model"), Int8WeightOnlyConfig())
+    return model
+
+
+class Packed(nn.Module):
+    """A linear layer as GPTQ and AWQ have it: the weight is a buffer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("qweight", linear.weight.data.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.qweight.T
+
+
+def gptq() -> Any:
+    model: Any = make_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Packed(layer.mlp.up_proj)
+    return model
+
+
+BASES = {"int8": int8, "torchao": of_torchao, "gptq": gptq}
+REFUSED = {
+    ("int8", "fsdp2"): "q_proj.weight is a weight of 8 bits of bitsandbytes, which 'fsdp2' does not shard",
+    ("int8", "fsdp1"): "q_proj.weight is a weight of 8 bits of bitsandbytes, which 'fsdp1' does not shard",
+    ("torchao", "fsdp2"): "is a quantised Int8Tensor of torchao, which 'fsdp2' does not shard",
+    ("gptq", "fsdp2"): "layers.0.mlp.up_proj is a Packed that keeps its weight in 'qweight'",
+}
+
+
+@pytest.mark.parametrize(("base", "strategy"), REFUSED)
+def test_other_quantised_weights_are_refused_by_name(base: str, strategy: str, workers_2: Workers) -> None:
+    if base == "torchao":
+        pytest.importorskip("torchao.quantization")
+    for sentence in workers_2.run(refusal, base, strategy):
+        assert REFUSED[base, strategy] in sentence
+        assert "frozen='replicate'" in sentence
+
+
+def refusal(base: str, strategy: str) -> str:
+    model = BASES[base]().requires_grad_(False)
+    model.get_parameter("model.norm.weight").requires_grad_()
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, strategy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp1"])
+def test_weights_of_8_bits_stay_full(strategy: str, workers_2: Workers) -> None:
+    """Under DDP, and replicated under FSDP."""
+    for error in workers_2.run(error_of_8_bits, strategy):
+        assert error < 1e-5
+
+
+def error_of_8_bits(strategy: str) -> float:
+    """Of every gradient, against the same quantised model in one process."""
+    from peft_methods import gradients_of
+
+    def made() -> Any:
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        return peft.get_peft_model(int8(), lora, autocast_adapter_dtype=False).train()
+
+    reference, options = made(), {"frozen": "replicate"}
+    for rank in range(2):
+        (reference(**make_batch(rank)).loss / 2).backward()
+    strategies = {"ddp": "ddp", "fsdp2": liger_dist.FSDP2(**options), "fsdp1": liger_dist.FSDP1(**options)}
+    root = liger_dist.wrap(made(), strategies[strategy])
+    root(**make_batch(dist.get_rank())).loss.backward()
+    gradients = gradients_of(root)
+    truth = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert gradients.keys() == truth.keys()
+    return max(float((gradients[name] - true).norm() / true.norm()) for name, true in truth.items())
+
+
+def test_wrap_does_not_call_kernels_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read packed weights by address, and a probe of the model has none."""
+    models = [four_bit(), int8()]
+
+    def forward(*_: Any) -> None:
+        raise AssertionError("called")
+
+    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
+        monkeypatch.setattr(kind, "forward", forward)
+    for model in models:
+        explained = str(liger_dist.explain(liger_dist.wrap(model, "none")))
+        assert "liger_dist: packed, padded and windowed sequences" in explained
+
+
+def test_projections_of_one_input_are_computed_together() -> None:
+    model = liger_dist.wrap(adapted({}, {}), "none")
+    assert "14 x Linear4bit: LoRA (added in place)" in str(liger_dist.explain(model))
+    assert model(**make_batch(0)).loss.isfinite()
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+def test_deepspeed_in_bf16_does_not_cast_packed_weights(storage: torch.dtype, workers_2: Workers) -> None:
+    for changed in workers_2.run(changed_by_deepspeed, storage):
+        assert changed == []
+
+
+def changed_by_deepspeed(storage: torch.dtype) -> list[str]:
+    import deepspeed
+
+    model = adapted({"storage": storage}, {})
+    before = packed_bytes(model)
+    root = liger_dist.wrap(model, "deepspeed")
+    optimizer = torch.optim.SGD([p for p in root.parameters() if p.requires_grad], lr=0.1)
+    settings = zero_settings({"stage": 2, "bf16": True})
+    engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=settings)
+    try:
+        assert engine(**make_batch(dist.get_rank())).loss.isfinite()
+        after = packed_bytes(root)
+    finally:
+        engine.destroy()
+    return [name for name, values in before.items() if not torch.equal(values, after[name])]
+
+
+def packed_bytes(model: nn.Module) -> dict[str, Tensor]:
+    named = ((name, p) for name, p in model.named_parameters() if isinstance(p, bitsandbytes.nn.Params4bit))
+    return {name: p.data.flatten().view(torch.uint8).clone() for name, p in named}
+
+
+LOADED = {
+    "4 bits": {"kind": "nf4", "double": True, "storage": torch.float32},
+    "4 bits, tied": {"kind": "fp4", "tied": True},
+    "fp32": {"quantised": False},
+    "fp32, tied": {"quantised": False, "tied": True},
+}
+
+
+@pytest.mark.parametrize("base", LOADED)
+def test_loading_shard_by_shard(base: str, workers_2: Workers) -> None:
+    strategies = ("fsdp2", "fsdp2, replicated", "fsdp2, vocab-parallel", "fsdp2, resharded late")
+    cells = {strategy: (strategy, LOADED[base], {}, {}, True) for strategy in strategies}
+    for found in workers_2.run(outcomes, cells):
+        assert found == dict.fromkeys(strategies, "exact")
+
+
+def test_a_loaded_model_holds_its_shards_alone(workers_2: Workers) -> None:
+    for shares in workers_2.run(shares_of_memory):
+        # Rows that two ranks do not divide are a third of a small norm.
+        assert shares == pytest.approx([0.5, 0.5], abs=0.02)
+
+
+def shares_of_memory() -> list[float]:
+    """Bytes of the storages of parameters, over those of the full model: in 4 bits, and not quantised."""
+    found = []
+    for quantised in (True, False):
+        with liger_dist.sharded_loading():
+            model = four_bit(quantised=quantised)
+        held = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters() if isinstance(p, DTensor))
+        found.append(held / sum(p.numel() * p.element_size() for p in model.parameters()))
+    return found
+
+
+def test_what_was_loaded_in_shards_needs_fsdp2(workers_2: Workers) -> None:
+    for sentence in workers_2.run(refused_after_loading):
+        assert "was sharded by liger_dist.sharded_loading(), whose models need strategy='fsdp2'" in sentence
+
+
+def refused_after_loading() -> str:
+    with liger_dist.sharded_loading():
+        model = four_bit()
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, "ddp")
+    return str(caught.value)
+
+
+def test_weights_of_4_bits_are_not_initialised_from_the_meta_device() -> None:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(make_config("llama"))
+        model.model.layers[0].mlp.up_proj = bitsandbytes.nn.Linear4bit(16, 24, bias=False)
+    with pytest.raises(liger_dist.LigerDistError, match="is a weight of 4 bits on the meta device"):
+        liger_dist.wrap(model, "none")
