@@ -42,6 +42,7 @@ from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
 from .sharding.fsdp_options import FullySharded
 from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
+from .sharding.loading import refuse_loaded_shards
 from .sharding.materialize import is_meta
 from .sharding.mesh import SEQUENCE, Mesh
 from .sharding.process_groups import gathered
@@ -173,15 +174,14 @@ def _inspect(
     chosen.check(config, world_size=dist.get_world_size() if dist.is_initialized() else None)
     model = base_model_of(outer)
     if is_wrapped(outer):
-        raise LigerDistError(
-            f"this {type(model).__name__} has been wrapped already; call liger_dist.unwrap(model) first."
-        )
+        raise LigerDistError(f"this {type(model).__name__} is wrapped already; call liger_dist.unwrap(model) first.")
     if isinstance(model, Wrapper):
         raise LigerDistError(
             f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
             "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
         )
     check_not_failed(model)
+    refuse_loaded_shards(model, chosen.name)
     outputs = as_output_names(config.outputs)
     check_outputs(outputs)
     structure = find_structure(model, fused_loss=config.fused_loss)
@@ -348,6 +348,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
             backend=config.backend,
             owner=owner,
             mlp_tile_tokens=config.mlp_tile_tokens,
+            layers=found.structure.layers,
             compiled=_compiled_layers(found.structure, strategy),
         )
     attention = AttentionSelection(NOT_WANTED)

@@ -5,7 +5,7 @@ forward. A match is detected by structure, confirmed by a probe of the module's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,9 +16,10 @@ from liger_dist_kernels import Backend
 
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
 from .gated_norm import GATED_NORM
-from .lora import LOW_RANK
+from .lora import LOW_RANK, link_siblings
 from .norm import NORM
 from .rotary import ROTARY
+from .shared_inputs import find_shared_inputs
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK, GATED_MLP, ROTARY)
@@ -51,11 +52,13 @@ def swap_layers(
     backend: Backend,
     owner: str,
     mlp_tile_tokens: int | None = None,
+    layers: Sequence[nn.Module] = (),
     compiled: Iterable[nn.Module] = (),
 ) -> LayerReport:
     """Swaps the forward of every module of ``model`` that one of :data:`KINDS` matches.
 
     Args:
+        layers: decoder layers.
         compiled: layers whose modules keep their forwards, because a compiled one runs its own code: every check of a
             swapped forward would be a guard, evaluated in each call.
         owner: id of the ``wrap`` call, for :func:`restore_layers`.
@@ -68,6 +71,7 @@ def swap_layers(
     left: dict[str, str] = {}
     seen: set[str] = set()
     in_compiled = {module for layer in compiled for module in layer.modules()}
+    together = {} if in_compiled else find_shared_inputs(model, layers, LOW_RANK.is_candidate)
     for module in list(model.modules()):
         if isinstance(module, Swapped):
             seen.add(module._liger_dist_kind.name)
@@ -93,6 +97,7 @@ def swap_layers(
             except LeftAloneError as reason:
                 reasons[f"{name} ({kind.name})"] = str(reason)
         left |= reasons
+    link_siblings(together)
     if mlp_tile_tokens is not None and not any(isinstance(match_of(m), GatedMatch) for m in model.modules()):
         raise LigerDistError(
             f"mlp_tile_tokens is {mlp_tile_tokens} but {type(model).__name__} has no gated MLP that is computed by "

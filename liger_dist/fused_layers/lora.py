@@ -1,15 +1,18 @@
-"""LoRA layers, ``base(x) + scaling * B(A(x))``: one autograd function that adds in place, the match of PEFT's layers,
-and their swapped forward.
+"""LoRA layers, ``base(x) + scaling * B(A(x))``: autograd functions that add in place, the match of PEFT's layers, and
+their swapped forward.
 
 PEFT's forward allocates three tensors of the output's size (product, scaled product, sum), and one more in the
-backward. Here the GEMM adds the product to the output of the base layer, and the gradient is scaled on
-the ``[T, r]`` side. Base layer and A stay modules that are called as before.
+backward, and autograd adds up the gradients of the input. Here all projections of one input, such as q, k and v, are
+one function: one product with all their A, and each B's product is what the GEMM of the frozen weight adds to; in the
+backward the GEMMs add up the gradient of the input. Where the base layer is another one, or has hooks, only B's product
+is added in place.
 
-Legend: T tokens, O features of the output, r LoRA rank.
+Legend: T tokens, I and O features of input and output, r LoRA rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +23,120 @@ from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
 from liger_dist.model.peft import has_lora, only_plain_adapter
+from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_state
 from liger_dist.model.stand_ins import swapped
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist_kernels import Backend
 
-from .swap import Kind, LeftAloneError, agrees, has_hooks, is_local, probing, runs_own_code
+from .shared_inputs import Groups
+from .swap import (
+    Kind,
+    LeftAloneError,
+    agrees,
+    has_hooks,
+    is_local,
+    is_plain_linear,
+    match_of,
+    probing,
+    runs_own_code,
+)
 
 TOLERANCE = 1e-5
 _PARTS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A frozen linear layer with LoRA."""
+
+    weight: Tensor
+    """``[O, I]``, or the bytes of 4-bit weights"""
+    state: Any
+    """``QuantState`` of 4-bit weights"""
+    bias: Tensor | None
+    weight_rI: Tensor
+    """A"""
+    weight_Or: Tensor
+    """B"""
+    scaling: float
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        return self.weight if self.state is None else dequantized(self.weight, self.state, dtype)
+
+
+class _Projections(torch.autograd.Function):
+    """Computes the projections of one input: ``y_i = x @ W_i.T + bias_i + scaling_i * x @ A_i.T @ B_i.T``."""
+
+    @staticmethod
+    def forward(ctx: Any, projections: Sequence[Projection], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """``tensors``: bias, A and B of each projection, for their gradients."""
+        x_TI = x.flatten(0, -2)
+        low_Tr = x_TI @ _stacked(projections).T
+        outputs = []
+        for projection, low in zip(projections, low_Tr.split(_ranks(projections), 1), strict=True):
+            if projection.bias is None:
+                y = _scaled_product(low, projection.weight_Or.T, projection.scaling)
+            else:
+                y = torch.addmm(projection.bias, low, projection.weight_Or.T, alpha=projection.scaling)
+            y.addmm_(x_TI, projection.full_weight(x.dtype).T)
+            outputs.append(y.view(*x.shape[:-1], y.shape[-1]))
+        saved = (tensor for p in projections for tensor in (p.weight, p.weight_rI, p.weight_Or))
+        ctx.save_for_backward(x, low_Tr, *saved)
+        ctx.constants = [(p.state, p.scaling) for p in projections]
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        x, low_Tr, *saved = ctx.saved_tensors
+        of_each = zip(ctx.constants, saved[0::3], saved[1::3], saved[2::3], strict=True)
+        projections = [Projection(w, state, None, a, b, scaling) for (state, scaling), w, a, b in of_each]
+        x_TI = x.flatten(0, -2)
+        d_low_Tr = torch.zeros_like(low_Tr) if None in d_outputs else torch.empty_like(low_Tr)
+        ranks = _ranks(projections)
+        parts = zip(projections, d_outputs, low_Tr.split(ranks, 1), d_low_Tr.split(ranks, 1), strict=True)
+        d_y = [None if d is None else d.flatten(0, -2) for d in d_outputs]
+        d_bs: list[Tensor | None] = []
+        for (projection, _, low, d_low), d in zip(parts, d_y, strict=True):
+            if d is not None:
+                torch.addmm(d_low, d, projection.weight_Or, beta=0, alpha=projection.scaling, out=d_low)
+            d_bs.append(None if d is None else _scaled_product(d.T, low, projection.scaling))
+        d_as = (d_low_Tr.T @ x_TI).split(ranks)
+        d_x = None
+        if ctx.needs_input_grad[1]:
+            d_x = d_low_Tr @ _stacked(projections)
+            for projection, d in zip(projections, d_y, strict=True):
+                if d is not None:
+                    d_x.addmm_(d, projection.full_weight(x.dtype))
+            d_x = d_x.view(x.shape)
+        gradients: list[Tensor | None] = []
+        for index, (d, d_a, d_b) in enumerate(zip(d_y, d_as, d_bs, strict=True)):
+            has_bias_gradient = d is not None and ctx.needs_input_grad[2 + 3 * index]
+            gradients += [d.sum(0) if has_bias_gradient else None, None if d is None else d_a, d_b]  # type: ignore[union-attr]
+        return None, d_x, *gradients
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    product = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(product, left, right, beta=0, alpha=scaling, out=product)
+
+
+def _ranks(projections: Sequence[Projection]) -> list[int]:
+    return [projection.weight_rI.shape[0] for projection in projections]
+
+
+def _stacked(projections: Sequence[Projection]) -> Tensor:
+    """Returns A of all projections, one below the other."""
+    if len(projections) == 1:
+        return projections[0].weight_rI
+    return torch.cat([projection.weight_rI for projection in projections])
+
+
+def _project(projections: Sequence[Projection], x: Tensor) -> tuple[Tensor, ...]:
+    tensors = (tensor for p in projections for tensor in (p.bias, p.weight_rI, p.weight_Or))
+    outputs: tuple[Tensor, ...] = _Projections.apply(projections, x, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -48,18 +157,33 @@ class _AddLowRank(torch.autograd.Function):
         d_y_TO, low_Tr = d_y.flatten(0, -2), low.flatten(0, -2)
         d_low, d_weight = None, None
         if ctx.needs_input_grad[1]:
-            d_low = (d_y_TO @ weight_Or).mul_(ctx.scaling).view(low.shape)
+            d_low = _scaled_product(d_y_TO, weight_Or, ctx.scaling).view(low.shape)
         if ctx.needs_input_grad[2]:
-            d_weight = (d_y_TO.T @ low_Tr).mul_(ctx.scaling)
+            d_weight = _scaled_product(d_y_TO.T, low_Tr, ctx.scaling)
         return d_y, d_low, d_weight, None
 
 
-@dataclass(frozen=True)
+@dataclass
 class LowRankMatch:
     """Match of a LoRA layer."""
 
+    followers: tuple[nn.Module, ...] = ()
+    """LoRA layers of the same parent that are called with the same input afterwards"""
+    ready: tuple[Tensor, int, bool, Tensor] | None = None
+    """output that was computed with that of the first one: input, its version, whether gradients were on, output"""
+
     def __str__(self) -> str:
         return "LoRA (added in place)"
+
+
+def link_siblings(groups: Groups) -> None:
+    """Lets LoRA layers that their parent calls with one input compute their outputs together."""
+    for parent, names_of_groups in groups.items():
+        for names in names_of_groups:
+            first, *others = (parent.get_submodule(name) for name in names)
+            match = match_of(first)
+            if isinstance(match, LowRankMatch):
+                match.followers = tuple(module for module in others if isinstance(match_of(module), LowRankMatch))
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -91,12 +215,25 @@ def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[T
         stack.enter_context(swapped(vars(module), "training", False))
         for part, layers in small.items():
             stack.enter_context(swapped(module._modules, part, layers))
-        y = type(module).forward(module, x) if is_original else _added(base(x), a(x), b.weight, module.scaling[name])
-    return [y], [x, base.weight, a.weight, b.weight]
+        base.requires_grad_(False)
+        scaling = module.scaling[name]
+        if is_original:
+            return [type(module).forward(module, x) * 2], [x, a.weight, b.weight]
+        added = _added(base(x), a(x), b.weight, scaling)
+        (projected,) = _project([Projection(base.weight, None, base.bias, a.weight, b.weight, scaling)], x)
+    return [added + projected], [x, a.weight, b.weight]
 
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-    name = None if args or kwargs else _adapter(module, x)
+    ready, match.ready = match.ready, None
+    if ready is not None and ready[0] is x and ready[1:3] == (x._version, torch.is_grad_enabled()):
+        return ready[3]
+    if args or kwargs or runs_own_code(x, under_autocast=False):
+        return NotImplemented
+    own = _projection(module, x)
+    if own is not None:
+        return _together(match, own, x)
+    name = _adapter(module, x)
     if name is None:
         return NotImplemented
     modules = module._modules
@@ -108,6 +245,59 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     return _added(y, low, b.weight, module.scaling[name])
 
 
+def _together(match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
+    """Computes a layer, and those of its siblings that will be called with the same input."""
+    computed, projections = [], [own]
+    for module in match.followers:
+        follower = match_of(module)
+        projection = None if follower is None else _projection(module, x)
+        if projection is not None:
+            computed.append(follower)
+            projections.append(projection)
+    output, *others = _project(projections, x)
+    for follower, other in zip(computed, others, strict=True):
+        follower.ready = (x, x._version, torch.is_grad_enabled(), other)
+    return output
+
+
+def _projection(module: Any, x: Tensor) -> Projection | None:
+    """Returns what a LoRA layer computes; None if modules inside have to be called: another PEFT adapter than a plain
+    one, a base layer that trains, is another one or is sharded here, or hooks."""
+    name, modules = only_plain_adapter(module), module._modules
+    if name is None:
+        return None
+    base, a, b = modules["base_layer"], modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
+    is_plain, is_four_bit = is_plain_linear(base), is_four_bit_linear(base) and not has_hooks(base)
+    if not (is_plain or is_four_bit) or has_hooks(a) or has_hooks(b):
+        return None
+    if not (_is_plain_matrix(a, x) and _is_plain_matrix(b, x)):
+        return None
+    # As attributes: FSDP1 keeps full weights there, and not among the parameters.
+    weight, bias, low, high = base.weight, base.bias, a.weight, b.weight
+    if (low.shape[1], high.shape[0], high.shape[1]) != (x.shape[-1], base.out_features, low.shape[0]):
+        return None
+    state = None
+    if is_plain:
+        is_full = weight.dtype == x.dtype and weight.shape == (high.shape[0], low.shape[1])
+        if not is_full or weight.untyped_storage().nbytes() == 0:
+            return None
+    else:
+        state = quant_state(base, x.dtype)
+        if state is None:
+            return None
+    if weight.requires_grad or is_stored_by_zero3(weight) or (bias is not None and bias.dtype != x.dtype):
+        return None
+    return Projection(weight, state, bias, low, high, module.scaling[name])
+
+
+def _is_plain_matrix(layer: nn.Module, x: Tensor) -> bool:
+    """True for A or B as PEFT makes it, in the dtype of ``x``, with a full weight."""
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return False
+    weight = layer.weight
+    return is_local(weight) and weight.dtype == x.dtype and weight.dim() == 2
+
+
 def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
     result: Tensor = _AddLowRank.apply(y, low, weight_Or, scaling)  # type: ignore[no-untyped-call]
     return result
@@ -116,26 +306,21 @@ def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
 def _adapter(module: Any, x: Any) -> str | None:
     """Returns the name of the PEFT adapter to add; None where PEFT's forward has to run: another dtype, active dropout,
     several adapters or none, hooks or wrappers on A, B or the base layer."""
-    if runs_own_code(x, under_autocast=False):
-        return None
     name = only_plain_adapter(module)
     modules = module._modules
     if name is None or not _is_fresh_output_of(modules["base_layer"]):
         return None
     a, b = modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
-    for part in (a, b):
-        if type(part) is not nn.Linear or part.bias is not None:
-            return None
-        weight = part.weight
-        if not is_local(weight) or weight.dtype != x.dtype:
-            return None
-    return None if has_hooks(b) else name
+    is_plain = all(_is_plain_matrix(part, x) for part in (a, b))
+    return name if is_plain and not has_hooks(b) else None
 
 
 def _is_fresh_output_of(base: nn.Module) -> bool:
-    """True if nothing else holds or reads what ``base`` returns: it computes torch's linear layer, or torchao's."""
+    """True if nothing else holds or reads what ``base`` returns: it computes torch's linear layer, torchao's or that of
+    bitsandbytes."""
     forward: Any = type(base).forward
-    return not has_hooks(base) and (forward is nn.Linear.forward or forward.__module__.startswith("torchao.float8."))
+    is_known = forward is nn.Linear.forward or forward.__module__.startswith("torchao.float8.")
+    return not has_hooks(base) and (is_known or is_four_bit_linear(base))
 
 
 def _may_add(y: Any, low: Any, weight_Or: Tensor) -> bool:

@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature, unwrap
 from itertools import accumulate
 from types import MappingProxyType
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_dist.model.decorators import installed_function
+from liger_dist.model.quantized import is_quantized_linear
 from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
@@ -160,14 +162,14 @@ def _found(
     training: bool,
 ) -> Found:
     with ExitStack() as stack:
-        device = stack.enter_context(_dummy_run(model, layers, EAGER))
-        ids = _token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
-        given = dict(_arguments(model, _documents(told_by, in_one_row), device))
+        device = stack.enter_context(dummy_run(model, layers, EAGER))
+        ids = token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
+        given = dict(call_arguments(model, _documents(told_by, in_one_row), device))
         for module in model.modules():
             module.training = training
             module.register_forward_hook(_compare_documents, with_kwargs=True)
         _compute_in_rows(model, in_rows, ids, given)
-        tokens = _TokenByToken(ids.shape[1])
+        tokens = TokenByToken(ids.shape[1])
         try:
             with tokens:
                 model(input_ids=ids, **given)
@@ -187,10 +189,10 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
     padding[0, : DOCUMENTS[0]] = 0
     arguments: tuple[dict[str, Any], ...] = (_documents((POSITIONS,), False), {"attention_mask": padding})
     for given in arguments:
-        with _dummy_run(model, layers, implementation) as device:
+        with dummy_run(model, layers, implementation) as device:
             try:
-                with _TokenByToken(PAIR):
-                    model(input_ids=_token_ids(model).to(device), **dict(_arguments(model, given, device)))
+                with TokenByToken(PAIR):
+                    model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, given, device)))
             except Exception:
                 # Whatever a model's code raises for a mask that is no tensor: it keeps its own attention, and
                 # ``explain`` shows that reason.
@@ -199,7 +201,7 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
 
 
 @contextmanager
-def _dummy_run(model: nn.Module, layers: Sequence[nn.Module], attention: str) -> Iterator[torch.device]:
+def dummy_run(model: nn.Module, layers: Sequence[nn.Module], attention: str) -> Iterator[torch.device]:
     """Prepares the model for a run without weights within the context; yields the device of the run."""
     # Kernels of other packages need the device that the model will run on; on the CPU torch's operations run.
     device = compute_device() if dist.is_initialized() or torch.cuda.is_initialized() else torch.device("cpu")
@@ -296,7 +298,9 @@ def _agree(tensors: list[Tensor]) -> bool:
     return all(bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) for one, other in tensors if one.numel())
 
 
-def _arguments(model: nn.Module, packed_by: dict[str, Tensor | int], device: torch.device) -> Iterator[tuple[str, Any]]:
+def call_arguments(
+    model: nn.Module, packed_by: dict[str, Tensor | int], device: torch.device
+) -> Iterator[tuple[str, Any]]:
     parameters = signature(model.forward).parameters
     takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, value in packed_by.items():
@@ -307,7 +311,7 @@ def _arguments(model: nn.Module, packed_by: dict[str, Tensor | int], device: tor
         yield "use_cache", False
 
 
-def _token_ids(model: nn.Module) -> Tensor:
+def token_ids(model: nn.Module) -> Tensor:
     """Builds ids ``[2, 13]`` that no config contains, since those may stand for images. The first documents differ."""
     special = set(_numbers(getattr(model, "config", None)))
     first, other_first, second = (
@@ -325,7 +329,7 @@ def _numbers(config: Any) -> Iterator[int]:
             yield from _numbers(value)
 
 
-class _TokenByToken(TorchFunctionMode):
+class TokenByToken(TorchFunctionMode):
     """Computes linear maps, embeddings and attention token by token; see [Note: a run without weights].
 
     Args:
@@ -379,6 +383,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _mapped(input, weight.shape[0])
 
 
+def _quantized_linear(module: nn.Module, x: Tensor, *args: Any) -> Tensor:
+    return _mapped(x, module.out_features)  # type: ignore[arg-type]
+
+
 def _mapped(x: Tensor, size: int) -> Tensor:
     """Computes ``[..., size]``: a linear map of the last dimension of ``x`` that reads all of it, by one product
     each."""
@@ -419,6 +427,8 @@ def _without_weights(
                 vars(module).update(_made_up(state, device))
                 if getattr(state.get("forward"), "__module__", "").startswith(FRAMEWORKS):
                     del module.forward
+                if is_quantized_linear(module):
+                    vars(module)["forward"] = partial(_quantized_linear, module)
                 _keep_one_of_each_kind(module, layers)
             yield
         finally:

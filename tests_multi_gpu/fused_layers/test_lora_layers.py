@@ -96,13 +96,13 @@ def test_one_tensor_of_the_size_of_the_output_is_made(is_wrapped: bool, number: 
     model = adapted()
     if is_wrapped:
         liger_dist.wrap(model, "none")
-    layer = model.base_model.model.model.layers[0].mlp.gate_proj
-    x = torch.randn(2, 3, 16, device=compute_device(), requires_grad=True)
-    with Outputs(2 * 3 * 24) as outputs:
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    x = torch.randn(2, 3, 24, device=compute_device(), requires_grad=True)
+    with Outputs(2 * 3 * 16) as outputs:
         y = layer(x)
     assert len(outputs.addresses) == number
     upstream = torch.ones_like(y)
-    with Outputs(2 * 3 * 24) as outputs:
+    with Outputs(2 * 3 * 16) as outputs:
         y.backward(upstream)
     assert len(outputs.addresses) == (1 if is_wrapped else 2)
 
@@ -128,6 +128,38 @@ def test_outputs_of_norms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == ["base_model.model.model.layers.0.input_layernorm"]
     loss.backward()
     assert_as_peft(liger_dist.wrap(adapted(), "none"), adapted())
+
+
+GROUPS = {"llama": 4, "qwen3_5_text": 4, "lfm2": 3}
+"""of two layers: an attention's or delta net's projections and an MLP's; a convolution has one"""
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_projections_of_one_input_are_one_product(family: str) -> None:
+    """All A of q, k and v are one product; an input of another call is not that of the first one."""
+    base: Any = make_model(family, dtype=torch.float32).to(compute_device())
+    wrapped = liger_dist.wrap(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear")), "none")
+    with Products() as products:
+        wrapped(**make_batch(0), use_cache=False)
+    assert products.of_several == GROUPS[family]
+    if family == "llama":
+        attention = base.model.layers[0].self_attn
+        x, other = (torch.randn(2, 3, 16, device=compute_device()) for _ in range(2))
+        attention.q_proj(x)
+        own = attention.k_proj(other)
+        expected = type(attention.k_proj).__mro__[2].forward(attention.k_proj, other)
+        assert relative_error(own, expected) < 1e-5
+
+
+class Products(TorchDispatchMode):
+    """Number of products with stacked matrices: ``torch.cat`` of what has two rows each."""
+
+    of_several = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.cat.default and len(args) == 1 and all(part.shape[0] == 2 for part in args[0]):
+            self.of_several += 1
+        return function(*args, **(kwargs or {}))
 
 
 def disabled(model: Any) -> AbstractContextManager[Any]:
