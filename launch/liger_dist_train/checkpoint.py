@@ -394,6 +394,7 @@ def describe_model(model_config: Any, tokenization: str, config: TrainConfig, fo
     lora: dict[str, Any] = {}
     if config.lora_rank:
         lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
+        lora |= {"load_in_4bit": True, "dtype": config.dtype} if config.load_in_4bit else {}
         lora |= on_rank_zero(lambda: describe_base(Path(config.model)))
     return {
         "format": format,

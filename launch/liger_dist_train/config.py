@@ -89,6 +89,25 @@ class TrainConfig(TrainOptions):
                 f"{self.sequence_length}."
             )
 
+    def _check_four_bit(self) -> None:
+        if not self.load_in_4bit:
+            return
+        if not self.lora_rank:
+            raise LigerDistError(
+                "--load_in_4bit is true but --lora_rank is 0, and weights of 4 bits do not train; give the rank of the "
+                "LoRA layers."
+            )
+        if self.strategy in ("deepspeed", "tp") or (self.strategy == "fsdp1" and self.frozen == "shard"):
+            raise LigerDistError(
+                f"--load_in_4bit is true but --strategy is {self.strategy}, which has no weights of 4 bits here; "
+                "use fsdp2, ddp, or fsdp1 with --frozen replicate."
+            )
+        if self.float8 is not None or self.cpu_offload or self.compile:
+            raise LigerDistError(
+                f"--load_in_4bit is true with --float8 {self.float8}, --cpu_offload {self.cpu_offload} and --compile "
+                f"{self.compile}, none of which works on weights of 4 bits; leave them out."
+            )
+
     def _check_choices(self) -> None:
         has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
         if has_lora_options and not self.lora_rank:
@@ -97,6 +116,7 @@ class TrainConfig(TrainOptions):
             )
         if self.frozen == "replicate" and not self.lora_rank:
             raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
+        self._check_four_bit()
         if self.offload_checkpoints and not self.activation_checkpointing:
             raise LigerDistError(
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."

@@ -20,7 +20,7 @@ from liger_dist import LigerDistError, clip_grad_norm_
 
 from .config import TrainConfig
 from .model import build
-from .optimizer import Ema, decayed_parameters, make_optimizer, matrices_of_layers, not_finite
+from .optimizer import Ema, clean, decayed_parameters, make_optimizer, matrices_of_layers, not_finite
 from .parallel_dims import ParallelDims
 from .state_files import FORMAT, load_state, save_state
 
@@ -118,7 +118,7 @@ class TorchEngine:
         return not_finite({name: parameter.grad for name, parameter in self.model.named_parameters()})
 
     def broken_weights(self) -> list[str]:
-        return not_finite(dict(self.model.named_parameters()))
+        return not_finite({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
     def save(self, folder: Path, *, in_background: bool) -> Future[Any] | None:
         return save_state(self._state(), folder, in_background=in_background)
@@ -144,6 +144,12 @@ class TorchEngine:
         """Collects the state by parameter name alone: groups of the optimizer differ between strategies."""
         has_stepped = bool(self.optimizer.state)
         weights, moments = get_state_dict(self.model, self.optimizer, options=self._options)
+        if self._options.ignore_frozen_params:
+            # bitsandbytes adds the scales of frozen weights.
+            trained = {
+                clean(name) for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
+            }
+            weights = {name: value for name, value in weights.items() if name in trained}
         for state in () if has_stepped else self.optimizer.state.values():
             # Torch has made a step of zeros, to have a state.
             if "step" in state:

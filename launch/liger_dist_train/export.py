@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
+from liger_dist.model.quantized import dequantized, four_bit_layers
 
 from .checkpoint import (
     MODEL,
@@ -28,7 +29,7 @@ from .checkpoint import (
     steps_in,
 )
 from .config import TrainConfig
-from .model import add_lora, read_weights
+from .model import add_lora, read_weights, weights_dtype
 from .optimizer import decays
 from .safe_pickle import deepspeed_names
 from .state_files import load_state
@@ -51,10 +52,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--to", type=Path, help="folder to make; default: exported, in the run's folder")
     parser.add_argument("--base", type=Path, help="LoRA: where the pretrained model is now; default: where it was")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights, by --ema_decay")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="LoRA: the LoRA layers alone, in the files of PEFT (adapter_model.safetensors)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: %(default)s")
     options = parser.parse_args(arguments)
     to = options.to or options.run / "exported"
-    settings = {name: getattr(options, name) for name in ("step", "best", "dtype", "base", "ema")}
+    settings = {name: getattr(options, name) for name in ("step", "best", "dtype", "base", "ema", "adapter")}
     step = export(options.run, to, **settings)
     print(f"written to {to}: step {step} of {options.run}, in {options.dtype}")
 
@@ -68,13 +74,17 @@ def export(
     dtype: str = "float32",
     base: Path | None = None,
     ema: bool = False,
+    adapter: bool = False,
 ) -> int:
     """Writes config, weights and tokenizer of a run's checkpoint into ``to``, LoRA layers merged; returns its step.
+
+    LoRA layers of a base of 4 bits are merged into what those 4 bits stand for, on which they were trained.
 
     Args:
         best: the checkpoint with the lowest held-out loss, instead of the newest one.
         base: folder of the pretrained model under LoRA layers; default: that of the run.
         ema: the moving average of the weights instead of the weights.
+        adapter: the LoRA layers alone, as PEFT's files, which ``PeftModel.from_pretrained`` reads.
 
     Raises:
         LigerDistError: there is no such complete checkpoint, ``to`` exists, or the base is not that of the run.
@@ -86,6 +96,8 @@ def export(
     refuse_pickles(path, description)
     if ema and not description.get("ema"):
         raise LigerDistError(f"--ema is given and {path} has no moving average; train with --ema_decay 0.999.")
+    if adapter and description["lora"] is None:
+        raise LigerDistError(f"--adapter is given and {path} has no LoRA layers; leave it out.")
     model = _empty_model(path, description, base)
     try:
         weights = _weights(path, description, model, "ema" if ema else "model")
@@ -95,15 +107,21 @@ def export(
         raise LigerDistError(
             f"the checkpoint {path} cannot be read: {reason_of(error)}; choose another --step."
         ) from error
-    model = _filled(model, weights, path, has_lora=description["lora"] is not None)
+    model = _filled(model, weights, path, has_lora=description["lora"] is not None, merge=not adapter)
     model.to(getattr(torch, dtype))
-    _let_it_end(model, load_tokenizer(path / MODEL))
+    if not adapter:
+        _let_it_end(model, load_tokenizer(path / MODEL))
     partial = to.with_name(f"{to.name}.partial")
     if partial.exists():
         raise LigerDistError(f"{partial} is in the way, perhaps of an export that was cut off; remove it.")
     try:
-        model.save_pretrained(partial, max_shard_size="5GB")
-        shutil.copytree(path / MODEL, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
+        model.save_pretrained(partial, **({} if adapter else {"max_shard_size": "5GB"}))
+        shutil.copytree(
+            path / MODEL,
+            partial,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("config.json", *([GENERATION_CONFIG_NAME] if adapter else [])),
+        )
         partial.rename(to)
     except (OSError, SafetensorError) as error:
         # It would take the room that is missing.
@@ -115,8 +133,8 @@ def export(
     return found
 
 
-def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool) -> Any:
-    """Loads ``weights``, and merges LoRA layers into the base.
+def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, merge: bool) -> Any:
+    """Loads ``weights``, and merges LoRA layers into the base if ``merge`` is true.
 
     Raises:
         LigerDistError: parameters without a value.
@@ -128,7 +146,7 @@ def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool) 
         raise LigerDistError(
             f"the checkpoint {path} has no values for {', '.join(sorted(missing)[:5])}; it is of another model."
         )
-    if not has_lora:
+    if not has_lora or not merge:
         return model
     _untie(model.get_base_model())
     return model.merge_and_unload()
@@ -170,7 +188,28 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None) -> Any:
         )
     settings = {name: value for name, value in lora.items() if name != "weights"}
     config = TrainConfig(**(settings | {"model": str(folder)}))
-    return add_lora(read_weights(folder, None), config, has_weights=True)
+    model = read_weights(folder, None)
+    if config.load_in_4bit:
+        quantised = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
+        error = _round_to_four_bits(model, quantised)
+        print(
+            f"the base is that of 4 bits, on which the LoRA layers were trained: its weights differ by {error:.2%} "
+            "(relative L2) from the pretrained ones",
+            flush=True,
+        )
+    return add_lora(model, config, has_weights=True)
+
+
+def _round_to_four_bits(model: Any, quantised: Any) -> float:
+    """Gives ``model`` the weights that those of ``quantised`` stand for; returns their relative L2 error."""
+    errors, sizes = 0.0, 0.0
+    for name, layer in four_bit_layers(quantised):
+        weight = model.get_submodule(name).weight.detach()
+        values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)
+        errors += float((values - weight).double().square().sum())
+        sizes += float(weight.double().square().sum())
+        weight.copy_(values)
+    return float((errors / sizes) ** 0.5)
 
 
 def _empty_model(path: Path, description: dict[str, Any], base: Path | None) -> Any:

@@ -30,6 +30,8 @@ STATES = {"adamw": 2 * FP32, "adamw_8bit": 2, "muon": 2 * FP32}
 """bytes of AdamW's two moments for each parameter; scales of 8-bit blocks are left out, and Muon has one moment"""
 RECOMPUTED_BYTES = 2**24
 """of a layer's input, from which liger_dist recomputes outputs of norms and gated activations in the backward"""
+SCALES = (1 + FP32 / 256) / 64
+"""bytes of scales for each 4-bit weight: one for 64 of them, of 8 bits, and one of fp32 for 256 of those"""
 AUTOCAST = ("none", "ddp", "tp")
 """strategies without a compute dtype of their own"""
 GATHERED_LAYERS = 2
@@ -137,6 +139,12 @@ def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: An
     return size * (-(-numbers // dims.world_size) + gathered + hidden)
 
 
+def _packed(module: nn.Module) -> list[Tensor]:
+    """Lists the weights that ``--load_in_4bit`` packs: of linear layers under LoRA or without it, but for lm_head."""
+    linears = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
+    return [part.weight for name, part in linears if ".lora_" not in name and "lm_head" not in name]
+
+
 @dataclass(frozen=True)
 class Held:
     """Parameters of a model, or of one of its modules."""
@@ -150,15 +158,27 @@ class Held:
     """numbers that Muon trains"""
     flat: int = 0
     """numbers of layers that train, frozen ones included: FSDP1 has one gradient of each such layer"""
+    compute_bytes: int = 0
+    """of frozen numbers, where every rank keeps all of them"""
+    scales: int = 0
+    """bytes of the scales of 4-bit weights, which every rank has"""
+    largest: int = 0
+    """numbers of the largest 4-bit weight: a product makes one of 16 bits"""
 
     @classmethod
-    def of(cls, module: nn.Module, strategy: str) -> Held:
-        frozen = [p for p in module.parameters() if not p.requires_grad]
-        sizes = [FP32 if strategy in FULL_FIRST else p.element_size() for p in frozen]
+    def of(cls, module: nn.Module, config: TrainConfig, strategy: str) -> Held:
+        frozen = {p for p in module.parameters() if not p.requires_grad}
+        packed = [p for p in _packed(module) if p in frozen] if config.load_in_4bit else []
+        others = frozen.difference(packed)
+        bytes_of_packed = sum(p.numel() for p in packed) // 2
         return cls(
             trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
             frozen=sum(p.numel() for p in frozen),
-            frozen_bytes=sum(p.numel() * size for p, size in zip(frozen, sizes, strict=True)),
+            frozen_bytes=bytes_of_packed
+            + sum(p.numel() * (FP32 if strategy in FULL_FIRST else p.element_size()) for p in others),
+            compute_bytes=bytes_of_packed + sum(p.numel() for p in others) * (FP32 if config.dtype == "float32" else 2),
+            scales=int(sum(p.numel() for p in packed) * SCALES),
+            largest=max((p.numel() for p in packed), default=0),
         )
 
     @property
@@ -176,11 +196,11 @@ def _plan(
         compile=reason_against_compiling(config, dims.strategy, model) is None,
     )
     size = FP32 if a.dtype == "float32" else 2
-    layers = [Held.of(module, dims.strategy) for module in structure.layers]
+    layers = [Held.of(module, config, dims.strategy) for module in structure.layers]
     layer = max(layers, key=lambda found: found.numbers)
     of_muon = matrices_of_layers(model, config)
     held = replace(
-        Held.of(model, dims.strategy),
+        Held.of(model, config, dims.strategy),
         matrices=sum(parameter.numel() for name, parameter in model.named_parameters() if name in of_muon),
         flat=sum(found.numbers for found in layers if found.trained and found.frozen),
     )
@@ -261,17 +281,19 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
     """
     numbers = held.trained
     states = numbers * (STATES[a.optimizer] + (FP32 if a.ema_decay else 0)) - held.matrices * FP32
-    empty = MemoryPlan("", numbers * FP32 + held.frozen_bytes, states, numbers * FP32, 0, 0, 0, 0, 0)
+    weights = numbers * FP32 + held.frozen_bytes + held.scales
+    empty = MemoryPlan("", weights, states, numbers * FP32, 0, 0, held.largest * size, 0, 0)
     if dims.strategy == "deepspeed":
         return _zero(a, dims, held, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
         share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
-        gathered = layer.numbers * GATHERED_LAYERS * size + layer.trained * (size + FP32)
-        frozen = -(-held.frozen_bytes // dims.parameter_shards)
+        in_layer = layer.trained * size + layer.compute_bytes
+        gathered = in_layer * GATHERED_LAYERS + layer.trained * (size + FP32) + held.largest * size
+        frozen = -(-held.frozen_bytes // dims.parameter_shards) + held.scales
         if a.frozen == "replicate":
             # All LoRA layers are gathered and reduced at once.
-            gathered, frozen = numbers * (2 * size + FP32), held.frozen * size
+            gathered, frozen = numbers * (2 * size + FP32) + held.largest * size, held.compute_bytes + held.scales
         of_embedding = embedding.numel() * (size + FP32) if embedding.requires_grad else 0
         empty = replace(empty, gathered=gathered, embedding=of_embedding)
         if a.cpu_offload:
@@ -289,7 +311,7 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
     # Autocast keeps the weights in bf16 through a forward.
     casts = 0 if size == FP32 else numbers * size
     # DDP reduces copies of the gradients.
-    return replace(empty, gathered=casts, buffers=numbers * FP32 if dims.strategy == "ddp" else 0)
+    return replace(empty, gathered=casts + empty.gathered, buffers=numbers * FP32 if dims.strategy == "ddp" else 0)
 
 
 def _zero(a: TrainConfig, dims: ParallelDims, held: Held, size: int) -> MemoryPlan:

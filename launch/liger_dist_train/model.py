@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, wrap
+from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, sharded_loading, wrap
 from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
@@ -142,9 +143,12 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     """
     torch.manual_seed(config.seed)
     has_weights = has_weights_at(config.model)
-    is_full_first = has_weights and dims.strategy in FULL_FIRST
+    is_full_first = has_weights and (dims.strategy in FULL_FIRST or config.load_in_4bit)
     if is_full_first:
-        model = read_model(config, torch.float32)
+        # DoRA's magnitudes are computed from the full weights.
+        in_shards = config.load_in_4bit and dims.strategy == "fsdp2" and config.frozen == "shard" and not config.dora
+        with sharded_loading() if in_shards else nullcontext():
+            model = read_model(config, weights_dtype(config) if config.load_in_4bit else torch.float32)
     reason = reason_against_compiling(config, dims.strategy, model)
     if reason is None:
         compile_layers(model)
@@ -165,6 +169,8 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
 def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Module) -> str | None:
     """Says why the layers are not compiled, as a clause; None where they are. The model is not wrapped, and may have no
     storage."""
+    if config.load_in_4bit:
+        return "weights are quantized"
     if config.compile is not None:
         return None if config.compile else "--compile false"
     if strategy == "deepspeed":
@@ -275,12 +281,20 @@ def _has_weights(folder: Path) -> bool:
     return found
 
 
-def read_weights(folder: Path, attention: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def read_weights(
+    folder: Path, attention: str | None, dtype: torch.dtype = torch.float32, *, four_bit_on: torch.device | None = None
+) -> nn.Module:
     """Reads pretrained weights in ``dtype``, from any format that transformers reads.
 
+    Args:
+        four_bit_on: device on which linear layers are quantised to 4 bits; None to leave them in ``dtype``.
+
     Raises:
-        LigerDistError: files that cannot be read, or that lack parameters.
+        LigerDistError: files that cannot be read, or that lack parameters; bitsandbytes is not installed.
     """
+    options: dict[str, Any] = {}
+    if four_bit_on is not None:
+        options = {"quantization_config": quantization(dtype), "device_map": {"": four_bit_on}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -289,6 +303,7 @@ def read_weights(folder: Path, attention: str | None, dtype: torch.dtype = torch
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LigerDistError(f"the weights in {folder} cannot be read: {error}; get its files again.") from error
@@ -300,6 +315,22 @@ def read_weights(folder: Path, attention: str | None, dtype: torch.dtype = torch
         )
     found: nn.Module = model
     return found
+
+
+def quantization(dtype: torch.dtype) -> Any:
+    """Makes the format of 4-bit weights: nf4 with quantised scales, as QLoRA has it, and products in ``dtype``.
+
+    Raises:
+        LigerDistError: bitsandbytes is not installed.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise LigerDistError("--load_in_4bit needs bitsandbytes, which is not installed; pip install bitsandbytes.")
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
@@ -318,7 +349,8 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
 def read_model(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
     """Reads ``--model`` in ``dtype``, and adds LoRA layers with PEFT's initial values, which depend on ``--seed``
     alone. DoRA's magnitudes are those of the weights that were read."""
-    model = read_weights(Path(config.model), config.attention, dtype)
+    on = device() if config.load_in_4bit else None
+    model = read_weights(Path(config.model), config.attention, dtype, four_bit_on=on)
     if config.lora_rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)

@@ -178,6 +178,9 @@ class TrainOptions:
     lora_dropout: float = option(0.0, "before the LoRA layers")
     lora_targets: list[str] = option(["all-linear"], "names of the linear layers; default: all but lm_head")
     dora: bool = option(False, "weight-decomposed LoRA")
+    load_in_4bit: bool = option(
+        False, "LoRA: keep the frozen linear layers in 4 bits (nf4, scales quantised too); needs bitsandbytes"
+    )
 
     teacher: Optional[str] = option(None, "model to distil from: as --model; its tokenizer is the student's")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = option("forward_kl", "of the student from the teacher")
@@ -264,7 +267,7 @@ ELSEWHERE = {
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "nothing is sent to a hub; upload what liger-dist export writes"),
     **dict.fromkeys(("fp16", "bf16"), "--dtype bfloat16 computes in bf16; fp16 would need a scaled loss"),
     **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization_bit"), "weights stay in fp32, sharded; see --cpu_offload"
+        ("load_in_8bit", "quantization_bit"), "--load_in_4bit true keeps frozen weights in 4 bits, under LoRA"
     ),
     **dict.fromkeys(("save_only_model", "save_model_only"), "liger-dist export writes the weights alone"),
     **dict.fromkeys(("pipeline_parallel_degree", "pipeline_model_parallel_size"), "it shards with --strategy fsdp2"),
