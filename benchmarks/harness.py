@@ -34,6 +34,8 @@ PACKAGES = (
     "torchao",
     "deepspeed",
     "transformers",
+    "peft",
+    "bitsandbytes",
     "liger-kernel",
     "nvidia-cutlass-dsl",
     "trl",

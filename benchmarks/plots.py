@@ -53,7 +53,7 @@ def _plot_stacked(problems: Problems, path: Path, parts: dict[str, str], *, mark
     plt.close(figure)
 
 
-def plot_sequences(problems: Problems, path: Path) -> None:
+def plot_sequences(problems: Problems, path: Path, *, memory: str = "GiB above the weights") -> None:
     """Time and memory of every way."""
     import matplotlib.pyplot as plt
 
@@ -61,8 +61,8 @@ def plot_sequences(problems: Problems, path: Path) -> None:
     for line, (name, problem) in zip(axes, problems.items(), strict=True):
         rows = problem["rows"]
         names = [row["name"] for row in rows]
-        values = [[row["median_ms"] for row in rows], [row["figures"]["GiB above the weights"] for row in rows]]
-        for axis, what, bars in zip(line, ("ms", "GiB above the weights"), values, strict=True):
+        values = [[row["median_ms"] for row in rows], [row["figures"][memory] for row in rows]]
+        for axis, what, bars in zip(line, ("ms", memory), values, strict=True):
             axis.bar_label(
                 axis.barh(names, bars, color=["C7" if "dense" in n or n == "Liger" else "C0" for n in names])
             )

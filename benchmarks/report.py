@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,16 @@ is that of transformers, for liger_dist with fla a kernel. Memory is the peak of
 gradients included. Without fla the padded rows do not fit.
 
 ![Milliseconds and memory of every way](plots/hybrids.png)
+"""
+ADAPTERS = """## Adapters: LoRA and QLoRA
+
+Steps of LoRA (rank 16 on all linear layers of the decoder) on 32 layers of the shape of Llama 8B, bf16, 2 x 2048 tokens
+on each GPU, without activation checkpointing; PEFT 0.21.2, bitsandbytes 0.50.2. 4 bits: nf4 with double quantization.
+`replicated`: every rank has the full frozen weights, and the LoRA layers are in one group; `per layer` in one group for
+each layer. `GPU busy`: at least one kernel runs. `peak GiB` includes the weights. [Adapters on several
+GPUs](adapters.md) says which way to use.
+
+![Milliseconds and memory of every way](plots/adapters.png)
 """
 SEQUENCES = """## Packed, padded and long sequences
 
@@ -364,6 +375,17 @@ def hybrids_section(problems: Problems) -> str:
     return timed_section(HYBRIDS, problems, {"GiB above the weights": ("GiB", ".1f")}, "way")
 
 
+def adapters_section(problems: Problems) -> str:
+    """One table for each number of GPUs."""
+    columns = {
+        "GPU busy ms": ("GPU busy", ".0f"),
+        "forward host ms": ("host: forward", ".0f"),
+        "backward host ms": ("backward", ".0f"),
+        "peak GiB": ("peak GiB", ".1f"),
+    }
+    return timed_section(ADAPTERS, problems, columns, "way")
+
+
 def policies_section(problems: Problems) -> str:
     """One table for each shape and use."""
     parts = [POLICIES]
@@ -438,6 +460,7 @@ PARTS: tuple[Part, ...] = (
     ("small_models", {"small_models": plot_small}, small_section),
     ("sequences", {"sequences": plot_sequences}, sequences_section),
     ("hybrids", {"hybrids": plot_sequences}, hybrids_section),
+    ("adapters", {"adapters": partial(plot_sequences, memory="peak GiB")}, adapters_section),
     ("long_context", {"long_context": plot_steps}, long_section),
     ("log_probs", {"log_probs": plot_ratios}, policies_section),
     ("policy_step", {}, policy_steps_section),
