@@ -18,6 +18,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "liger_names.py": ALONE,
     "lightning_module.py": ALONE,
     "peft_lora.py": TORCHRUN,
+    "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
 OTHERS = ("cuda_graph.py", "tiny.py", "write_chats.py", "write_tasks.py")
