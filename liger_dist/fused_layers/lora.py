@@ -169,8 +169,8 @@ class LowRankMatch:
 
     followers: tuple[nn.Module, ...] = ()
     """LoRA layers of the same parent that are called with the same input afterwards"""
-    ready: tuple[Tensor, int, bool, Tensor] | None = None
-    """output that was computed with that of the first one: input, its version, whether gradients were on, output"""
+    ready: tuple[Tensor, Any, Projection, Tensor] | None = None
+    """output that was computed with that of the first one: input, state of the call, parameters, output"""
 
     def __str__(self) -> str:
         return "LoRA (added in place)"
@@ -226,9 +226,9 @@ def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[T
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     ready, match.ready = match.ready, None
-    if ready is not None and ready[0] is x and ready[1:3] == (x._version, torch.is_grad_enabled()):
+    if ready is not None and ready[0] is x and ready[1] == _state_of_call(ready[2], x):
         return ready[3]
-    if args or kwargs or runs_own_code(x, under_autocast=False):
+    if args or kwargs or runs_own_code(x, under_autocast=False) or x.dim() < 2:
         return NotImplemented
     own = _projection(module, x)
     if own is not None:
@@ -255,9 +255,16 @@ def _together(match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
             computed.append(follower)
             projections.append(projection)
     output, *others = _project(projections, x)
-    for follower, other in zip(computed, others, strict=True):
-        follower.ready = (x, x._version, torch.is_grad_enabled(), other)
+    for follower, projection, other in zip(computed, projections[1:], others, strict=True):
+        follower.ready = (x, _state_of_call(projection, x), projection, other)
     return output
+
+
+def _state_of_call(projection: Projection, x: Tensor) -> tuple[Any, ...]:
+    """Returns what tells whether an output is still that of the input: versions, and the mode of autograd."""
+    if x.is_inference():
+        return (torch.is_inference_mode_enabled(),)
+    return torch.is_grad_enabled(), x._version, projection.weight_rI._version, projection.weight_Or._version
 
 
 def _projection(module: Any, x: Tensor) -> Projection | None:

@@ -151,6 +151,32 @@ def test_projections_of_one_input_are_one_product(family: str) -> None:
         assert relative_error(own, expected) < 1e-5
 
 
+def test_an_output_is_that_of_the_weights_at_its_call() -> None:
+    """k's is computed with q's, and not returned once its LoRA layer has changed."""
+    wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
+    x = torch.randn(2, 3, 16, device=compute_device())
+    for model in (wrapped, own):
+        attention = model.base_model.model.model.layers[0].self_attn
+        attention.q_proj(x)
+        with torch.no_grad():
+            attention.k_proj.lora_B["default"].weight.mul_(2.0)
+    layers = [model.base_model.model.model.layers[0].self_attn.k_proj for model in (wrapped, own)]
+    assert relative_error(layers[0](x), layers[1](x)) < 1e-5
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_calls_without_gradients(context: Any) -> None:
+    wrapped, own = liger_dist.wrap(adapted(), "none").eval(), adapted().eval()
+    ids = make_batch(0)["input_ids"]
+    with context():
+        assert relative_error(wrapped(input_ids=ids).logits, own(input_ids=ids).logits) < 1e-5
+        tokens = [model.generate(input_ids=ids[:, :5], max_new_tokens=4, do_sample=False) for model in (wrapped, own)]
+        x = torch.randn(16, device=compute_device())
+        layers = [model.base_model.model.model.layers[0].self_attn.q_proj for model in (wrapped, own)]
+        assert relative_error(layers[0](x), layers[1](x)) < 1e-5
+    assert torch.equal(*tokens)
+
+
 class Products(TorchDispatchMode):
     """Number of products with stacked matrices: ``torch.cat`` of what has two rows each."""
 
