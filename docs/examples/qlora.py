@@ -57,7 +57,7 @@ for step in range(3):
 value = loss.item()
 
 options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-state = get_model_state_dict(model, options=options)  # rank 0 has the full tensors
+state = get_model_state_dict(model, options=options)  # full tensors on every rank
 if rank == 0:
     peft_model.save_pretrained(f"{folder[0]}/adapter", state_dict=state)
     loaded = PeftModel.from_pretrained(load_base(), f"{folder[0]}/adapter")

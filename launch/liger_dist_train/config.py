@@ -99,8 +99,8 @@ class TrainConfig(TrainOptions):
             )
         if self.strategy in ("deepspeed", "tp") or (self.strategy == "fsdp1" and self.frozen == "shard"):
             raise LigerDistError(
-                f"--load_in_4bit is true but --strategy is {self.strategy}, which has no weights of 4 bits here; "
-                "use fsdp2, ddp, or fsdp1 with --frozen replicate."
+                f"--load_in_4bit is true but --strategy is {self.strategy}, which is not combined with "
+                "4-bit weights; use none, ddp, fsdp2, or fsdp1 with --frozen replicate."
             )
         if self.float8 is not None or self.cpu_offload or self.compile:
             raise LigerDistError(

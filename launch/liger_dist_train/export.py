@@ -193,8 +193,8 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None) -> Any:
         quantised = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
         error = _round_to_four_bits(model, quantised)
         print(
-            f"the base is that of 4 bits, on which the LoRA layers were trained: its weights differ by {error:.2%} "
-            "(relative L2) from the pretrained ones",
+            f"the base is the dequantized 4-bit one that the LoRA layers were trained on: its weights differ by "
+            f"{error:.2%} (relative L2) from the pretrained ones",
             flush=True,
         )
     return add_lora(model, config, has_weights=True)
@@ -204,8 +204,10 @@ def _round_to_four_bits(model: Any, quantised: Any) -> float:
     """Gives ``model`` the weights that those of ``quantised`` stand for; returns their relative L2 error."""
     errors, sizes = 0.0, 0.0
     for name, layer in four_bit_layers(quantised):
-        weight = model.get_submodule(name).weight.detach()
+        original = model.get_submodule(name)
+        weight = original.weight.detach()
         values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)
+        values = values if isinstance(original, nn.Linear) else values.T  # GPT-2's Conv1D is quantised transposed.
         errors += float((values - weight).double().square().sum())
         sizes += float(weight.double().square().sum())
         weight.copy_(values)

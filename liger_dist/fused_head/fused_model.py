@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_dist.fused_layers.lora import drop_precomputed
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.sharding import fsdp2_forward
 
@@ -98,6 +99,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             return loss.finish(loss_call, output)
         except BaseException:
             if not is_running(loss.wrap_id):
+                drop_precomputed(self)
                 fsdp2_forward.abandon_forward(self)
             raise
         finally:

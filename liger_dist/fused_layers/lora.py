@@ -12,6 +12,7 @@ Legend: T tokens, I and O features of input and output, r LoRA rank.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -60,6 +61,19 @@ class Projection:
     """B"""
     scaling: float
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.weight, self.weight_rI, self.weight_Or)
+        return found if self.bias is None else (*found, self.bias)
+
+    def is_same(self, other: Projection) -> bool:
+        """True for the same tensors and scaling."""
+        pairs = zip(self.tensors(), other.tensors(), strict=False)
+        is_same = self.state is other.state and (self.bias is None) == (other.bias is None)
+        return is_same and self.scaling == other.scaling and all(one is two for one, two in pairs)
+
+    def has_inference(self) -> bool:
+        return any(tensor.is_inference() for tensor in self.tensors())
+
     def full_weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight if self.state is None else dequantized(self.weight, self.state, dtype)
 
@@ -74,12 +88,14 @@ class _Projections(torch.autograd.Function):
         low_Tr = x_TI @ _stacked(projections).T
         outputs = []
         for projection, low in zip(projections, low_Tr.split(_ranks(projections), 1), strict=True):
-            if projection.bias is None:
-                y = _scaled_product(low, projection.weight_Or.T, projection.scaling)
-            else:
-                y = torch.addmm(projection.bias, low, projection.weight_Or.T, alpha=projection.scaling)
+            # The output is no view, so that the model may change it in place.
+            output = x.new_empty(*x.shape[:-1], projection.weight_Or.shape[0])
+            y = output.view(-1, output.shape[-1]) if x.numel() else output.flatten(0, -2)
+            given = y if projection.bias is None else projection.bias
+            beta = 0 if projection.bias is None else 1
+            torch.addmm(given, low, projection.weight_Or.T, beta=beta, alpha=projection.scaling, out=y)
             y.addmm_(x_TI, projection.full_weight(x.dtype).T)
-            outputs.append(y.view(*x.shape[:-1], y.shape[-1]))
+            outputs.append(output)
         saved = (tensor for p in projections for tensor in (p.weight, p.weight_rI, p.weight_Or))
         ctx.save_for_backward(x, low_Tr, *saved)
         ctx.constants = [(p.state, p.scaling) for p in projections]
@@ -93,7 +109,8 @@ class _Projections(torch.autograd.Function):
         of_each = zip(ctx.constants, saved[0::3], saved[1::3], saved[2::3], strict=True)
         projections = [Projection(w, state, None, a, b, scaling) for (state, scaling), w, a, b in of_each]
         x_TI = x.flatten(0, -2)
-        d_low_Tr = torch.zeros_like(low_Tr) if None in d_outputs else torch.empty_like(low_Tr)
+        has_all = all(d is not None for d in d_outputs)
+        d_low_Tr = torch.empty_like(low_Tr) if has_all else torch.zeros_like(low_Tr)
         ranks = _ranks(projections)
         parts = zip(projections, d_outputs, low_Tr.split(ranks, 1), d_low_Tr.split(ranks, 1), strict=True)
         d_y = [None if d is None else d.flatten(0, -2) for d in d_outputs]
@@ -102,7 +119,8 @@ class _Projections(torch.autograd.Function):
             if d is not None:
                 torch.addmm(d_low, d, projection.weight_Or, beta=0, alpha=projection.scaling, out=d_low)
             d_bs.append(None if d is None else _scaled_product(d.T, low, projection.scaling))
-        d_as = (d_low_Tr.T @ x_TI).split(ranks)
+        trains_a = any(ctx.needs_input_grad[3::3])
+        d_as = (d_low_Tr.T @ x_TI).split(ranks) if trains_a else [None] * len(ranks)
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = d_low_Tr @ _stacked(projections)
@@ -167,10 +185,18 @@ class _AddLowRank(torch.autograd.Function):
 class LowRankMatch:
     """Match of a LoRA layer."""
 
-    followers: tuple[nn.Module, ...] = ()
-    """LoRA layers of the same parent that are called with the same input afterwards"""
-    ready: tuple[Tensor, Any, Projection, Tensor] | None = None
-    """output that was computed with that of the first one: input, state of the call, parameters, output"""
+    parent: nn.Module | None = None
+    followers: tuple[str, ...] = ()
+    """names of LoRA layers in the parent that are called with the same input afterwards"""
+    ready: tuple[Tensor, tuple[Any, ...], Projection, Tensor] | None = None
+    """precomputed output: its input, the state it is valid for, parameters, output"""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowRankMatch:
+        # An output belongs to one call, and has a graph.
+        return LowRankMatch(copy.deepcopy(self.parent, memo), self.followers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"ready": None}
 
     def __str__(self) -> str:
         return "LoRA (added in place)"
@@ -180,10 +206,17 @@ def link_siblings(groups: Groups) -> None:
     """Lets LoRA layers that their parent calls with one input compute their outputs together."""
     for parent, names_of_groups in groups.items():
         for names in names_of_groups:
-            first, *others = (parent.get_submodule(name) for name in names)
-            match = match_of(first)
+            match = match_of(parent.get_submodule(names[0]))
             if isinstance(match, LowRankMatch):
-                match.followers = tuple(module for module in others if isinstance(match_of(module), LowRankMatch))
+                match.parent, match.followers = parent, tuple(names[1:])
+
+
+def drop_precomputed(model: nn.Module) -> None:
+    """Frees outputs that were computed for layers which have not been called: a forward has raised."""
+    for module in model.modules():
+        match = match_of(module)
+        if isinstance(match, LowRankMatch):
+            match.ready = None
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -226,12 +259,12 @@ def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[T
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     ready, match.ready = match.ready, None
-    if ready is not None and ready[0] is x and ready[1] == _state_of_call(ready[2], x):
-        return ready[3]
     if args or kwargs or runs_own_code(x, under_autocast=False) or x.dim() < 2:
         return NotImplemented
     own = _projection(module, x)
     if own is not None:
+        if ready is not None and ready[0] is x and own.is_same(ready[2]) and ready[1] == _state_of_call(own, x):
+            return ready[3]
         return _together(match, own, x)
     name = _adapter(module, x)
     if name is None:
@@ -247,11 +280,17 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
 
 def _together(match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
     """Computes a layer, and those of its siblings that will be called with the same input."""
-    computed, projections = [], [own]
-    for module in match.followers:
-        follower = match_of(module)
-        projection = None if follower is None else _projection(module, x)
-        if projection is not None:
+    computed: list[LowRankMatch] = []
+    projections = [own]
+    # Tensors of inference mode have no version, and nothing would tell that they have changed.
+    children = {} if match.parent is None or x.is_inference() or own.has_inference() else match.parent._modules
+    for name in match.followers:
+        module = children.get(name)
+        follower = None if module is None else match_of(module)
+        if not isinstance(follower, LowRankMatch):
+            continue
+        projection = _projection(module, x)
+        if projection is not None and not projection.has_inference():
             computed.append(follower)
             projections.append(projection)
     output, *others = _project(projections, x)
@@ -261,10 +300,9 @@ def _together(match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
 
 
 def _state_of_call(projection: Projection, x: Tensor) -> tuple[Any, ...]:
-    """Returns what tells whether an output is still that of the input: versions, and the mode of autograd."""
-    if x.is_inference():
-        return (torch.is_inference_mode_enabled(),)
-    return torch.is_grad_enabled(), x._version, projection.weight_rI._version, projection.weight_Or._version
+    """Returns what tells whether an output is still that of its input: versions, and the mode of autograd."""
+    tensors = (x, *projection.tensors())
+    return torch.is_grad_enabled(), *(None if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _projection(module: Any, x: Tensor) -> Projection | None:
@@ -289,7 +327,8 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
         if not is_full or weight.untyped_storage().nbytes() == 0:
             return None
     else:
-        state = quant_state(base, x.dtype)
+        # Without gradients bitsandbytes multiplies packed weights, of which it reads a quarter of the bytes.
+        state = quant_state(base, x.dtype) if torch.is_grad_enabled() else None
         if state is None:
             return None
     if weight.requires_grad or is_stored_by_zero3(weight) or (bias is not None and bias.dtype != x.dtype):

@@ -1,4 +1,4 @@
-"""Quantised weights: 4 bits of bitsandbytes, and the names by which others are recognised.
+"""Quantised weights: bitsandbytes 4-bit, and the attribute names of other formats.
 
 ``Linear4bit`` packs two weights into a byte and keeps a scale for each block of 64 (``absmax``, 8 bits with double
 quantisation) in a ``QuantState`` beside them, an attribute of the parameter and of the module.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _PACKAGE = "bitsandbytes"
+SETTINGS = ("quant_state", "quant_storage", "support_avx512bf16_for_cpu")
+"""attributes of a 4-bit layer that :func:`as_bytes` sets"""
 _IN_BUFFERS = ("qweight", "W_q")
 """of GPTQ, AWQ and HQQ"""
 
@@ -51,7 +53,10 @@ def unsharded_kind(module: nn.Module, weight: nn.Parameter | None) -> str | None
 
 
 def store_as_bytes(layer: Any) -> None:
-    """Makes the weight of a 4-bit layer one of bytes, which nothing casts to another dtype. Values stay."""
+    """Stores the packed weight of a 4-bit layer as uint8 ``[bytes, 1]``, which no engine casts. A weight that is not
+    quantised yet stays as it is."""
+    if layer.weight.quant_state is None:
+        return
     layer.weight.data = layer.weight.data.view(torch.uint8).view(-1, 1)
     layer.weight.quant_storage = layer.quant_storage = torch.uint8
 

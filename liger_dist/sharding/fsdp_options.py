@@ -191,7 +191,7 @@ def _refuse_quantized(outer: nn.Module, strategy: str) -> None:
         for name, weight in (("", None), *module.named_parameters(recurse=False)):
             kind = unsharded_kind(module, weight)
             if is_four_bit(weight) and strategy == "fsdp1":
-                kind = "a weight of 4 bits, with which FSDP1 would flatten and cast others"
+                kind = "a 4-bit weight, which FSDP1 would flatten and cast with others"
             if kind is not None:
                 way_out = "frozen='replicate' (each rank keeps the full frozen weights) or strategy='ddp'"
                 other = ", or strategy='fsdp2'" if is_four_bit(weight) else ", or a base of 4 bits (load_in_4bit)"

@@ -34,16 +34,16 @@ _LOADED = "_liger_dist_loaded_shards"
 
 @contextmanager
 def sharded_loading() -> Iterator[None]:
-    """Within, ``from_pretrained`` shards each parameter over all ranks as soon as it has read it, on the device of the
-    rank. Wrap the model with :class:`FSDP2`, which all-gathers and shards one layer after another::
+    """Shards each parameter over all ranks as soon as ``from_pretrained`` has read it, within the context. Wrap the
+    model with :class:`FSDP2`, which all-gathers and shards one layer after another::
 
         with liger_dist.sharded_loading():
             base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = liger_dist.wrap(get_peft_model(base, LoraConfig(...)), "fsdp2")
 
-    Weights of 4 bits are quantised where they are read: pass ``device_map={"": device}`` to do so on the GPU. PEFT
-    methods whose initial values depend on the base's weights (DoRA, PiSSA, LoftQ) need the full weights. All ranks read
-    the files, and must end the context together.
+    Weights of 4 bits are quantised where they are read: pass ``device_map={"": device}`` to do so on the GPU. Load
+    without it for PEFT methods that compute initial values from the base's weights (DoRA, PiSSA, OLoRA, LoftQ, CorDA,
+    EVA), and for ``resize_token_embeddings``. All ranks read the files.
 
     Raises:
         LigerDistError: there is no process group.
@@ -71,7 +71,7 @@ def _keep_shard(mesh: DeviceMesh, module: nn.Module, name: str, parameter: nn.Pa
     attributes: dict[str, Any] = {}
     if is_four_bit(parameter):
         data, attributes = as_bytes(module, parameter), dict(vars(parameter))
-    elif type(data) is not Tensor:
+    elif type(parameter) is not nn.Parameter or type(data) is not Tensor:
         return None
     rows = data.chunk(mesh.size())
     local = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else data[:0]

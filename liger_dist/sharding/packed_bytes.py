@@ -1,4 +1,4 @@
-"""Bytes as FSDP2 shards them: a tensor that says it has floating numbers.
+"""Tensor subclass of packed uint8 weights that reports dtype float32, so that FSDP2 shards it.
 
 FSDP2 of torch before 2.13 shards floating parameters alone, and every version casts those to its compute dtype before
 the all-gather. Bytes of weights of 4 bits have to arrive as they are: they are all-gathered by the extension of FSDP2
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from liger_dist.model.quantized import as_bytes, four_bit_layers, is_four_bit, move
+from liger_dist.errors import LigerDistError
+from liger_dist.model.quantized import SETTINGS, as_bytes, four_bit_layers, is_four_bit, move
 
+_WAY_OUT = "leave frozen weights out (StateDictOptions(ignore_frozen_params=True))"
 _aten = torch.ops.aten
 _KEEPING = {
     _aten.as_strided.default,
@@ -36,7 +38,7 @@ _KEEPING = {
 
 
 class PackedBytes(torch.Tensor):
-    """Bytes ``[n, 1]`` with the dtype float32 on the outside, for FSDP2 to shard."""
+    """Packed bytes ``[n, 1]`` that report dtype float32."""
 
     packed: Tensor
 
@@ -58,6 +60,9 @@ class PackedBytes(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedBytes({tuple(self.shape)}, device={self.device})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LigerDistError(f"a shard of a 4-bit weight cannot be saved without its scales; {_WAY_OUT}.")
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["packed"], None
 
@@ -73,7 +78,7 @@ class PackedBytes(torch.Tensor):
             return value.packed if isinstance(value, PackedBytes) else value
 
         if func not in _KEEPING:
-            raise NotImplementedError(f"{func} of sharded bytes of 4-bit weights, which have values when they are full")
+            raise NotImplementedError(f"{func} is not defined on a shard of a 4-bit weight; {_WAY_OUT}")
         options = {name: value for name, value in (kwargs or {}).items() if name != "dtype"}
         result = func(*tree_map(unpacked, args), **options)
         if func is _aten.copy_.default:
@@ -109,5 +114,7 @@ def pack_four_bit_layers(
         weight = layer.weight
         if is_four_bit(weight) and weight not in kept:
             move(weight, device)
+            kept_settings = {name: vars(layer)[name] for name in SETTINGS if name in vars(layer)}
+            undo.callback(vars(layer).update, kept_settings)
             undo.callback(setattr, layer, "weight", weight)
             layer.weight = nn.Parameter(PackedBytes(as_bytes(layer, weight)), requires_grad=False)

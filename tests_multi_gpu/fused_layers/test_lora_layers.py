@@ -4,6 +4,8 @@ code runs wherever it would do something else."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -162,6 +164,65 @@ def test_an_output_is_that_of_the_weights_at_its_call() -> None:
             attention.k_proj.lora_B["default"].weight.mul_(2.0)
     layers = [model.base_model.model.model.layers[0].self_attn.k_proj for model in (wrapped, own)]
     assert relative_error(layers[0](x), layers[1](x)) < 1e-5
+
+
+def without_its_adapter(layer: Any) -> AbstractContextManager[Any]:
+    layer.enable_adapters(False)
+    return nullcontext()
+
+
+def without_scale(layer: Any) -> AbstractContextManager[Any]:
+    layer.set_scale("default", 0.0)
+    return nullcontext()
+
+
+@pytest.mark.parametrize("change", [without_its_adapter, without_scale])
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_an_output_is_that_of_the_layer_at_its_call(context: Any, change: Any) -> None:
+    x = torch.randn(2, 3, 16, device=compute_device())
+    outputs = []
+    for model in (liger_dist.wrap(adapted(), "none"), adapted()):
+        attention = model.base_model.model.model.layers[0].self_attn
+        with context():
+            attention.q_proj(x)
+            change(attention.k_proj)
+            outputs.append(attention.k_proj(x))
+    assert relative_error(outputs[0], outputs[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_outputs_may_be_changed_in_place(name: str) -> None:
+    """As OLMo clips them."""
+    for model in (wrapped := liger_dist.wrap(adapted(), "none"), own := adapted()):
+        layer = getattr(model.base_model.model.model.layers[0].self_attn, name)
+        layer.register_forward_hook(lambda module, args, output: output.mul_(0.5).clamp_(-1.0, 1.0))
+    assert_as_peft(wrapped, own)
+
+
+def test_a_forward_that_raises_frees_its_outputs() -> None:
+    wrapped = liger_dist.wrap(adapted(), "none")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    layers = wrapped.base_model.model.model.layers
+    hook = layers[1].self_attn.k_proj.register_forward_pre_hook(fail)
+    inputs: list[weakref.ref[Tensor]] = []
+    layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))
+    with pytest.raises(MemoryError):
+        wrapped(**make_batch(0), use_cache=False)
+    gc.collect()
+    assert [one() for one in inputs] == [None]
+    hook.remove()
+    assert_as_peft(copy.deepcopy(wrapped), adapted())
+
+
+def test_a_layer_that_is_exchanged_is_not_computed() -> None:
+    wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
+    for model in (wrapped, own):
+        torch.manual_seed(0)
+        model.base_model.model.model.layers[0].self_attn.k_proj = nn.Linear(16, 8, device=compute_device())
+    assert_as_peft(wrapped, own)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

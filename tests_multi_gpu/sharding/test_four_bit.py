@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from typing import Any
 
@@ -57,7 +58,7 @@ def check(found: dict[str, str], strategy: str) -> None:
     for name, result in found.items():
         if strategy == "fsdp1":
             assert result.startswith("refused: "), name
-            assert "is a weight of 4 bits" in result
+            assert "is a 4-bit weight, which FSDP1 would flatten" in result
             assert "use frozen='replicate'" in result
         elif strategy == "ZeRO-3" and "DoRA" in name:
             # PEFT reads the partitioned weight, wrapped or not.
@@ -255,6 +256,31 @@ def shares_of_memory() -> list[float]:
         held = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters() if isinstance(p, DTensor))
         found.append(held / sum(p.numel() * p.element_size() for p in model.parameters()))
     return found
+
+
+def test_8_bits_loaded_in_shards_are_refused(workers_2: Workers) -> None:
+    for sentence in workers_2.run(refused_8_bits):
+        assert "is a weight of 8 bits of bitsandbytes, which 'fsdp2' does not shard" in sentence
+
+
+def refused_8_bits() -> str:
+    with liger_dist.sharded_loading():
+        model = int8()
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, "fsdp2")
+    return str(caught.value)
+
+
+def test_shards_of_4_bits_are_not_saved(workers_2: Workers) -> None:
+    for sentence in workers_2.run(refused_to_save):
+        assert "leave frozen weights out (StateDictOptions(ignore_frozen_params=True))" in sentence
+
+
+def refused_to_save() -> str:
+    model = liger_dist.wrap(adapted({}, {}), "fsdp2")
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        torch.save(model.state_dict(), io.BytesIO())
+    return str(caught.value)
 
 
 def test_what_was_loaded_in_shards_needs_fsdp2(workers_2: Workers) -> None:
