@@ -118,8 +118,8 @@ def test_a_dry_run_knows_4_bits(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora_rank": 0}, "weights of 4 bits do not train"),
-    ({"strategy": "deepspeed"}, "use fsdp2, ddp, or fsdp1 with --frozen replicate"),
-    ({"strategy": "fsdp1"}, "use fsdp2, ddp, or fsdp1 with --frozen replicate"),
+    ({"strategy": "deepspeed"}, "use none, ddp, fsdp2, or fsdp1 with --frozen replicate"),
+    ({"strategy": "fsdp1"}, "use none, ddp, fsdp2, or fsdp1 with --frozen replicate"),
     ({"cpu_offload": True}, "none of which works on weights of 4 bits"),
     ({"compile": True}, "none of which works on weights of 4 bits"),
 ]
