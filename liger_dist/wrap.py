@@ -33,6 +33,7 @@ from .hosts import HOSTS
 from .losses.spec import as_output_names
 from .model.compile import compiled_call
 from .model.peft import base_model_of, own_loss
+from .model.quantized import keep_order_of_bytes
 from .model.stand_ins import torch_defaults
 from .model.structure import Structure, find_structure, initializer_of
 from .sequences import check_sequence_parallel, guard_decoder
@@ -118,14 +119,14 @@ def wrap(
             been changed then, and under the strategies of torch every rank raises: the ranks exchange their refusals
             before any other collective.
     """
-    config = WrapConfig() if config is None else config
-    outer, model = model, base_model_of(model)
+    config, outer, model = WrapConfig() if config is None else config, model, base_model_of(model)
     chosen, found = _agreed(strategy, config, functools.partial(_inspect, outer, strategy, mesh, config))
     if _shards_sequences(chosen):
         # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
         config = replace(config, token_mean="global")
     with ExitStack() as undo:
         record = _fuse(model, chosen, found, config, undo)
+        keep_order_of_bytes(model, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         wrapped = chosen.shard(outer, model, found.structure, initialize=found.initialize, undo=undo)
         if record.recipe is not None:
@@ -196,8 +197,8 @@ def _inspect(
             f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "
             "are lost; make the adapter of a model on a real device."
         )
-    asked = None if config.fused_loss else "fused_loss=False"
-    chosen.check_model(outer, model, structure, unfused=asked, on_meta=on_meta)
+    unfused = None if config.fused_loss else "fused_loss=False"
+    chosen.check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
     if _shards_sequences(chosen):
         check_sequence_parallel(outer, model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
@@ -318,9 +319,8 @@ def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
     """What has to be the same on all ranks."""
     # Other options, such as functions and policies, have no value to compare; budgets may differ.
     options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
-    fused = found.unfused_reason or "yes"
     return (
-        f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {fused}, "
+        f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {found.unfused_reason or 'yes'}, "
         f"trained parameters: {found.trained}"
     )
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _PACKAGE = "bitsandbytes"
-SETTINGS = ("quant_state", "quant_storage", "support_avx512bf16_for_cpu")
+_PACKS_ON_CPU = "support_avx512bf16_for_cpu"
+SETTINGS = ("quant_state", "quant_storage")
 """attributes of a 4-bit layer that :func:`as_bytes` sets"""
 _IN_BUFFERS = ("qweight", "W_q")
 """of GPTQ, AWQ and HQQ"""
@@ -59,6 +61,14 @@ def store_as_bytes(layer: Any) -> None:
         return
     layer.weight.data = layer.weight.data.view(torch.uint8).view(-1, 1)
     layer.weight.quant_storage = layer.quant_storage = torch.uint8
+
+
+def keep_order_of_bytes(model: nn.Module, undo: ExitStack) -> None:
+    """Keeps bitsandbytes from packing 4-bit weights in another order. On CPUs with AVX512-BF16 it does so in the first
+    call in evaluation, and its products of such weights have no gradients in the training that follows."""
+    for _, layer in four_bit_layers(model):
+        undo.callback(setattr, layer, _PACKS_ON_CPU, getattr(layer, _PACKS_ON_CPU, False))
+        setattr(layer, _PACKS_ON_CPU, False)
 
 
 def bytes_of_scales(layer: Any) -> int:
@@ -114,7 +124,5 @@ def as_bytes(layer: Any, weight: Any) -> Tensor:
     FSDP2 copies bytes as they are: it would cast a weight that is stored in 32 bits to its compute dtype.
     """
     layer.quant_state, layer.quant_storage = weight.quant_state, torch.uint8
-    # It would pack the full weight in another order in evaluation, and the shards not.
-    layer.support_avx512bf16_for_cpu = False
     packed: Tensor = weight.data
     return packed.view(torch.uint8).view(-1, 1)

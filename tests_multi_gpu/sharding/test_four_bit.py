@@ -161,9 +161,10 @@ def error_of_8_bits(strategy: str) -> float:
     from peft_methods import gradients_of
 
     def made() -> Any:
+        base = int8()
         torch.manual_seed(1)
         lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-        return peft.get_peft_model(int8(), lora, autocast_adapter_dtype=False).train()
+        return peft.get_peft_model(base, lora, autocast_adapter_dtype=False).train()
 
     reference, options = made(), {"frozen": "replicate"}
     for rank in range(2):
@@ -189,6 +190,22 @@ def test_wrap_does_not_call_kernels_of_bitsandbytes(monkeypatch: pytest.MonkeyPa
     for model in models:
         explained = str(liger_dist.explain(liger_dist.wrap(model, "none")))
         assert "liger_dist: packed, padded and windowed sequences" in explained
+
+
+def test_evaluation_leaves_the_bytes_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes packs them for CPUs with AVX512-BF16, on which training then has no gradients."""
+    model = adapted({}, {})
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    wrapped = liger_dist.wrap(model, "none")
+
+    def pack(*_: Any) -> None:
+        raise AssertionError("packed")
+
+    monkeypatch.setattr(bitsandbytes.nn.modules, "_convert_weight_packed_for_cpu", pack)
+    with torch.no_grad():
+        assert wrapped.eval()(**make_batch(0)).loss.isfinite()
 
 
 def test_projections_of_one_input_are_computed_together() -> None:
