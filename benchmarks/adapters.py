@@ -49,6 +49,7 @@ WAYS = {
     "fsdp2": (
         "liger_dist",
         "liger_dist, replicated",
+        "liger_dist, replicated, per layer",
         "PEFT + Liger",
         "liger_dist, 4 bits",
         "liger_dist, replicated, 4 bits",
@@ -97,6 +98,13 @@ def quantize(decoder: nn.Module, packed: dict[str, Any]) -> None:
         decoder.set_submodule(name, layer)
 
 
+class PerLayer(liger_dist.FSDP2):
+    """Puts the LoRA layers of each decoder layer into one group, also beside replicated weights."""
+
+    def has_own_group(self, *parts: nn.Module) -> bool:
+        return True
+
+
 def make_training(way: str, model: Any, sharding: str, module: Any) -> Training:
     base = model.get_base_model()
     is_compiled = "compiled" in way
@@ -108,7 +116,8 @@ def make_training(way: str, model: Any, sharding: str, module: Any) -> Training:
         strategy: Any = "none"
         if sharding == "fsdp2":
             frozen: Any = "replicate" if "replicated" in way else "shard"
-            strategy = liger_dist.FSDP2(param_dtype=BF16, frozen=frozen, compile_layers=is_compiled)
+            kind = PerLayer if "per layer" in way else liger_dist.FSDP2
+            strategy = kind(param_dtype=BF16, frozen=frozen, compile_layers=is_compiled)
         elif is_compiled:
             liger_dist.compile_layers(model)
         model = liger_dist.wrap(model, strategy)

@@ -78,7 +78,7 @@ def export(
 ) -> int:
     """Writes config, weights and tokenizer of a run's checkpoint into ``to``, LoRA layers merged; returns its step.
 
-    LoRA layers of a base of 4 bits are merged into what those 4 bits stand for, on which they were trained.
+    LoRA layers of a 4-bit base are merged into the dequantized weights, on which they were trained.
 
     Args:
         best: the checkpoint with the lowest held-out loss, instead of the newest one.
@@ -98,7 +98,7 @@ def export(
         raise LigerDistError(f"--ema is given and {path} has no moving average; train with --ema_decay 0.999.")
     if adapter and description["lora"] is None:
         raise LigerDistError(f"--adapter is given and {path} has no LoRA layers; leave it out.")
-    model = _empty_model(path, description, base)
+    model = _empty_model(path, description, base, merge=not adapter)
     try:
         weights = _weights(path, description, model, "ema" if ema else "model")
     except LigerDistError:
@@ -111,13 +111,24 @@ def export(
     model.to(getattr(torch, dtype))
     if not adapter:
         _let_it_end(model, load_tokenizer(path / MODEL))
+    _write(model, path / MODEL, to, adapter=adapter)
+    found: int = description["step"]
+    return found
+
+
+def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
+    """Writes the model and the files of ``beside``, such as the tokenizer's, into ``to``, which appears complete.
+
+    Raises:
+        LigerDistError: the files cannot be written, or those of an export that was cut off are in the way.
+    """
     partial = to.with_name(f"{to.name}.partial")
     if partial.exists():
         raise LigerDistError(f"{partial} is in the way, perhaps of an export that was cut off; remove it.")
     try:
         model.save_pretrained(partial, **({} if adapter else {"max_shard_size": "5GB"}))
         shutil.copytree(
-            path / MODEL,
+            beside,
             partial,
             dirs_exist_ok=True,
             ignore=shutil.ignore_patterns("config.json", *([GENERATION_CONFIG_NAME] if adapter else [])),
@@ -129,8 +140,6 @@ def export(
         raise LigerDistError(
             f"{to} cannot be written: {error}; make room, or give another folder with --to."
         ) from error
-    found: int = description["step"]
-    return found
 
 
 def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, merge: bool) -> Any:
@@ -165,8 +174,9 @@ def _untie(model: Any) -> None:
         settings.tie_word_embeddings = False
 
 
-def _read_base(path: Path, lora: dict[str, Any], base: Path | None) -> Any:
-    """Reads the pretrained model of a checkpoint, and adds LoRA layers without values of the checkpoint.
+def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
+    """Reads the pretrained model of a checkpoint, and adds LoRA layers without values of the checkpoint. To ``merge``
+    them, a base of 4 bits is dequantized.
 
     Raises:
         LigerDistError: its folder is not there, or has other weights than those that were trained on.
@@ -189,7 +199,7 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None) -> Any:
     settings = {name: value for name, value in lora.items() if name != "weights"}
     config = TrainConfig(**(settings | {"model": str(folder)}))
     model = read_weights(folder, None)
-    if config.load_in_4bit:
+    if config.load_in_4bit and merge:
         quantised = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
         error = _round_to_four_bits(model, quantised)
         print(
@@ -214,7 +224,7 @@ def _round_to_four_bits(model: Any, quantised: Any) -> float:
     return float((errors / sizes) ** 0.5)
 
 
-def _empty_model(path: Path, description: dict[str, Any], base: Path | None) -> Any:
+def _empty_model(path: Path, description: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
     """Makes the model of a checkpoint, without values; with LoRA layers the pretrained one, whose weights the
     checkpoint lacks.
 
@@ -223,7 +233,7 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None) -> 
     """
     lora = description["lora"]
     if lora is not None:
-        return _read_base(path, lora, base)
+        return _read_base(path, lora, base, merge=merge)
     if base is not None:
         raise LigerDistError(
             f"--base is {base} but the checkpoint {path} has all weights of its model, no LoRA layers; leave it out."

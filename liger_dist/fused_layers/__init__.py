@@ -19,8 +19,9 @@ from .gated_norm import GATED_NORM
 from .lora import LOW_RANK, link_siblings
 from .norm import NORM
 from .rotary import ROTARY
-from .shared_inputs import find_shared_inputs
+from .shared_inputs import Groups, find_shared_inputs
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
+from .token_dependency import CannotRunError
 
 KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK, GATED_MLP, ROTARY)
 """Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""
@@ -71,7 +72,11 @@ def swap_layers(
     left: dict[str, str] = {}
     seen: set[str] = set()
     in_compiled = {module for layer in compiled for module in layer.modules()}
-    together = {} if in_compiled else find_shared_inputs(model, layers, LOW_RANK.is_candidate)
+    together: Groups = {}
+    try:
+        together = {} if in_compiled else find_shared_inputs(model, layers, LOW_RANK.is_candidate)
+    except CannotRunError as reason:
+        left["LoRA"] = f"each layer is computed by itself, because the model does not run without weights ({reason})"
     for module in list(model.modules()):
         if isinstance(module, Swapped):
             seen.add(module._liger_dist_kind.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .token_dependency import EAGER, PAIR, TokenByToken, call_arguments, dummy_run, token_ids
+from .token_dependency import EAGER, PAIR, CannotRunError, TokenByToken, call_arguments, dummy_run, token_ids
 
 Groups = dict[nn.Module, list[list[str]]]
 """by parent: names of children that are called with one tensor, in the order of the calls"""
@@ -23,6 +23,9 @@ def find_shared_inputs(
     Args:
         layers: decoder layers, of which one of each kind runs; parents of the same class and children have the same
             groups.
+
+    Raises:
+        CannotRunError: the model's code does not run without its weights.
     """
     parents: dict[nn.Module, tuple[str, ...]] = {}
     for parent in model.modules():
@@ -30,8 +33,8 @@ def find_shared_inputs(
         if len(names) > 1:
             parents[parent] = names
     calls: list[tuple[nn.Module, str, Tensor | None]] = []
-    if not parents or not _run(model, layers, parents, calls):
-        return {}
+    if parents:
+        _run(model, layers, parents, calls)
     by_kind: dict[_Kind, list[list[str]]] = {}
     before: tuple[nn.Module, Tensor | None] = (model, None)
     for parent, name, given in calls:
@@ -54,9 +57,8 @@ def _run(
     layers: Sequence[nn.Module],
     parents: dict[nn.Module, tuple[str, ...]],
     calls: list[tuple[nn.Module, str, Tensor | None]],
-) -> bool:
-    """Notes the calls of a run in ``calls``; the tensors stay there, so that no two have one id. False if the model
-    cannot run so."""
+) -> None:
+    """Records the calls of a run in ``calls``, with their tensors."""
 
     def note(parent: nn.Module, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
@@ -70,7 +72,7 @@ def _run(
         try:
             with TokenByToken(PAIR):
                 model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, {}, device)))
-        except Exception:
-            # Whatever a model's code raises without weights: each module is computed by itself.
-            return False
-    return True
+        except CannotRunError:
+            raise
+        except Exception as error:
+            raise CannotRunError(f"{type(error).__name__}: {error}") from error

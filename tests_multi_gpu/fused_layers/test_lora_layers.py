@@ -238,6 +238,25 @@ def test_calls_without_gradients(context: Any) -> None:
     assert torch.equal(*tokens)
 
 
+def test_a_model_that_does_not_run_without_weights_is_computed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own_forward = LlamaMLP.forward
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[1] == 13:  # of the run without weights
+            raise ValueError("odd")
+        return own_forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    wrapped = liger_dist.wrap(adapted(), "none")
+    assert "each layer is computed by itself, because" in " ".join(str(liger_dist.explain(wrapped)).split())
+    with Products() as products:
+        wrapped(**make_batch(0), use_cache=False)
+    assert products.of_several == 0
+    assert_as_peft(wrapped, adapted())
+
+
 class Products(TorchDispatchMode):
     """Number of products with stacked matrices: ``torch.cat`` of what has two rows each."""
 
