@@ -19,3 +19,21 @@ class LargestTensor(TorchDispatchMode):
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.bytes = max(self.bytes, *sizes, 0) if sizes else self.bytes
         return result
+
+
+class WeightGradients(TorchDispatchMode):
+    """Number of tensors in the shape of ``weight`` that operations allocate."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._shape, self._known = weight.shape, {weight.untyped_storage().data_ptr()}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.shape == self._shape:
+                storage = leaf.untyped_storage().data_ptr()
+                self.count += storage not in self._known
+                self._known.add(storage)
+        return result

@@ -44,6 +44,7 @@ from .one_launch import cross_entropy_fwd_bwd as cross_entropy_fwd_bwd
 from .options import LossOptions as LossOptions
 from .options import RowOptions as RowOptions
 from .options import TokenOutputs as TokenOutputs
+from .products import WeightSum as WeightSum
 from .products import logits_buffer as logits_buffer
 from .rotary import Pairing as Pairing
 from .rotary import RotaryLayout as RotaryLayout

@@ -33,6 +33,7 @@ from .options import LossOptions, RowOptions, TokenOutputs
 from .products import (
     HiddenGradient,
     WeightGradient,
+    WeightSum,
     logits_buffer,
     logits_view,
     row_stride,
@@ -97,7 +98,7 @@ class LinearCrossEntropyResult(NamedTuple):
     chosen: ChosenLogProbs
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
-    """in the weight's dtype, or fp32 for fp16 weights"""
+    """in the weight's dtype, or fp32 for fp16 weights; None also where it was added to a :class:`WeightSum`"""
     d_bias_V: Tensor | None
     """fp32 (fp64 for fp64 weights)"""
 
@@ -132,11 +133,13 @@ class HeadSlice:
     complete_chosen: Callable[[ChosenLogits], ChosenLogits] | None = None
     gather_slices: Callable[[Tensor], Tensor] | None = None
     """``[F, T]`` of this slice to ``[G, F, T]`` of all slices, in their order; None where all rows are here"""
+    weight_sum: WeightSum | None = None
+    """sum to which the rows' gradient is added instead of being returned; None for one loss"""
 
     @staticmethod
-    def full(weight_VD: Tensor, bias_V: Tensor | None = None) -> HeadSlice:
+    def full(weight_VD: Tensor, bias_V: Tensor | None = None, weight_sum: WeightSum | None = None) -> HeadSlice:
         """Wraps a full lm_head."""
-        return HeadSlice(weight_VD=weight_VD, bias_V=bias_V, vocab_size=weight_VD.shape[0])
+        return HeadSlice(weight_VD=weight_VD, bias_V=bias_V, vocab_size=weight_VD.shape[0], weight_sum=weight_sum)
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Casts weight and bias to the ``dtype`` of the products."""
@@ -387,7 +390,9 @@ class GradientSums:
     ) -> None:
         weight_VD, self._weight = head.weight_VD, None
         if needs.weight:
-            self._weight = WeightGradient(weight_VD, num_chunks, direct_chunks=direct_chunks)
+            self._weight = WeightGradient(
+                weight_VD, num_chunks, direct_chunks=direct_chunks, over_losses=head.weight_sum
+            )
         self.bias: Tensor | None = None
         if needs.bias:
             self.bias = weight_VD.new_zeros(weight_VD.shape[0], dtype=statistics_dtype(weight_VD.dtype))

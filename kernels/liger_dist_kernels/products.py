@@ -113,27 +113,51 @@ class HiddenGradient:
             self._out_cD.copy_(self._sum_cD)
 
 
+class WeightSum:
+    """Gradient of one weight ``[V, D]``, summed over several losses in the dtype of the statistics."""
+
+    def __init__(self) -> None:
+        self.total_VD: Tensor | None = None
+        """None before the first loss"""
+
+    def take(self) -> Tensor | None:
+        """Returns the sum, which is empty afterwards."""
+        total_VD, self.total_VD = self.total_VD, None
+        return total_VD
+
+
 class WeightGradient:
     """``sum over chunks of d_logits.T @ hidden``: added in the weight's dtype for up to ``direct_chunks`` chunks,
     otherwise in the dtype of the statistics, because a sum of many 16-bit roundings drifts. Always so for fp16, which
-    could overflow."""
+    could overflow, and for a sum over several losses, to which it is added."""
 
-    def __init__(self, weight_VD: Tensor, num_chunks: int, *, direct_chunks: int = 2) -> None:
+    def __init__(
+        self, weight_VD: Tensor, num_chunks: int, *, direct_chunks: int = 2, over_losses: WeightSum | None = None
+    ) -> None:
         self._weight_dtype = weight_VD.dtype
-        is_direct = num_chunks <= direct_chunks and weight_VD.dtype != torch.float16
+        self._is_shared = over_losses is not None
+        self._adds = over_losses is not None and over_losses.total_VD is not None
+        is_direct = num_chunks <= direct_chunks and weight_VD.dtype != torch.float16 and not self._is_shared
         dtype = weight_VD.dtype if is_direct else statistics_dtype(weight_VD.dtype)
+        if over_losses is not None and over_losses.total_VD is not None:
+            self._sum_VD = over_losses.total_VD
+            return
         self._sum_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
         if num_chunks == 0:
             self._sum_VD.zero_()
+        if over_losses is not None:
+            over_losses.total_VD = self._sum_VD
 
     def add(self, d_logits_cv: Tensor, hidden_cD: Tensor, chunk: int, first_class: int = 0) -> None:
         """Adds the product of a chunk of at least one token, in ascending order of the chunks, to the rows from
         ``first_class`` on."""
         out_vD = self._sum_VD[first_class : first_class + d_logits_cv.shape[1]]
         for classes in class_slices(len(out_vD), d_logits_cv.element_size()):
-            write_product(d_logits_cv[:, classes].T, hidden_cD, out_vD[classes], adds=chunk > 0)
+            write_product(d_logits_cv[:, classes].T, hidden_cD, out_vD[classes], adds=self._adds or chunk > 0)
 
-    def total(self) -> Tensor:
+    def total(self) -> Tensor | None:
         """Returns the sum in the weight's dtype, so that the wider sum is freed before the backward; an fp16 sum stays
-        fp32, because it has to be divided by the number of tokens first."""
+        fp32, because it has to be divided by the number of tokens first. None for a sum over several losses."""
+        if self._is_shared:
+            return None
         return self._sum_VD if self._weight_dtype == torch.float16 else self._sum_VD.to(self._weight_dtype)

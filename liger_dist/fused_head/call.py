@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_dist.config import LOGITS, LOGITS_DTYPES, LogitsDtype, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.distillation import Distillation
-from liger_dist.losses.labels import AlignedLabels, align_labels
+from liger_dist.losses.labels import AlignedLabels, align_labels, cut_at_documents, shifted_further
 from liger_dist.losses.spec import (
     CALL_KEYWORDS,
     DIFFERENTIABLE_OUTPUTS,
@@ -101,6 +101,16 @@ class Call:
             ignore_index=self.ignore_index,
             vocab_size=vocab_size,
         )
+
+    def further_labels(self, recipe: LossRecipe, *, is_encoder_decoder: bool) -> Tensor:
+        """Returns the labels of a further loss, aligned to the logits ``[B, S - missing_tokens]`` of its call of
+        lm_head."""
+        aligned = self.aligned_labels(recipe, is_encoder_decoder=is_encoder_decoder).labels
+        labels = shifted_further(aligned, recipe.ahead, ignore_index=self.ignore_index)
+        if recipe.cut is not None:
+            positions = self.named.get("position_ids")
+            labels = cut_at_documents(labels, positions, recipe.cut, ignore_index=self.ignore_index)
+        return labels[:, : labels.shape[1] - recipe.missing_tokens]
 
     def spec(self, recipe: LossRecipe) -> LossSpec:
         """Makes the record of this call's loss, without the bias that the model adds to its logits."""

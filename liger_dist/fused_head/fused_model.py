@@ -104,8 +104,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             raise
         finally:
             if loss_call is not None:
-                # The pending loss refers to its call: the cycle would keep both until the garbage collector runs.
-                loss_call.pending = None
+                loss_call.release()
 
     # Not by functools.wraps: code that undoes wrappers, as Accelerate's, follows ``__wrapped__`` past this one.
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):

@@ -55,14 +55,17 @@ class ComputesLoss(nn.Module):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)
         call = current_call(vars(self).get(_WRAP_ID))
-        if call is None or call.pending is not None or call.on_logits:
+        if call is None:
             return self._logits(hidden_states, *args, **kwargs)
-        if args or kwargs:
-            raise LigerDistError(
-                f"lm_head was called with {', '.join(kwargs) or 'further arguments'}, which may change logits per "
-                "token; such a call cannot be fused. Pass outputs=('logits',) along with the labels."
-            )
-        return call.compute(self, hidden_states, self._logits)
+        with call.head_call() as loss:
+            if loss is None:
+                return self._logits(hidden_states, *args, **kwargs)
+            if args or kwargs:
+                raise LigerDistError(
+                    f"lm_head was called with {', '.join(kwargs) or 'further arguments'}, which may change logits per "
+                    "token; such a call cannot be fused. Pass outputs=('logits',) along with the labels."
+                )
+            return loss.compute(self, hidden_states, self._logits)
 
     def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the forward without a loss: one that other code has set, or that of the module's own class."""
@@ -247,6 +250,5 @@ def _carry_again(wrap_id: WrapId, head: nn.Module, args: Any, output: Any) -> An
     if type(output) is not Tensor or output.shape[-1] != 0:
         return None
     call = current_call(wrap_id)
-    if call is None or call.pending is None or call.on_logits:
-        return None
-    return FusedLogits.carrying(output, call.pending, vocab_size=call.vocab_size)
+    pending = None if call is None or call.on_logits else call.latest()
+    return None if pending is None else FusedLogits.carrying(output, pending, vocab_size=pending.call.vocab_size)

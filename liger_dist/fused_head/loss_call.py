@@ -1,13 +1,5 @@
 """State of one call from lm_head to its loss function, in a context variable: aligned labels and options in, loss and
 outputs out. :mod:`.call` has the arguments, :mod:`.model_loss` makes this object.
-
-[Note: Zero-width logits and the upstream side channel]
-The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no
-transform between lm_head and loss may change the loss. So the loss leaves lm_head as logits of shape ``[..., 0]``
-(:class:`_LossToLogits`), and the loss function turns them back into the loss (:class:`_LogitsToLoss`). Neither the
-value nor the upstream gradient fits into a tensor of width 0: the value is kept on the :class:`PendingLoss`, and in the
-backward :class:`_LogitsToLoss` leaves the upstream gradient there for :class:`_LossToLogits`, which autograd runs next
-for these logits. Both functions belong to one pending loss, so calls may nest and run in several threads.
 """
 
 from __future__ import annotations
@@ -20,6 +12,7 @@ from typing import Any, cast
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
@@ -29,12 +22,14 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.outputs import LossOutput
 from liger_dist.losses.spec import LossSpec
 from liger_dist.model.peft import effective_head
+from liger_dist.model.torch_modes import checkpoint_frame
 from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
 from .call import IGNORE_INDEX, TOKEN_ACCURACY
 from .logits import FusedLogits
 from .recipe import LossRecipe, selects_by_tensor
+from .side_channel import LogitsToLoss, LossToLogits
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 """hidden states ``[..., D]``, lm_head or its effective weight, aligned labels ``[...]``"""
@@ -87,10 +82,16 @@ def is_running(wrap_id: WrapId) -> bool:
     return any(running_id is wrap_id for running_id, _ in _RUNNING.get())
 
 
+def _running_checkpoint() -> tuple[Any, ...]:
+    frame = checkpoint_frame()
+    return () if frame is None else (frame,)
+
+
 @dataclass
 class LossCall:
     """The loss of one call with labels, checked before the model's forward begins."""
 
+    wrap_id: WrapId
     model_name: str
     recipe: LossRecipe
     labels: Tensor
@@ -116,8 +117,70 @@ class LossCall:
     """True if the loss function computes the loss from full logits, and lm_head only these"""
     alters_loss: bool
     """with ``on_logits``: True if the loss differs from the model's own"""
+    is_further: bool = False
+    """True for the loss of another call of lm_head than the first that a loss takes"""
     pending: PendingLoss | None = None
     """the loss that lm_head has computed; None before its call"""
+    head_calls: tuple[LossCall | None, ...] = ()
+    """of the first loss: the losses of the calls of lm_head, in their order, this one among them; None for logits"""
+    losses_before: int = 0
+    """with ``on_logits``: number of losses that the model computes before this one"""
+    num_head_calls: int = 0
+    """of the first loss: number of calls of lm_head so far"""
+    is_in_head: bool = False
+    """of the first loss: True in a call of lm_head"""
+    checkpoints: tuple[Any, ...] = field(default_factory=_running_checkpoint)
+    """of the first loss: checkpoints that know this call, or run around it"""
+
+    @contextmanager
+    def head_call(self) -> Iterator[LossCall | None]:
+        """Within, lm_head is called. Yields the loss of this call; None for logits. A LoRA layer calls its base layer
+        within, for logits."""
+        if self.is_in_head or self.on_logits:
+            yield None
+            return
+        number, self.num_head_calls, self.is_in_head = self.num_head_calls, self.num_head_calls + 1, True
+        self._recompute_from(number)
+        try:
+            yield self.head_calls[number] if number < len(self.head_calls) else None
+        finally:
+            self.is_in_head = False
+
+    def _recompute_from(self, number: int) -> None:
+        """Lets a checkpoint that the model's forward has begun around its lm_head find this call again, when it is
+        recomputed in the backward, outside of the model's forward."""
+        frame = checkpoint_frame()
+        if frame is None or frame in self.checkpoints:
+            return
+        self.checkpoints = (*self.checkpoints, frame)
+        recompute, wrap_id = frame.recompute_fn, self.wrap_id
+        calls = tuple(None if call is None else replace(call, pending=None, head_calls=()) for call in self.head_calls)
+        first = next(call for call in calls if call is not None and not call.is_further)
+
+        def again(*args: Any) -> None:
+            loss = replace(first, head_calls=calls, num_head_calls=number, is_in_head=False, checkpoints=())
+            try:
+                with running(wrap_id, loss):
+                    recompute(*args)
+            finally:
+                loss.release()
+
+        frame.recompute_fn = again
+
+    def losses(self) -> list[LossCall]:
+        """Returns all losses of the call, of which this is the first."""
+        return [call for call in self.head_calls if call is not None]
+
+    def latest(self) -> PendingLoss | None:
+        """Returns the loss that lm_head has computed last."""
+        computed = [call.pending for call in self.losses() if call.pending is not None]
+        return computed[-1] if computed else None
+
+    def release(self) -> None:
+        """Frees what refers to this call: the cycle would live until the garbage collector runs."""
+        for call in (self, *self.losses()):
+            call.pending = None
+        self.head_calls, self.checkpoints = (), ()
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -126,14 +189,13 @@ class LossCall:
             logits_of: the forward of ``head`` without a loss.
         """
         self.check_unchanged()
-        # Before the loss: a LoRA layer calls its base layer, which computes logits.
         pending = self.pending = PendingLoss(self)
         used = effective_head(head, logits_of, hidden_states) if self.has_lora else cast(nn.Linear, head)
         output = self._nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.spec.differentiable_outputs)]
-        carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
+        carried: Tensor = LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = _detached(output)
         if type(hidden_states) is not Tensor:
             carried = placed_like(hidden_states, carried)
@@ -238,7 +300,8 @@ class LossCall:
             LigerDistError: the loss was computed but never used.
         """
         pending = self.pending
-        if pending is None or not pending.delivered:
+        unused = [call for call in self.losses() if call.pending is not None and not call.pending.delivered]
+        if pending is None or unused:
             raise LigerDistError(
                 f"{self.model_name} called lm_head but never its loss_function; the fused loss was not used. Unwrap "
                 "the model, or wrap it with WrapConfig(fused_loss=False)."
@@ -333,7 +396,7 @@ class PendingLoss:
         else:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
-        loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        loss, *others = LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
         return cast(Tensor, loss)
 
@@ -359,6 +422,9 @@ class PendingLoss:
         if not isinstance(targets, Tensor):
             return
         labels, of_next = call.labels, call.labels_of_next
+        if call.is_further:
+            self._check_further(targets, is_aligned=is_aligned)
+            return
         if of_next is not None and _is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
             return
         if of_next is None and _is_same_view(targets, labels):
@@ -370,6 +436,17 @@ class PendingLoss:
         given = targets.reshape(-1)
         require((same[0].reshape(-1).to(given.device) == given).all(), _CHANGED_LABELS.format(call.model_name))
 
+    def _check_further(self, targets: Tensor, *, is_aligned: bool) -> None:
+        """Checks the labels of a further loss by their values: a model makes new ones for each of them."""
+        labels, ignored = self.call.labels, self.call.spec.options.ignore_index
+        given = targets.reshape(len(labels), -1) if targets.numel() % len(labels) == 0 else targets.reshape(1, -1)
+        if not is_aligned:
+            given = F.pad(given[:, 1:], (0, 1), value=ignored)
+        if len(given) != len(labels) or given.shape[1] > labels.shape[1]:
+            raise LigerDistError(_CHANGED_LABELS.format(self.call.model_name))
+        expected = F.pad(given, (0, labels.shape[1] - given.shape[1]), value=ignored).to(labels.device)
+        require((expected == labels).all(), _CHANGED_LABELS.format(self.call.model_name))
+
 
 def pending_of(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
     """Returns the loss that ``logits`` carry; None for full logits.
@@ -379,7 +456,7 @@ def pending_of(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
     """
     if isinstance(logits, FusedLogits):
         return logits.carried if isinstance(logits.carried, PendingLoss) else None
-    return call.pending if call is not None and logits.shape[-1] == 0 else None
+    return call.latest() if call is not None and logits.shape[-1] == 0 else None
 
 
 _CHANGED_LABELS = (
@@ -410,35 +487,3 @@ def _detached(output: LossOutput) -> LossOutput:
 
 def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
     return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
-
-
-class _LossToLogits(torch.autograd.Function):
-    """See [Note: Zero-width logits and the upstream side channel]."""
-
-    @staticmethod
-    def forward(ctx: Any, pending: PendingLoss, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
-        ctx.pending, ctx.nothing = pending, (None,) * len(values)
-        return values[0].new_empty((*shape, 0), dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Nothing was left where only the logits themselves were asked for a gradient.
-        upstream, ctx.pending.upstream = ctx.pending.upstream or ctx.nothing, ()
-        return None, None, None, *upstream
-
-
-class _LogitsToLoss(torch.autograd.Function):
-    """See [Note: Zero-width logits and the upstream side channel]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, pending: PendingLoss) -> tuple[Tensor, ...]:
-        ctx.pending = pending
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
-        return tuple(value.clone() for value in pending.values())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None]:
-        (logits,) = ctx.saved_tensors
-        ctx.pending.upstream = upstream
-        return torch.zeros_like(logits), None

@@ -24,6 +24,7 @@ from liger_dist.fused_layers.recurrent import RecurrentLayers
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
+from liger_dist.losses.shared_gradient import SharedGradient
 from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
@@ -37,7 +38,7 @@ from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
 from .loss_call import NO_HEAD, LossCall, WrapId, current_call, is_running, pending_of
 from .output import fused_output
-from .recipe import LossRecipe
+from .recipe import HeadCalls, LossRecipe
 from .wrapper_redirect import WrapperRedirect
 
 FULL_LOGITS: Literal["full logits"] = "full logits"
@@ -322,10 +323,12 @@ class FusedLoss:
             spec = replace(spec, token_weight=aligned.shift(spec.token_weight))
         if not self._has_scored:
             accelerate.return_losses_unrounded(model)
-        execution = self._execution(model, call, aligned, in_use, with_summary=not on_logits)
+        execution = self._execution(model, call, aligned.labels, in_use, with_summary=not on_logits)
         self._has_scored = self._has_scored or not on_logits
         given = (call.named[name] for name in ("labels", "shift_labels") if call.named.get(name) is not None)
-        return LossCall(
+        calls = self.recipe.calls(training=model.training)
+        first = LossCall(
+            wrap_id=self.wrap_id,
             model_name=call.model_name,
             recipe=self.recipe,
             labels=aligned.labels,
@@ -342,7 +345,45 @@ class FusedLoss:
             has_lora=in_use.head is not in_use.base,
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
+            losses_before=calls.losses_before,
         )
+        return first if on_logits else self._with_further(first, model, call, in_use, calls)
+
+    def _with_further(
+        self, first: LossCall, model: nn.Module, call: Call, in_use: HeadInUse, calls: HeadCalls
+    ) -> LossCall:
+        """Adds the losses of the further calls of lm_head, which have no options and outputs of the call. One sum holds
+        the weight's gradient of all of them, unless a LoRA layer computes another weight in each call."""
+        assert in_use.adapter is not None
+        shared = SharedGradient(self._pending, self.config.backend) if calls.further and not first.has_lora else None
+        further: list[LossCall | None] = []
+        for recipe in calls.after:
+            if recipe is None:
+                further.append(None)
+                continue
+            labels = call.further_labels(recipe, is_encoder_decoder=self.is_encoder_decoder)
+            spec = replace(call, keywords={}, outputs=(), distillation=None).spec(recipe)
+            spec = replace(spec, logit_bias=first.spec.logit_bias)
+            execution = replace(self._execution(model, call, labels, in_use, with_summary=True), shared=shared)
+            further.append(
+                replace(
+                    first,
+                    recipe=recipe,
+                    labels=labels,
+                    labels_of_next=None,
+                    spec=spec,
+                    outputs=(),
+                    compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
+                    execution=execution,
+                    is_further=True,
+                )
+            )
+        if shared is not None:
+            execution = replace(first.execution, shared=shared)
+            first.execution = execution
+            first.compute_loss = partial(in_use.adapter.linear_cross_entropy, spec=first.spec, execution=execution)
+        first.head_calls = (*[None] * calls.before, first, *further)
+        return first
 
     def checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
         """Refuses what is wrong with the arguments, before the model's forward begins."""
@@ -360,12 +401,12 @@ class FusedLoss:
         return aligned, spec
 
     def _execution(
-        self, model: nn.Module, call: Call, aligned: AlignedLabels, in_use: HeadInUse, *, with_summary: bool
+        self, model: nn.Module, call: Call, labels: Tensor, in_use: HeadInUse, *, with_summary: bool
     ) -> Execution:
         mean_over = self.mean_over(model, in_use)
         summary = None
-        if with_summary and aligned.labels.is_cuda:
-            summary = LabelSummary.start(aligned.labels, call.ignore_index, self.config.backend)
+        if with_summary and labels.is_cuda:
+            summary = LabelSummary.start(labels, call.ignore_index, self.config.backend)
         in_fp32: LogitsDtype = "fp32_operands" if in_use.in_fp32 else None
         return Execution(
             backend=self.config.backend,
@@ -394,24 +435,24 @@ class FusedLoss:
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
-        own, recipe = self.own_loss_function, self.recipe
+        own = self.own_loss_function
         assert own is not None
-        assert recipe is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         targets = kwargs["labels"] if "labels" in kwargs else args[1]
         shifted = kwargs.get("shift_labels")
         call = current_call(self.wrap_id)
         if call is not None and call.on_logits:
-            loss = self._score(call, logits, targets, shifted)
-            return loss if call.alters_loss else own(*args, **kwargs)
+            is_first, call.losses_before = call.losses_before == 0, call.losses_before - 1
+            loss = self._score(call, logits, targets, shifted) if is_first else None
+            return loss if loss is not None and call.alters_loss else own(*args, **kwargs)
         pending = pending_of(call, logits)
         if pending is None:
             if not is_running(self.wrap_id):
                 self.warnings.of_earlier_forward(self.signature, self.config, kwargs)
             return own(*args, **kwargs)
         pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
-        uses_shifted = shifted is not None and recipe.targets != "same"
-        is_aligned = uses_shifted or recipe.targets == "same"
+        uses_shifted = shifted is not None and pending.call.recipe.targets != "same"
+        is_aligned = uses_shifted or pending.call.recipe.targets == "same"
         return pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned)
 
     def _score(self, call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None) -> Tensor:

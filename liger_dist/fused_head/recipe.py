@@ -36,6 +36,31 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadCalls:
+    """Calls of lm_head in one forward, besides the first whose logits a loss takes."""
+
+    before: int = 0
+    """number of calls before that one; their logits are computed"""
+    after: tuple[LossRecipe | None, ...] = ()
+    """for each call after it: its loss; None for logits that no loss takes"""
+    losses_before: int = 0
+    """number of losses that the model computes before that of the first call"""
+
+    @property
+    def further(self) -> tuple[LossRecipe, ...]:
+        """The further losses, such as those of multi-token prediction."""
+        return tuple(recipe for recipe in self.after if recipe is not None)
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{_plural(recipe.ahead, 'token')} further" for recipe in self.further)
+        return f"{_plural(len(self.further), 'further loss', 'es')} through lm_head (labels {counted})"
+
+
+def _plural(number: int, name: str, ending: str = "s") -> str:
+    return f"{number} {name}{'' if number == 1 else ending}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossRecipe:
     """What the fused loss has to reproduce of a model's own loss."""
 
@@ -50,6 +75,25 @@ class LossRecipe:
     changes: tuple[tuple[Any, ...], ...] = ()
     """the arithmetic on logits and the selections of them between lm_head and loss; a call that does something else is
     refused"""
+    ahead: int = 0
+    """number of tokens that the labels of a further loss are shifted by, in addition to ``targets``"""
+    missing_tokens: int = 0
+    """number of tokens at the end of each sequence that the call of lm_head for a further loss leaves out"""
+    cut: int | None = None
+    """number of tokens within which a label of a further loss has to be of the same document, by restarting
+    ``position_ids``; None where documents do not matter"""
+    training: HeadCalls = HeadCalls()
+    """in a model in training mode; of the first loss alone"""
+    evaluation: HeadCalls = HeadCalls()
+
+    @property
+    def repeats_head(self) -> bool:
+        """True if a forward calls lm_head several times."""
+        return any(calls.before > 0 or calls.after for calls in (self.training, self.evaluation))
+
+    def calls(self, *, training: bool) -> HeadCalls:
+        """Returns the calls of lm_head of a model in this mode."""
+        return self.training if training else self.evaluation
 
     def allows(self, changes: tuple[tuple[Any, ...], ...]) -> bool:
         """True if a call whose code did ``changes`` to the logits has the loss of this recipe, if those that it selects
@@ -58,7 +102,11 @@ class LossRecipe:
 
     def __str__(self) -> str:
         where = "its own cross entropy" if self.owner is None else f"{self.owner}.loss_function".lstrip(".")
-        return f"fused linear cross entropy for {where}, {_SHIFTS[self.targets]}, {self.transform}"
+        one = f"fused linear cross entropy for {where}, {_SHIFTS[self.targets]}, {self.transform}"
+        modes = {"in training": self.training, "in evaluation": self.evaluation}
+        if self.training == self.evaluation:
+            modes = {"": self.training}
+        return "; ".join([one, *(f"{calls} {mode}".rstrip() for mode, calls in modes.items() if calls.further)])
 
 
 _SHIFTS: dict[Targets, str] = {

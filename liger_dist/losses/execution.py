@@ -11,6 +11,7 @@ from liger_dist.config import LogitsDtype
 from liger_dist_kernels import Backend
 
 from .labels import LabelSummary
+from .shared_gradient import SharedGradient
 from .spec import PendingGradients
 
 
@@ -25,6 +26,11 @@ class Execution:
     label_summary: LabelSummary | None = None
     pending: PendingGradients | None = None
     """losses of one model that may hold gradients; None for a single loss"""
+    shared: SharedGradient | None = None
+    """gradient of the weight over all losses of a call; None for a call with one loss"""
+    coefficient: float | None = None
+    """with ``shared``: factor of this loss in the only loss of the call that carries gradients; None if only the
+    backward knows it"""
     max_valid_tokens: int | None = None
     """number of tokens to compute when the host does not know how many have a label; None for all tokens"""
     logits_dtype: LogitsDtype = None

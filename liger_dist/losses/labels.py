@@ -120,6 +120,21 @@ def align_labels(
     return aligned
 
 
+def shifted_further(labels: Tensor, ahead: int, *, ignore_index: int) -> Tensor:
+    """Shifts aligned labels ``[B, S]`` to the left by ``ahead`` tokens."""
+    return F.pad(labels[:, ahead:], (0, min(ahead, labels.shape[1])), value=ignore_index)
+
+
+def cut_at_documents(labels: Tensor, position_ids: Tensor | None, distance: int, *, ignore_index: int) -> Tensor:
+    """Ignores the labels ``[B, S]`` of tokens whose document ends within ``distance`` tokens: documents begin where
+    ``position_ids`` are 0. Unchanged without ``position_ids``."""
+    if position_ids is None or distance == 0:
+        return labels
+    documents = (position_ids == 0).cumsum(-1).expand(labels.shape).to(labels.device)
+    later = F.pad(documents[:, distance:], (0, min(distance, labels.shape[1])), value=-1)
+    return torch.where(later == documents, labels, ignore_index)
+
+
 def check_labels(labels: Tensor, *, tokens_of: str, shape: torch.Size, ignore_index: int) -> None:
     """Refuses labels that are not one integer for each of ``shape`` tokens, before anything is computed.
 

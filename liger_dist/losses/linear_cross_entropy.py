@@ -46,13 +46,19 @@ from .spec import LossSpec
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        anchor: Tensor | None,
+        problem: Problem,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.problem = problem
         ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         labels_T = problem.targets.labels_T
-        upstream = problem.scales.upstream(labels_T) if problem.gradients_in_forward else None
+        ctx.of_anchor = None if anchor is None else torch.empty_like(anchor)
+        upstream = problem.scales.upstream(labels_T, problem.coefficient) if problem.gradients_in_forward else None
         result, logits_TV = problem.rows.score(hidden_TD, weight_VD, bias_V, problem, upstream)
         if problem.gradients_in_forward:
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
@@ -64,15 +70,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients_of_outputs: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients_of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_order("this fused loss", "use torch.nn.functional.cross_entropy on the logits for them")
         problem: Problem = ctx.problem
         if problem.execution.pending is not None:
             problem.execution.pending.has_begun_backward(problem.number)
-        d_loss = gradients_of_outputs[0]
+        d_loss, shared = gradients_of_outputs[0], problem.shared
         if problem.gradients_in_forward:
+            if shared is not None and d_loss is not None and problem.coefficient is not None:
+                d_loss = d_loss / problem.coefficient
+                shared.scale(d_loss)
             gradients = scaled_gradients(problem, ctx.saved_tensors, d_loss, ctx.dtypes)
         else:
             if d_loss is not None and problem.scales.factor is not None:
@@ -82,10 +89,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.spec)
             hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
+            if shared is not None:
+                shared.begin_backward()
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)
             unscaled = problem.rows.recompute(hidden_TD, weight_VD, bias_V, problem, coefficients, logits_TV)
             gradients = [None if g is None else g.to(dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)]
-        return gradients[0], gradients[1], gradients[2], None
+        return *gradients, ctx.of_anchor, None
 
 
 _apply_untraced = untraced(_LinearCrossEntropy.apply)
@@ -114,6 +123,10 @@ def fused_linear_cross_entropy(
     if spec.logit_bias is not None:
         added = spec.logit_bias[rows.start : rows.start + weight.shape[0]].to(weight.device, weight.dtype)
         bias = added if bias is None else bias + added
+    anchor = None
+    if execution.shared is not None and torch.is_grad_enabled() and weight.requires_grad:
+        # Of the weight before a cast: its gradient is not rounded to the dtype of the products.
+        anchor = execution.shared.anchor(weight)
     dtype = operand_dtype(hidden_states, execution)
     hidden_states = hidden_states if dtype is None else hidden_states.to(dtype)
     weight, bias = rows.with_dtype(weight, bias, dtype, hidden_states)
@@ -145,7 +158,7 @@ def fused_linear_cross_entropy(
         if spec.distillation is not None:
             return linear_divergence_loss(hidden_TD, weight, bias, problem, spread=spread)
         apply = _LinearCrossEntropy.apply if rows.is_full else _apply_untraced
-        results = apply(hidden_TD, weight, bias, problem)  # type: ignore[no-untyped-call]
+        results = apply(hidden_TD, weight, bias, anchor, problem)  # type: ignore[no-untyped-call]
     return as_loss_output(results, spec, spread)
 
 
@@ -180,7 +193,11 @@ def _problem(
     may_hold, number = trains and not in_checkpoint(), 0
     in_forward = may_hold and is_scalar and not scoring.needs_recomputation(hidden_TD)
     may_keep = may_hold and not is_scalar and spec.distillation is None
-    if execution.pending is not None and ((in_forward and needs.weight) or may_keep):
+    if execution.shared is not None and needs.weight and spec.distillation is None:
+        is_possible = in_forward and hidden_TD.dtype != torch.float16
+        number, in_forward = execution.shared.holds(execution.coefficient, is_possible=is_possible)
+        may_keep = False
+    elif execution.pending is not None and ((in_forward and needs.weight) or may_keep):
         number, may_hold = execution.pending.begin()
         in_forward, may_keep = in_forward and may_hold, may_keep and may_hold
     return Problem(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_dist.model.torch_modes import keeps_graph
 from liger_dist_kernels import Backend, TokenGradients, TokenTerms
 from liger_dist_kernels import scaled as scaled_into
 
@@ -31,7 +32,7 @@ class Scales:
     factor: Tensor | None = None
     """0-d common factor that gradients are multiplied by in the backward only; None for 1"""
 
-    def upstream(self, labels_T: Tensor, gradient: Tensor | None = None) -> TokenGradients:
+    def upstream(self, labels_T: Tensor, gradient: Tensor | float | None = None) -> TokenGradients:
         """Computes gradients of the terms for an upstream ``gradient`` (0-d or ``[T]``; None for 1) of the loss."""
 
         def of_tokens(scale: Tensor | None) -> Tensor | None:
@@ -171,9 +172,3 @@ def scaled(saved: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: Backend
         return scaled_into(saved, scale, out=saved, backend=backend)
     out = torch.empty(saved.shape, dtype=dtype, device=saved.device)
     return scaled_into(saved, scale, out=out, backend=backend)
-
-
-def keeps_graph() -> bool:
-    """True if the running backward retains its graph; also if torch has no such query, which costs a copy."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())

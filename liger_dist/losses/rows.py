@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.torch_modes import keeps_graph
 from liger_dist_kernels import (
     DEFAULT_MEMORY_BUDGET,
     SMALLEST_TILE,
@@ -26,6 +27,7 @@ from liger_dist_kernels import (
     TokenGradients,
     TokenTargets,
     TokenTerms,
+    WeightSum,
     bytes_of_class,
     default_budget,
     gradient_coefficients,
@@ -40,7 +42,8 @@ from liger_dist_kernels import (
 from .compiled import compiled_recompute, compiled_score
 from .distillation import Distillation
 from .execution import Execution
-from .normalization import Scales, keeps_graph, scaled
+from .normalization import Scales, scaled
+from .shared_gradient import SharedGradient
 from .spec import LossSpec
 
 Gradients = TokenGradients | GradientCoefficients
@@ -80,7 +83,7 @@ class HeadRows:
 
     def head(self, weight_VD: Tensor, bias_V: Tensor | None, problem: Problem) -> HeadSlice:
         """Wraps the rows for the kernels."""
-        return HeadSlice.full(weight_VD, bias_V)
+        return HeadSlice.full(weight_VD, bias_V, problem.weight_sum)
 
     def tokens(self, hidden_TD: Tensor, problem: Problem, gradients: Gradients | None) -> TokenChunks:
         """Returns the tokens to score against these rows."""
@@ -219,6 +222,22 @@ class Problem:
     """True if the backward may read logits that the forward has kept"""
     distillation: Distillation | None = None
     """distillation of these tokens; None without a teacher"""
+
+    @property
+    def shared(self) -> SharedGradient | None:
+        """Gradient over the losses of a call that this loss adds its weight gradient to; None for a single loss."""
+        is_shared = self.needs.weight and self.spec.distillation is None and self.distillation is None
+        return self.execution.shared if is_shared else None
+
+    @property
+    def coefficient(self) -> float | None:
+        """Factor of the loss in the gradients that the forward adds to :attr:`shared`; None for 1."""
+        return None if self.shared is None else self.execution.coefficient
+
+    @property
+    def weight_sum(self) -> WeightSum | None:
+        """The sum of :attr:`shared`."""
+        return None if self.shared is None else self.shared.sum
 
     def coefficients(self, terms: TokenTerms, upstream: TokenGradients) -> GradientCoefficients:
         """Computes coefficients of the logits' gradient for upstream gradients of the terms."""

@@ -73,6 +73,7 @@ class RowShard(HeadRows):
             complete_statistics=partial(complete_statistics, group=self.group, backend=problem.execution.backend),
             complete_chosen=partial(complete_chosen, group=self.group),
             gather_slices=partial(gather, group=self.group),
+            weight_sum=problem.weight_sum,
         )
 
 

@@ -50,9 +50,17 @@ def hidden_states_of(hidden_states: Tensor) -> Callable[[nn.Module, tuple[Any, .
             return None
 
     def respond(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return Output(last_hidden_state=hidden_states) if isinstance(real, PreTrainedModel) else hidden_states
+        states = hidden_states[:, : _num_tokens(args, hidden_states.shape)]
+        return Output(last_hidden_state=states) if isinstance(real, PreTrainedModel) else states
 
     return respond
+
+
+def _num_tokens(args: tuple[Any, ...], shape: torch.Size) -> int:
+    """Returns the number of tokens of the first argument, which may be a part of the sequences ``[B, S, D]``."""
+    first = args[0] if args else None
+    is_part = isinstance(first, Tensor) and first.dim() in (2, 3) and len(first) == shape[0]
+    return min(first.shape[1], shape[1]) if is_part else shape[1]  # type: ignore[union-attr]
 
 
 @contextmanager
