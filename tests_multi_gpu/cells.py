@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from models import make_model
+from predicting import Prediction, make_predicting
 from torch import nn
 
 from liger_dist.config import LogitsDtype
@@ -31,6 +32,8 @@ class Model:
     saved: str = ""
     """name of the adapter that trains lm_head as a whole, PEFT's ``modules_to_save``; empty for none"""
     quantised: bool = False
+    predicts: Prediction | None = None
+    """further losses of its forward"""
 
     def obstacle(self) -> str | None:
         """Why this machine cannot build it."""
@@ -39,6 +42,8 @@ class Model:
 
     def build(self, *, dtype: torch.dtype, heads: int) -> nn.Module:
         """The model, the same on every rank."""
+        if self.predicts is not None:
+            return make_predicting(self.predicts, tied=self.tied, dtype=dtype)  # type: ignore[no-any-return]
         model: Any = make_model(self.family, tied=self.tied, dtype=dtype, heads=heads, bias=self.bias)
         head = model.lm_head.weight
         for parameter in model.parameters():
@@ -130,6 +135,9 @@ MODEL: dict[str, Model] = {
     "LoRA on the tied head": Model(lora="LoRA", tied=True),
     "LoRA on the biased head": Model(lora="LoRA", bias=True),
     "quantised head": Model(quantised=True),
+    "further losses": Model(predicts=Prediction(depth=2, way="documents")),
+    "further losses, tied": Model(predicts=Prediction(depth=2, way="cut labels"), tied=True),
+    "further losses, checkpointed": Model(predicts=Prediction(depth=2, checkpointed=True, unused="last")),
     "qwen2": Model(family="qwen2"),
     "gemma2": Model(family="gemma2"),
     "tied qwen2": Model(family="qwen2", tied=True),
@@ -391,6 +399,7 @@ MODELS = (
 )
 FROZEN_MODELS = ("frozen backbone", "frozen head", "saved head", *LORA)
 REFUSED_MODELS = ("quantised head",)
+FURTHER = ("further losses", "further losses, tied", "further losses, checkpointed")
 DATAS = (
     "empty rank",
     "num_items_in_batch",
@@ -447,6 +456,12 @@ def _cells() -> list[Cell]:
             cells.append(replace(usual, accumulation=2))
             cells += [replace(usual, data=data) for data in DATAS]
             cells += [replace(usual, use=use) for use in USES]
+    for cell in (ONE, *PRINCIPAL, _fsdp2(head="tail")):
+        cells += [replace(cell, model=model) for model in FURTHER]
+        usual = replace(cell, model=FURTHER[0])
+        cells += [replace(usual, data=data) for data in ("empty rank", "num_items_in_batch", "global mean", "packed")]
+        cells += [replace(usual, use=use) for use in ("many chunks", "two forwards", "checkpointing")]
+        cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())

@@ -42,6 +42,8 @@ class Structure:
     """layers of every encoder outside ``decoder`` (vision, audio), one tuple for each list"""
     final_norm: nn.Module | None
     """norm between the last layer and lm_head, identified by its position and name; None if there is none"""
+    repeats_head: bool = False
+    """True if a forward calls lm_head several times"""
 
     @property
     def all_layers(self) -> tuple[nn.Module, ...]:

@@ -134,11 +134,11 @@ class FSDP1(FullySharded):
 
 
 def _head_unit(model: nn.Module, structure: Structure) -> list[nn.Module]:
-    """Returns lm_head, unless it has several names or shares a parameter with another module: the root then has
-    both."""
+    """Returns lm_head, unless it has several names, shares a parameter with another module, or is called several times:
+    the root then has it."""
     head = active_head(model.get_submodule(structure.head_name))
     is_shared = structure.tied or shares_parameters(model, [head]) or len(_all_names(model)[head]) > 1
-    return [] if is_shared else [head]
+    return [] if is_shared or structure.repeats_head else [head]
 
 
 def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -240,7 +240,8 @@ class FSDP2(FullySharded):
                 loaded.gather(layer)
                 fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
-        is_apart = not (structure.tied or row_shards or shares_parameters(model, tail))
+        # A group that ran twice would be reduced twice, and never ends its second forward: the norm is not called again.
+        is_apart = not (structure.tied or structure.repeats_head or row_shards or shares_parameters(model, tail))
         if is_apart and self.has_own_group(*tail):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             loaded.gather(*tail)

@@ -27,6 +27,7 @@ from models import (
     true_policy_sum,
     true_soft_sum,
 )
+from predicting import true_losses
 from repeated_cells import repeats
 from torch import Tensor, nn
 
@@ -241,6 +242,8 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     report."""
     world = len(batches)
     true_sum = true_soft_sum if cell.used.soft_labels else true_policy_sum if cell.used.policy else true_loss_sum
+    if cell.built.predicts is not None:
+        return true_further_step(reference, cell, batches)
     reports: list[list[float]] = []
     for rank_batches in batches:
         reports.append([])
@@ -254,6 +257,30 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
                 loss, factor = total / max(count, 1), len(rank_batches)
             if loss.requires_grad:
                 (loss / factor / world).backward()
+            reports[-1].append(float(loss.detach()))
+    return reports
+
+
+def true_further_step(
+    reference: nn.Module, cell: Cell, batches: list[list[dict[str, Tensor]]]
+) -> list[list[float]]:
+    """As :func:`true_step`, for a model with several losses: each has its own mean."""
+    world = len(batches)
+    losses = [[true_losses(reference, batch) for batch in rank_batches] for rank_batches in batches]
+    reports: list[list[float]] = []
+    for found in losses:
+        reports.append([])
+        for micro, terms in enumerate(found):
+            factor = 1 if cell.given.passes_items else len(found)
+            loss = torch.zeros((), dtype=torch.float64)
+            for number, (weight, total, count) in enumerate(terms):
+                divisor = float(max(count, 1))
+                if cell.given.passes_items:
+                    divisor = count_valid(batches) / world
+                elif cell.given.global_mean:
+                    divisor = sum(rank[micro][number][2] for rank in losses) / world
+                loss = loss + weight * total.cpu() / divisor
+            (loss / factor / world).backward()
             reports[-1].append(float(loss.detach()))
     return reports
 
