@@ -211,7 +211,7 @@ def _inspect(
                 "that its mean would be of each rank's own tokens; leave out the axis."
             )
         _check_unfused(model, config, outputs, reason)
-    structure = replace(structure, repeats_head=recipe is not None and recipe.repeats_head)
+    structure = replace(structure, repeats_head=structure.repeats_head or (recipe is not None and recipe.repeats_head))
     recurrent = find_recurrent_layers(model, structure)
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
     frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None

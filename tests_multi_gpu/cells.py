@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from models import make_model
+from mtp_models import make_mtp
 from predicting import Prediction, make_predicting
 from torch import nn
 
@@ -34,6 +35,8 @@ class Model:
     quantised: bool = False
     predicts: Prediction | None = None
     """further losses of its forward"""
+    mtp: int = 0
+    """depth of multi-token prediction"""
 
     def obstacle(self) -> str | None:
         """Why this machine cannot build it."""
@@ -44,6 +47,8 @@ class Model:
         """The model, the same on every rank."""
         if self.predicts is not None:
             return make_predicting(self.predicts, tied=self.tied, dtype=dtype)  # type: ignore[no-any-return]
+        if self.mtp:
+            return make_mtp(depth=self.mtp, tied=self.tied, dtype=dtype, heads=heads)  # type: ignore[no-any-return]
         model: Any = make_model(self.family, tied=self.tied, dtype=dtype, heads=heads, bias=self.bias)
         head = model.lm_head.weight
         for parameter in model.parameters():
@@ -137,6 +142,8 @@ MODEL: dict[str, Model] = {
     "quantised head": Model(quantised=True),
     "further losses": Model(predicts=Prediction(depth=2, way="documents")),
     "further losses, tied": Model(predicts=Prediction(depth=2, way="cut labels"), tied=True),
+    "multi-token prediction": Model(mtp=2),
+    "multi-token prediction, tied": Model(mtp=1, tied=True),
     "further losses, checkpointed": Model(predicts=Prediction(depth=2, checkpointed=True, unused="last")),
     "qwen2": Model(family="qwen2"),
     "gemma2": Model(family="gemma2"),
@@ -400,6 +407,7 @@ MODELS = (
 FROZEN_MODELS = ("frozen backbone", "frozen head", "saved head", *LORA)
 REFUSED_MODELS = ("quantised head",)
 FURTHER = ("further losses", "further losses, tied", "further losses, checkpointed")
+MTP = ("multi-token prediction", "multi-token prediction, tied")
 DATAS = (
     "empty rank",
     "num_items_in_batch",
@@ -457,11 +465,12 @@ def _cells() -> list[Cell]:
             cells += [replace(usual, data=data) for data in DATAS]
             cells += [replace(usual, use=use) for use in USES]
     for cell in (ONE, *PRINCIPAL, _fsdp2(head="tail")):
-        cells += [replace(cell, model=model) for model in FURTHER]
-        usual = replace(cell, model=FURTHER[0])
-        cells += [replace(usual, data=data) for data in ("empty rank", "num_items_in_batch", "global mean", "packed")]
-        cells += [replace(usual, use=use) for use in ("many chunks", "two forwards", "checkpointing")]
-        cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
+        cells += [replace(cell, model=model) for model in (*FURTHER, *MTP)]
+        for usual in (replace(cell, model=model) for model in (FURTHER[0], MTP[0])):
+            datas = ("empty rank", "num_items_in_batch", "global mean", "packed", "padded")
+            cells += [replace(usual, data=data) for data in datas]
+            cells += [replace(usual, use=use) for use in ("many chunks", "two forwards", "checkpointing")]
+            cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())

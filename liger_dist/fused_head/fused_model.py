@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
@@ -12,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.fused_layers.lora import drop_precomputed
-from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.class_swap import below_wrappers, present_as, subclass_of, with_base
 from liger_dist.sharding import fsdp2_forward
 
-from .loss_call import is_running, running
 from .model_loss import FusedLoss
+from .running import is_running, running
 
 _LOSS, _ORIGINALS = "_liger_dist_loss", "_liger_dist_original_forwards"
 """attributes of a model: its loss, and forwards of other code on the instance, innermost first"""
@@ -68,6 +67,12 @@ def restore_model(model: nn.Module) -> None:
     del vars(model)[_LOSS]
 
 
+def loss_of(model: nn.Module) -> FusedLoss | None:
+    """Returns the loss of a wrapped model; None for any other."""
+    loss: FusedLoss | None = vars(model).get(_LOSS)
+    return loss
+
+
 def original_forward_of(model: nn.Module) -> Any:
     """Returns the forward that the model had when it was wrapped, bound or not."""
     originals = vars(model).get(_ORIGINALS, ())
@@ -106,12 +111,8 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             if loss_call is not None:
                 loss_call.release()
 
-    # Not by functools.wraps: code that undoes wrappers, as Accelerate's, follows ``__wrapped__`` past this one.
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(forward, name, getattr(base.forward, name))
-    cast(Any, forward).__signature__ = inspect.signature(base.forward)
     # These frames alone run in Python: torch.compile compiles the model's own forward.
-    return cast(Callable[..., Any], torch.compiler.disable(forward, recursive=False))
+    return cast(Callable[..., Any], present_as(forward, base.forward))
 
 
 def _call_original(model: nn.Module, base: Any, level: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

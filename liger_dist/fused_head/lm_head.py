@@ -35,7 +35,8 @@ from liger_dist.sharding import choose, collect_facts
 from liger_dist.sharding.base import Facts, ShardingAdapter
 
 from .logits import FusedLogits
-from .loss_call import WrapId, current_call
+from .loss_call import current_call
+from .running import WrapId
 
 _WRAP_ID = "_liger_dist_fused_by"
 """attribute of an lm_head: the :class:`.loss_call.WrapId` of its model"""

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +27,7 @@ from liger_dist.sharding.tensor_parallel import placed_like
 from .call import IGNORE_INDEX, TOKEN_ACCURACY
 from .logits import FusedLogits
 from .recipe import LossRecipe, selects_by_tensor
+from .running import WrapId, innermost, running
 from .side_channel import LogitsToLoss, LossToLogits
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
@@ -38,48 +37,15 @@ Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 NO_HEAD = "its lm_head was not called in the context (thread) of the model's call"
 
 
-class WrapId:
-    """Identifies one wrapped model: its loss and its lm_head hold the same object. A copy of the model gets another
-    one, a copy of lm_head alone (PEFT's) keeps it."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else ref(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapId:
-        model = None if self._model is None else self._model()
-        return WrapId(memo[id(model)]) if id(model) in memo else self
-
-    def __reduce__(self) -> Any:
-        return WrapId, (None if self._model is None else self._model(),)
-
-
-_RUNNING: ContextVar[tuple[tuple[WrapId, LossCall | None], ...]] = ContextVar("liger_dist_running", default=())
-"""running calls of wrapped models in this context, innermost last: the model, and the loss if it is one of ours"""
-
-
-@contextmanager
-def running(wrap_id: WrapId, call: LossCall | None) -> Iterator[None]:
-    """Within, the forward of a model runs. Calls may nest.
-
-    Args:
-        call: None where lm_head computes logits.
-    """
-    token = _RUNNING.set((*_RUNNING.get(), (wrap_id, call)))
-    try:
-        yield
-    finally:
-        _RUNNING.reset(token)
-
-
 def current_call(wrap_id: WrapId | None) -> LossCall | None:
     """Returns the loss of the innermost running call, if it is a call of this model."""
-    calls = _RUNNING.get()
-    return calls[-1][1] if calls and calls[-1][0] is wrap_id else None
+    call = innermost(wrap_id)
+    assert call is None or isinstance(call, LossCall)
+    return call
 
 
-def is_running(wrap_id: WrapId) -> bool:
-    """True inside a forward of this model."""
-    return any(running_id is wrap_id for running_id, _ in _RUNNING.get())
+def _none_further(*_: Any) -> LossCall:
+    raise LigerDistError("a further loss was asked for after the model's forward; compute it within.")
 
 
 def _running_checkpoint() -> tuple[Any, ...]:
@@ -129,6 +95,15 @@ class LossCall:
     """of the first loss: number of calls of lm_head so far"""
     is_in_head: bool = False
     """of the first loss: True in a call of lm_head"""
+    share: Callable[[LossCall, float], None] | None = None
+    """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where each loss has
+    a weight of its own, from a LoRA layer"""
+    further: Callable[[Tensor, float], LossCall] = _none_further
+    """of the first loss: makes a further one from its aligned labels and its coefficient"""
+    next_loss: LossCall | None = None
+    """of the first loss: the loss of the next call of lm_head, which the forward has announced"""
+    is_left_out: bool = False
+    """True for a first loss whose coefficient is 0: it is not computed"""
     checkpoints: tuple[Any, ...] = field(default_factory=_running_checkpoint)
     """of the first loss: checkpoints that know this call, or run around it"""
 
@@ -139,12 +114,27 @@ class LossCall:
         if self.is_in_head or self.on_logits:
             yield None
             return
-        number, self.num_head_calls, self.is_in_head = self.num_head_calls, self.num_head_calls + 1, True
-        self._recompute_from(number)
+        announced, self.next_loss, self.is_in_head = self.next_loss, None, True
         try:
+            if announced is not None:
+                self.head_calls = (*self.head_calls, announced)
+                yield announced
+                return
+            number, self.num_head_calls = self.num_head_calls, self.num_head_calls + 1
+            self._recompute_from(number)
             yield self.head_calls[number] if number < len(self.head_calls) else None
         finally:
             self.is_in_head = False
+
+    def announce(self, coefficient: float) -> None:
+        """Expects further losses by :attr:`next_loss`, with which one gradient of lm_head's weight is shared.
+
+        Args:
+            coefficient: of this loss; 0 leaves it out.
+        """
+        self.is_left_out = coefficient == 0
+        if self.share is not None:
+            self.share(self, coefficient)
 
     def _recompute_from(self, number: int) -> None:
         """Lets a checkpoint that the model's forward has begun around its lm_head find this call again, when it is
@@ -154,7 +144,8 @@ class LossCall:
             return
         self.checkpoints = (*self.checkpoints, frame)
         recompute, wrap_id = frame.recompute_fn, self.wrap_id
-        calls = tuple(None if call is None else replace(call, pending=None, head_calls=()) for call in self.head_calls)
+        unshared: dict[str, Any] = {"head_calls": (), "share": None, "further": _none_further}
+        calls = tuple(call and replace(call, pending=None, **unshared) for call in self.head_calls)
         first = next(call for call in calls if call is not None and not call.is_further)
 
         def again(*args: Any) -> None:
@@ -180,7 +171,8 @@ class LossCall:
         """Frees what refers to this call: the cycle would live until the garbage collector runs."""
         for call in (self, *self.losses()):
             call.pending = None
-        self.head_calls, self.checkpoints = (), ()
+        self.head_calls, self.checkpoints, self.next_loss = (), (), None
+        self.share, self.further = None, _none_further
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -190,6 +182,8 @@ class LossCall:
         """
         self.check_unchanged()
         pending = self.pending = PendingLoss(self)
+        if self.is_left_out:
+            return self._left_out(hidden_states, pending)
         used = effective_head(head, logits_of, hidden_states) if self.has_lora else cast(nn.Linear, head)
         output = self._nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
@@ -201,6 +195,13 @@ class LossCall:
             carried = placed_like(hidden_states, carried)
         if type(carried) is not Tensor:
             return carried
+        return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
+
+    def _left_out(self, hidden_states: Tensor, pending: PendingLoss) -> Tensor:
+        """Returns zero-width logits that carry a loss of 0, without a gradient."""
+        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
+        pending.output = LossOutput(loss=hidden_states.new_zeros((), dtype=dtype))
+        carried = hidden_states.new_empty((*hidden_states.shape[:-1], 0))
         return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
 
     def _release_teacher(self) -> None:
@@ -398,6 +399,12 @@ class PendingLoss:
         self.delivered = True
         loss, *others = LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
+        return cast(Tensor, loss)
+
+    def take(self, logits: FusedLogits) -> Tensor:
+        """Returns the loss where this library's own code has called lm_head."""
+        self.delivered = True
+        loss, *_ = LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, loss)
 
     def values(self) -> list[Tensor]:

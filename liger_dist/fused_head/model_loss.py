@@ -36,9 +36,10 @@ from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 from .call import Call, HostCall, Hosts, Signature, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
-from .loss_call import NO_HEAD, LossCall, WrapId, current_call, is_running, pending_of
+from .loss_call import NO_HEAD, LossCall, current_call, pending_of
 from .output import fused_output
-from .recipe import HeadCalls, LossRecipe
+from .recipe import LossRecipe
+from .running import WrapId, is_running
 from .wrapper_redirect import WrapperRedirect
 
 FULL_LOGITS: Literal["full logits"] = "full logits"
@@ -326,7 +327,6 @@ class FusedLoss:
         execution = self._execution(model, call, aligned.labels, in_use, with_summary=not on_logits)
         self._has_scored = self._has_scored or not on_logits
         given = (call.named[name] for name in ("labels", "shift_labels") if call.named.get(name) is not None)
-        calls = self.recipe.calls(training=model.training)
         first = LossCall(
             wrap_id=self.wrap_id,
             model_name=call.model_name,
@@ -345,44 +345,49 @@ class FusedLoss:
             has_lora=in_use.head is not in_use.base,
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
-            losses_before=calls.losses_before,
+            losses_before=self.recipe.calls(training=model.training).losses_before,
         )
-        return first if on_logits else self._with_further(first, model, call, in_use, calls)
+        return first if on_logits else self._with_further(first, model, call, in_use, self.recipe)
 
     def _with_further(
-        self, first: LossCall, model: nn.Module, call: Call, in_use: HeadInUse, calls: HeadCalls
+        self, first: LossCall, model: nn.Module, call: Call, in_use: HeadInUse, recipe: LossRecipe
     ) -> LossCall:
         """Adds the losses of the further calls of lm_head, which have no options and outputs of the call. One sum holds
         the weight's gradient of all of them, unless a LoRA layer computes another weight in each call."""
         assert in_use.adapter is not None
-        shared = SharedGradient(self._pending, self.config.backend) if calls.further and not first.has_lora else None
-        further: list[LossCall | None] = []
-        for recipe in calls.after:
-            if recipe is None:
-                further.append(None)
-                continue
-            labels = call.further_labels(recipe, is_encoder_decoder=self.is_encoder_decoder)
+        adapter, shared = in_use.adapter, SharedGradient(self._pending, self.config.backend)
+        calls = recipe.calls(training=model.training)
+
+        def share(loss: LossCall, coefficient: float | None) -> None:
+            execution = replace(loss.execution, shared=shared, coefficient=coefficient)
+            loss.execution = execution
+            loss.compute_loss = partial(adapter.linear_cross_entropy, spec=loss.spec, execution=execution)
+
+        def further(labels: Tensor, coefficient: float | None, recipe: LossRecipe) -> LossCall:
             spec = replace(call, keywords={}, outputs=(), distillation=None).spec(recipe)
             spec = replace(spec, logit_bias=first.spec.logit_bias)
-            execution = replace(self._execution(model, call, labels, in_use, with_summary=True), shared=shared)
-            further.append(
-                replace(
-                    first,
-                    recipe=recipe,
-                    labels=labels,
-                    labels_of_next=None,
-                    spec=spec,
-                    outputs=(),
-                    compute_loss=partial(in_use.adapter.linear_cross_entropy, spec=spec, execution=execution),
-                    execution=execution,
-                    is_further=True,
-                )
-            )
-        if shared is not None:
-            execution = replace(first.execution, shared=shared)
-            first.execution = execution
-            first.compute_loss = partial(in_use.adapter.linear_cross_entropy, spec=first.spec, execution=execution)
-        first.head_calls = (*[None] * calls.before, first, *further)
+            execution = self._execution(model, call, labels, in_use, with_summary=True)
+            changed = {"recipe": recipe, "labels": labels, "labels_of_next": None, "spec": spec, "outputs": ()}
+            of_first = {"head_calls": (), "share": None, "further": LossCall.further, "next_loss": None}
+            made = replace(first, **changed, **of_first, execution=execution, is_further=True, is_left_out=False)  # type: ignore[arg-type]
+            if first.share is None:
+                made.compute_loss = partial(adapter.linear_cross_entropy, spec=spec, execution=execution)
+            else:
+                share(made, coefficient)
+            return made
+
+        # A LoRA layer computes another weight in each call.
+        first.share = None if first.has_lora else share
+        first.further = partial(further, recipe=replace(recipe, changes=()))
+        losses: list[LossCall | None] = [
+            None
+            if one is None
+            else further(call.further_labels(one, is_encoder_decoder=self.is_encoder_decoder), None, one)
+            for one in calls.after
+        ]
+        if calls.further and first.share is not None:
+            share(first, None)
+        first.head_calls = (*[None] * calls.before, first, *losses)
         return first
 
     def checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:

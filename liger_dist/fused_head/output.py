@@ -93,6 +93,14 @@ def fused_output(output: Any, outputs: dict[str, Tensor], *, model_name: str, wi
     return output
 
 
+def with_field(output: Any, name: str, value: Tensor, *, loss: Tensor) -> Any:
+    """A model's ``output`` with another loss, and one more field; a tuple gets the loss alone."""
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    cls: Any = type(output)
+    return _class_of(cls, (name,), without_logits=False)(**(dict(output.items()) | {"loss": loss, name: value}))
+
+
 def with_logits(output: WithOutputs, logits: Any) -> Any:
     """The fused output of a call that had no labels, with ``logits`` that stand for those that were never computed. The
     outputs stay: DDP looks among the fields for the graph that the backward will run."""

@@ -10,8 +10,10 @@ itself.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -30,6 +32,16 @@ def with_base(cls: type, old: type, new: type) -> Any:
         return new
     bases = tuple(with_base(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
     return type(cls.__name__, bases, dict(vars(cls)))
+
+
+def present_as(forward: Any, other: Any) -> Any:
+    """Gives ``forward`` the name and the signature of ``other``, and runs it in Python under torch.compile, which
+    compiles what it calls. Not by functools.wraps: code that undoes wrappers, as Accelerate's, follows ``__wrapped__``
+    past it."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(forward, name, getattr(other, name))
+    forward.__signature__ = inspect.signature(other)
+    return torch.compiler.disable(forward, recursive=False)
 
 
 def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -> Any:

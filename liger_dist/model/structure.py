@@ -44,11 +44,13 @@ class Structure:
     """norm between the last layer and lm_head, identified by its position and name; None if there is none"""
     repeats_head: bool = False
     """True if a forward calls lm_head several times"""
+    prediction_layers: tuple[nn.Module, ...] = ()
+    """layers of multi-token prediction (:mod:`liger_dist.mtp`)"""
 
     @property
     def all_layers(self) -> tuple[nn.Module, ...]:
-        """Layers of the decoder and of every encoder."""
-        return (*self.layers, *chain(*self.other_stacks))
+        """Layers of the decoder, of every encoder, and of multi-token prediction."""
+        return (*self.layers, *chain(*self.other_stacks), *self.prediction_layers)
 
     @property
     def tied(self) -> bool:
@@ -102,6 +104,8 @@ def find_structure(model: nn.Module, *, fused_loss: bool = True) -> Structure:
         unfusable=reason,
         decoder=decoder,
         other_stacks=_find_other_stacks(model, decoder),
+        prediction_layers=_prediction_layers(model),
+        repeats_head=bool(_prediction_layers(model)),
         final_norm=_find_final_norm(parent, layers),
     )
 
@@ -262,13 +266,30 @@ def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.M
     declared = _declared(model)
     if not declared or _is_encoder_decoder(model):
         return ()
-    taken = set(decoder.modules())
+    taken = set(decoder.modules()) | {inner for layer in _prediction_layers(model) for inner in layer.modules()}
     others: list[tuple[nn.Module, ...]] = []
     for stack, owner in _stacks(model, declared):
         if owner not in taken and stack[0] not in taken:
             others.append(stack)
             taken.update(inner for layer in stack for inner in layer.modules())
     return tuple(others)
+
+
+PREDICTION = "mtp"
+"""attribute of a model that predicts further tokens: its :class:`PredictionUnits`"""
+
+
+class PredictionUnits(nn.Module):
+    """Base of the modules of multi-token prediction."""
+
+    def units(self) -> tuple[nn.Module, ...]:
+        """Returns the modules that are sharded as decoder layers are."""
+        return ()
+
+
+def _prediction_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    modules = model._modules.get(PREDICTION)
+    return modules.units() if isinstance(modules, PredictionUnits) else ()
 
 
 def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module]]:

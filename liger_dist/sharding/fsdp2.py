@@ -233,14 +233,14 @@ class FSDP2(FullySharded):
             "ignored_params": {*row_shards, *full} or None,
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
-        encoder_layers = chain(*structure.other_stacks)
+        others = (*chain(*structure.other_stacks), *structure.prediction_layers)
         # A layer that the model runs several times is one group.
-        for layer in dict.fromkeys((*encoder_layers, *structure.layers, *filter(None, [input_embedding(model)]))):
+        for layer in dict.fromkeys((*others, *structure.layers, *filter(None, [input_embedding(model)]))):
             if self.has_own_group(layer):
                 loaded.gather(layer)
                 fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
-        # A group that ran twice would be reduced twice, and never ends its second forward: the norm is not called again.
+        # A group that ran twice would be reduced twice, and not end its second forward, which the norm is not part of.
         is_apart = not (structure.tied or structure.repeats_head or row_shards or shares_parameters(model, tail))
         if is_apart and self.has_own_group(*tail):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.

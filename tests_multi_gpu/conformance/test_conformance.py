@@ -27,6 +27,7 @@ from models import (
     true_policy_sum,
     true_soft_sum,
 )
+from mtp_models import true_mtp_losses
 from predicting import true_losses
 from repeated_cells import repeats
 from torch import Tensor, nn
@@ -242,7 +243,7 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     report."""
     world = len(batches)
     true_sum = true_soft_sum if cell.used.soft_labels else true_policy_sum if cell.used.policy else true_loss_sum
-    if cell.built.predicts is not None:
+    if cell.built.predicts is not None or cell.built.mtp:
         return true_further_step(reference, cell, batches)
     reports: list[list[float]] = []
     for rank_batches in batches:
@@ -261,12 +262,18 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     return reports
 
 
-def true_further_step(
-    reference: nn.Module, cell: Cell, batches: list[list[dict[str, Tensor]]]
-) -> list[list[float]]:
+def weighted_losses(reference: Any, batch: dict[str, Tensor]) -> list[tuple[float, Tensor, int]]:
+    """Weight, sum over tokens, and number of labels of each loss."""
+    if not hasattr(reference, "mtp"):
+        return true_losses(reference, batch)
+    weights = (reference.mtp.main_weight, *reference.mtp.weights)
+    return [(weight, *found) for weight, found in zip(weights, true_mtp_losses(reference, batch), strict=True)]
+
+
+def true_further_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Tensor]]]) -> list[list[float]]:
     """As :func:`true_step`, for a model with several losses: each has its own mean."""
     world = len(batches)
-    losses = [[true_losses(reference, batch) for batch in rank_batches] for rank_batches in batches]
+    losses = [[weighted_losses(reference, batch) for batch in rank_batches] for rank_batches in batches]
     reports: list[list[float]] = []
     for found in losses:
         reports.append([])

@@ -1,0 +1,106 @@
+"""Reads the modules of multi-token prediction from checkpoints, in the names of the model families."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+
+from .prediction import Parts, PredictionModules, make_parts
+from .structure import PREDICTION, Structure
+
+_FLAT = "fc.weight"
+"""a parameter of modules under the names of Qwen3-Next and Qwen3.5"""
+
+
+def has_flat_names(model: nn.Module) -> bool:
+    """True for a model of a family whose checkpoints have ``mtp.*`` for one depth."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.match(pattern, "mtp.fc.weight") for pattern in ignored)
+
+
+def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tuple[list[Parts], bool]:
+    """Reads the modules of each depth, and whether they have the names of one depth.
+
+    Raises:
+        LigerDistError: the checkpoint has none, or other parameters.
+    """
+    config: Any = model.config
+    folder = config.name_or_path if folder is None else folder
+    text = config.get_text_config()
+    if getattr(text, "num_mtp_layers", None):
+        return _from_transformers(model, structure), False
+    found = dict(_tensors(folder))
+    if not found:
+        raise LigerDistError(
+            f"the checkpoint {folder!r} has no parameters of multi-token prediction (mtp.*); make new modules by "
+            "MultiTokenPrediction(model, depth=…)."
+        )
+    is_flat = _FLAT in found
+    depth = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
+    parts = make_parts(model, structure, depth)
+    modules = PredictionModules(parts, is_flat=is_flat and depth == 1)
+    missing, unexpected = modules.load_state_dict(found, strict=False)
+    others = [f"without {name}" for name in missing] + [f"with {name}" for name in unexpected]
+    if others:
+        raise LigerDistError(
+            f"the checkpoint {folder!r} has parameters of multi-token prediction {', '.join(others[:4])}; expected "
+            f"those of a {type(parts[0].block).__name__} for each depth."
+        )
+    return parts, modules.is_flat
+
+
+def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters below ``mtp`` in a checkpoint, by their names there."""
+    from safetensors import safe_open
+
+    for path in _files(Path(folder)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                below = re.match(rf"(?:.*\.)?{PREDICTION}\.(.+)", name)
+                if below:
+                    yield below[1], file.get_tensor(name)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"]
+        return [folder / file for file in dict.fromkeys(names[name] for name in names if f"{PREDICTION}." in name)]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _from_transformers(model: nn.Module, structure: Structure) -> list[Parts]:
+    """Reads the modules by transformers' ``MtpModel``; they read the decoder's config from now on.
+
+    Raises:
+        LigerDistError: this transformers has none, or its modules have other parts.
+    """
+    from transformers import modeling_layers
+
+    cls: Any = getattr(modeling_layers, "MtpModel", None)
+    if cls is None:
+        raise LigerDistError(
+            f"{type(model).__name__} has parameters of multi-token prediction that this transformers does not read; "
+            "install transformers>=5.23."
+        )
+    loaded = cls.from_pretrained(model)
+    parts = []
+    for layer in loaded.layers:
+        if layer.post_norm is None or getattr(loaded.config, "mtp_hidden_states_first", False):
+            raise LigerDistError(
+                f"{type(model).__name__} has parts of multi-token prediction that are not supported: a norm shared by "
+                "all depths, or hidden states before embeddings."
+            )
+        parts.append(Parts(layer.enorm, layer.hnorm, layer.eh_proj, layer.mtp_block, layer.post_norm))
+    for one in parts:
+        for module in one.block.modules():
+            if hasattr(module, "config"):
+                module.config = structure.decoder.config
+    return parts

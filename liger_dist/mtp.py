@@ -1,0 +1,271 @@
+"""Multi-token prediction: modules that predict the tokens after the next one, trained through the model's lm_head.
+
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 2.2: at depth ``k`` (1, 2, …) the hidden
+states of the depth before and the embeddings of the tokens ``k`` places later are normalised, concatenated and
+projected from ``2 D`` to ``D``; a decoder layer follows, and the model's lm_head predicts the token ``k + 1`` places
+later. Teacher forcing: the embeddings are those of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import LigerDistError
+from .fused_head.announced import Announced
+from .fused_head.call import IGNORE_INDEX, inputs_of
+from .fused_head.fused_model import FusedModel
+from .fused_head.output import with_field
+from .fused_head.probe import probe_recipe
+from .fused_head.recipe import LossRecipe, NotFusableError
+from .losses.labels import shifted_further
+from .model.class_swap import present_as, subclass_of
+from .model.peft import base_model_of
+from .model.prediction import (
+    SEEN,
+    Parts,
+    PredictionModules,
+    Seen,
+    document_ids,
+    make_parts,
+    note_arguments,
+    note_embeddings,
+    note_hidden_states,
+    prediction_modules,
+    template_layer,
+)
+from .model.prediction_checkpoints import has_flat_names, read_parts
+from .model.stand_ins import torch_defaults
+from .model.structure import PREDICTION, Structure, embedding_of, find_structure
+
+
+class MultiTokenPrediction(PredictionModules):
+    """Modules that predict ``depth`` tokens after the next one, on ``model.mtp``.
+
+    With labels, the loss of the model becomes ``main_weight * loss + sum_k weight_k * loss_k``, where ``loss_k`` is the
+    mean cross entropy of the tokens ``k + 1`` places later, over the labels that exist in the same document, or divided
+    by ``num_items_in_batch``; the output has ``mtp_loss`` ``[depth]`` (fp32, without gradients). Without labels the
+    model is as before. Options and outputs of a call, such as ``z_loss`` or ``outputs``, are of the first loss.
+
+    Embedding and lm_head are the model's. Add it before :func:`liger_dist.wrap`, and after ``get_peft_model``.
+
+    Args:
+        model: a causal language model of transformers, or a ``PeftModel`` of one; changed in place.
+        depth: number of further tokens.
+        weight: factor of the mean over depths, as DeepSeek-V3's lambda; or a factor for each depth.
+        main_weight: factor of the model's own loss; 0 trains the modules alone, and costs no loss of the next token.
+        train_model: False freezes every parameter of ``model``, for draft heads.
+
+    Raises:
+        LigerDistError: the model has such modules, is wrapped, or predicts no next token by an lm_head whose loss can
+            be fused.
+    """
+
+    weights: tuple[float, ...]
+    main_weight: float
+    _recipe: LossRecipe
+
+    def __init__(
+        self,
+        model: nn.Module,
+        depth: int = 1,
+        *,
+        weight: float | Sequence[float] = 0.3,
+        main_weight: float = 1.0,
+        train_model: bool = True,
+    ) -> None:
+        inner, structure, recipe = _checked(model)
+        if not isinstance(depth, int) or depth < 1:
+            raise LigerDistError(f"depth is {depth!r}; expected a number of further tokens, at least 1.")
+        parts = make_parts(inner, structure, depth)
+        is_flat = depth == 1 and has_flat_names(inner)
+        self._set_up(parts, is_flat, recipe, weight, main_weight)
+        self._add_to(inner, structure, train_model=train_model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: nn.Module,
+        folder: str | None = None,
+        *,
+        weight: float | Sequence[float] = 0.3,
+        main_weight: float = 1.0,
+        train_model: bool = True,
+    ) -> MultiTokenPrediction:
+        """Adds the modules that the checkpoint of ``model`` has, which ``from_pretrained`` of the model leaves out:
+        ``mtp.*`` of Qwen3-Next, Qwen3.5 and this class, or those that transformers' ``MtpModel`` reads.
+
+        Args:
+            folder: of the checkpoint; None for the one that ``model`` was loaded from.
+
+        Raises:
+            LigerDistError: the checkpoint has no such modules, or other parameters than the model's decoder layers.
+        """
+        inner, structure, recipe = _checked(model)
+        parts, is_flat = read_parts(inner, structure, folder)
+        made = cls.__new__(cls)
+        made._set_up(parts, is_flat, recipe, weight, main_weight)
+        made._add_to(inner, structure, train_model=train_model)
+        return made
+
+    def _set_up(
+        self,
+        parts: Sequence[Parts],
+        is_flat: bool,
+        recipe: LossRecipe,
+        weight: float | Sequence[float],
+        main_weight: float,
+    ) -> None:
+        PredictionModules.__init__(self, parts, is_flat=is_flat)
+        self.weights, self.main_weight = _as_weights(weight, len(parts)), main_weight
+        if not isinstance(main_weight, int | float) or not 0 <= main_weight < float("inf"):
+            raise LigerDistError(f"main_weight is {main_weight!r}; expected a number of at least 0.")
+        self._recipe = recipe
+
+    def _add_to(self, model: nn.Module, structure: Structure, *, train_model: bool) -> None:
+        embedding = embedding_of(model)
+        assert embedding is not None
+        if not train_model:
+            model.requires_grad_(False)
+        setattr(model, PREDICTION, self)
+        structure.decoder.register_forward_hook(note_hidden_states)
+        embedding.register_forward_hook(note_embeddings)
+        template_layer(structure)[1].register_forward_pre_hook(note_arguments, with_kwargs=True)
+        base = type(model)
+        model.__class__ = subclass_of(base, PredictsFurther, {"forward": _make_forward(base)})
+
+    def losses(self, model: nn.Module, seen: Seen, announced: Announced | None, named: dict[str, Any]) -> list[Tensor]:
+        """Computes the mean loss of each depth, 0-d."""
+        labels, documents = self._aligned(named, seen.shape), document_ids(named, seen.shape)
+        ignore_index = named.get("ignore_index", IGNORE_INDEX)
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if seen.hidden_states is None or seen.embeddings is None:
+            raise LigerDistError(
+                f"{type(model).__name__} did not call its decoder and its input embedding for the tokens of the "
+                "labels, so that no further token can be predicted; give input_ids or inputs_embeds of their shape."
+            )
+        states, found = seen.hidden_states, []
+        for depth, weight in enumerate(self.weights):
+            states = self.next_hidden_states(depth, seen, states)
+            further = shifted_further(labels, depth + 1, ignore_index=ignore_index)
+            if documents is not None:
+                # From a token to that of its label.
+                distance = depth + (1 if named.get("shift_labels") is not None else 2)
+                later = shifted_further(documents, distance, ignore_index=0)
+                is_same = (later == documents) & (documents != 0)
+                further = torch.where(is_same.to(labels.device), further, ignore_index)
+            if announced is not None:
+                found.append(announced.loss(head, states, further, coefficient=weight))
+            else:
+                found.append(self._loss_of_logits(model, head(states), further, named, ignore_index))
+        return found
+
+    def _aligned(self, named: dict[str, Any], shape: torch.Size) -> Tensor:
+        """Returns labels ``[B, S]`` that belong to the logits at their positions."""
+        ignore_index = named.get("ignore_index", IGNORE_INDEX)
+        shifted, mask = named.get("shift_labels"), named.get("attention_mask")
+        if shifted is not None:
+            return cast(Tensor, shifted).reshape(shape)
+        labels: Tensor = named["labels"].reshape(shape)
+        if self._recipe.targets == "next_attended" and mask is not None:
+            labels = labels.masked_fill(mask.to(labels.device) == 0, ignore_index)
+        return shifted_further(labels, 1, ignore_index=ignore_index)
+
+    def _loss_of_logits(
+        self, model: nn.Module, logits: Tensor, labels: Tensor, named: dict[str, Any], ignore_index: int
+    ) -> Tensor:
+        """Computes the loss of full logits ``[B, S, V]``, as the model computes that of the next token."""
+        transform = self._recipe.transform
+        bias = None if transform.bias is None else model.get_buffer(transform.bias)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        flat, targets = transform(wide, bias).flatten(0, 1), labels.flatten().to(logits.device)
+        items = named.get("num_items_in_batch") if self._recipe.takes_num_items else None
+        total = F.cross_entropy(
+            flat,
+            targets,
+            ignore_index=ignore_index,
+            label_smoothing=self._recipe.label_smoothing,
+            reduction="mean" if items is None else "sum",
+        )
+        return total if items is None else total / items
+
+
+class PredictsFurther(nn.Module):
+    """Mixed into the class of a model that predicts further tokens."""
+
+
+@contextmanager
+def _seen(modules: PredictionModules, shape: torch.Size, embeddings: Tensor | None) -> Iterator[Seen]:
+    seen = Seen(modules, shape, embeddings)
+    token = SEEN.set(seen)
+    try:
+        yield seen
+    finally:
+        SEEN.reset(token)
+
+
+def _make_forward(base: Any) -> Callable[..., Any]:
+    names = tuple(signature(base.forward).parameters)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        modules, named = prediction_modules(self), dict(zip(names, args, strict=False)) | kwargs
+        inputs = inputs_of(named)
+        if not isinstance(modules, MultiTokenPrediction) or named.get("labels") is None or inputs is None:
+            return base.forward(self, *args, **kwargs)
+        with _seen(modules, inputs.shape[:2], named.get("inputs_embeds")) as seen:
+            announced = Announced.of(self, coefficient=modules.main_weight)
+            output = base.forward(self, *args, **kwargs)
+            losses = torch.stack(modules.losses(self, seen, announced, named))
+        main = output[0] if isinstance(output, tuple) else output.loss
+        weights = torch.tensor(modules.weights, dtype=losses.dtype).to(losses.device, non_blocking=True)
+        loss = (losses * weights).sum()
+        if modules.main_weight != 0:
+            loss = loss + modules.main_weight * main.to(loss.device)
+        return with_field(output, "mtp_loss", losses.detach(), loss=loss)
+
+    return cast(Callable[..., Any], present_as(forward, base.forward))
+
+
+def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
+    """Checks that further tokens can be predicted; changes nothing."""
+    inner = base_model_of(model)
+    name = type(inner).__name__
+    if isinstance(inner, FusedModel):
+        raise LigerDistError(f"this {name} is wrapped already; add MultiTokenPrediction before liger_dist.wrap.")
+    if PREDICTION in inner._modules:
+        raise LigerDistError(f"this {name} has a module mtp already; expected a model that predicts the next token.")
+    structure = find_structure(inner)
+    if getattr(inner.config, "is_encoder_decoder", False) or embedding_of(inner) is None:
+        raise LigerDistError(f"{name} is no causal language model, and predicts no next token; leave mtp out.")
+    try:
+        with torch_defaults():
+            recipe = probe_recipe(inner, structure)
+    except NotFusableError as error:
+        raise LigerDistError(
+            f"the loss of {name} cannot be fused ({error}), so that its further tokens would need full logits; leave "
+            "mtp out."
+        ) from error
+    if recipe.targets == "same":
+        raise LigerDistError(f"{name} predicts masked tokens and not the next one; leave mtp out.")
+    return inner, structure, recipe
+
+
+def _as_weights(weight: float | Sequence[float], depth: int) -> tuple[float, ...]:
+    """Returns a factor for each depth.
+
+    Raises:
+        LigerDistError: they are no numbers above 0, or not one for each depth.
+    """
+    weights = [weight / depth] * depth if isinstance(weight, int | float) else list(weight)
+    are_numbers = all(isinstance(one, int | float) and 0 < one < float("inf") for one in weights)
+    if len(weights) != depth or not are_numbers:
+        raise LigerDistError(
+            f"weight is {weight!r} for depth {depth}; expected a number above 0, or one for each depth."
+        )
+    return tuple(map(float, weights))

@@ -1,0 +1,129 @@
+"""Multi-token prediction: losses and every gradient against own loops over single documents in fp64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from allocations import WeightGradients
+from models import gradient_errors, make_batch, make_model
+from mtp_models import make_mtp, true_mtp_losses
+from torch import Tensor
+from truth import relative_error
+
+import liger_dist
+from liger_dist.mtp import MultiTokenPrediction
+
+
+def true_loss(model: Any, batch: dict[str, Any], *, items: int | None = None) -> tuple[Tensor, Tensor]:
+    """The loss of a call, and that of each depth."""
+    main, *further = [total / (items or max(count, 1)) for total, count in true_mtp_losses(model, batch)]
+    weighted = sum(w * loss for w, loss in zip(model.mtp.weights, further, strict=True))
+    return model.mtp.main_weight * main + weighted, torch.stack(further)
+
+
+def compare(
+    model: Any, reference: Any, batch: dict[str, Any], *, items: int | None = None, **further_arguments: Any
+) -> None:
+    """Layers, and attention to packed documents, round to fp32 inside."""
+    given = further_arguments | ({} if items is None else {"num_items_in_batch": items})
+    output = model(**batch, **given)
+    loss, further = true_loss(reference, batch, items=items)
+    assert relative_error(output.loss, loss) < 1e-6
+    assert relative_error(output.mtp_loss, further) < 1e-6
+    (1.3 * output.loss).backward()
+    (1.3 * loss).backward()
+    errors = gradient_errors(model, reference)
+    assert len(errors) == len([p for p in reference.parameters() if p.grad is not None]) > 0
+    assert max(errors.values()) < 1e-5, errors
+    for one in (model, reference):
+        one.zero_grad()
+
+
+@pytest.mark.parametrize("rows", ["texts", "packed", "packed, by lengths", "padded"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_mtp_losses_and_gradients(family: str, depth: int, rows: str) -> None:
+    if family == "gemma2" and rows == "padded":
+        pytest.skip("transformers' own attention gives NaN to padding on the left")
+    model = make_mtp(family, depth=depth, tied=depth == 2)
+    reference = copy.deepcopy(model)
+    batch = make_batch(0, rows=rows)
+    if rows != "packed, by lengths" and family != "gemma2":
+        compare(copy.deepcopy(model), reference, batch, use_cache=False)
+    liger_dist.wrap(model, "none")
+    compare(model, reference, batch)
+    compare(model, reference, batch, items=17)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_mtp_with_a_frozen_model_and_checkpointing(checkpointing: bool) -> None:
+    for options in ({"train_model": False, "main_weight": 0}, {"main_weight": 0}, {"weight": (0.2, 0.5)}):
+        model = make_mtp(**options)
+        reference = copy.deepcopy(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        liger_dist.wrap(model, "none")
+        model.train()
+        compare(model, reference, make_batch(0))
+
+
+def test_mtp_makes_one_gradient_of_the_weight() -> None:
+    """As one loss does: in the forward, because the factors of the losses are known there."""
+    counts: list[list[int]] = []
+    for model in (make_model("llama"), make_mtp(depth=3)):
+        model.model.embed_tokens.weight.requires_grad_(False)  # It has the same shape.
+        liger_dist.wrap(model, "none")
+        counts.append([])
+        for _ in range(2):
+            with WeightGradients(model.lm_head.weight) as made:
+                loss = model(**make_batch(0)).loss
+            counts[-1].append(made.count)
+            with WeightGradients(model.lm_head.weight) as made:
+                loss.backward()
+            counts[-1].append(made.count)
+            model.zero_grad()
+    assert counts[0] == counts[1]
+    assert counts[1][0] == counts[1][2] == 1
+
+
+def test_mtp_leaves_other_calls_alone() -> None:
+    model = make_mtp()
+    plain = make_model("llama")
+    ids = make_batch(0)["input_ids"]
+    liger_dist.wrap(model, "none")
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    with torch.no_grad():
+        output = model(**make_batch(0))
+    assert output.mtp_loss.shape == (2,)
+    logits = model(**make_batch(0), outputs=("logits",)).logits
+    assert torch.allclose(logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"depth": 0}, "depth is 0; expected a number of further tokens"),
+        ({"weight": 0.0}, "weight is 0.0 for depth 1; expected a number above 0"),
+        ({"weight": (0.1, 0.2)}, "or one for each depth"),
+        ({"main_weight": -1.0}, "main_weight is -1.0; expected a number of at least 0"),
+    ],
+)
+def test_wrong_arguments_of_mtp_are_refused(options: dict[str, Any], sentence: str) -> None:
+    model = make_model("llama")
+    with pytest.raises(liger_dist.LigerDistError, match=sentence):
+        MultiTokenPrediction(model, **options)
+    assert not hasattr(model, "mtp")
+
+
+def test_mtp_of_a_model_that_cannot_have_it_is_refused() -> None:
+    wrapped = liger_dist.wrap(make_model("llama"), "none")
+    for model, sentence in (
+        (wrapped, "is wrapped already"),
+        (make_mtp(), "has a module mtp already"),
+        (make_model("t5"), "is no causal language model"),
+    ):
+        with pytest.raises(liger_dist.LigerDistError, match=sentence):
+            MultiTokenPrediction(model)
