@@ -467,7 +467,7 @@ def _cells() -> list[Cell]:
     for cell in (ONE, *PRINCIPAL, _fsdp2(head="tail")):
         cells += [replace(cell, model=model) for model in (*FURTHER, *MTP)]
         for usual in (replace(cell, model=model) for model in (FURTHER[0], MTP[0])):
-            datas = ("empty rank", "num_items_in_batch", "global mean", "packed", "padded")
+            datas = ("empty rank", "num_items_in_batch", "global mean", "packed")
             cells += [replace(usual, data=data) for data in datas]
             cells += [replace(usual, use=use) for use in ("many chunks", "two forwards", "checkpointing")]
             cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []

@@ -186,6 +186,14 @@ def note_embeddings(embedding: nn.Module, args: Any, output: Any) -> None:
         seen.embeddings = output
 
 
+def note_embeddings_last(embedding: nn.Module) -> None:
+    """Moves :func:`note_embeddings` after hooks that were registered since, such as the one of torch's tensor
+    parallelism, which completes the output."""
+    for number, hook in list(embedding._forward_hooks.items()):
+        if hook is note_embeddings:
+            embedding._forward_hooks.move_to_end(number)  # type: ignore[attr-defined]
+
+
 @untraced
 def note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward hook, before the call, of the template layer."""
