@@ -40,7 +40,7 @@ from .model.prediction import (
     prediction_modules,
     template_layer,
 )
-from .model.prediction_checkpoints import has_flat_names, read_parts
+from .model.prediction_checkpoints import has_flat_names, name_in_checkpoint, read_parts
 from .model.stand_ins import torch_defaults
 from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 
@@ -133,6 +133,9 @@ class MultiTokenPrediction(PredictionModules):
         assert embedding is not None
         if not train_model:
             model.requires_grad_(False)
+        text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        if getattr(text, "num_mtp_layers", None) is not None:
+            text.num_mtp_layers = self.depth
         setattr(model, PREDICTION, self)
         structure.decoder.register_forward_hook(note_hidden_states)
         embedding.register_forward_hook(note_embeddings)
@@ -198,6 +201,12 @@ class MultiTokenPrediction(PredictionModules):
 
 class PredictsFurther(nn.Module):
     """Mixed into the class of a model that predicts further tokens."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        """As ``save_pretrained`` of the model, with the names of its family's checkpoints."""
+        state = self.state_dict() if state_dict is None else state_dict
+        renamed = {name_in_checkpoint(self, name): value for name, value in state.items()}
+        return super().save_pretrained(save_directory, *args, state_dict=renamed, **kwargs)  # type: ignore[misc]
 
 
 @contextmanager

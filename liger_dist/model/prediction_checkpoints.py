@@ -25,6 +25,18 @@ def has_flat_names(model: nn.Module) -> bool:
     return any(re.match(pattern, "mtp.fc.weight") for pattern in ignored)
 
 
+def name_in_checkpoint(model: nn.Module, name: str) -> str:
+    """Returns the name that the parameter ``name`` of ``model`` has in checkpoints of its family: modules of families
+    that transformers reads by its ``MtpModel`` are layers after the last one."""
+    layer = re.match(rf"(.*\b){PREDICTION}\.layers\.(\d+)\.(.+)", name)
+    config: Any = model.config
+    text = config.get_text_config()
+    if layer is None or not getattr(text, "num_mtp_layers", None):
+        return name
+    inner = layer[3].removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+    return f"{layer[1]}model.layers.{text.num_hidden_layers + int(layer[2])}.{inner}"
+
+
 def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tuple[list[Parts], bool]:
     """Reads the modules of each depth, and whether they have the names of one depth.
 
