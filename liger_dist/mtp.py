@@ -164,7 +164,8 @@ class MultiTokenPrediction(PredictionModules):
                 is_same = (later == documents) & (documents != 0)
                 further = torch.where(is_same.to(labels.device), further, ignore_index)
             if announced is not None:
-                found.append(announced.loss(head, states, further, coefficient=weight))
+                is_last = depth == self.depth - 1
+                found.append(announced.loss(head, states, further, coefficient=weight, is_last=is_last))
             else:
                 found.append(self._loss_of_logits(model, head(states), further, named, ignore_index))
         return found

@@ -33,9 +33,11 @@ class Announced:
         first.announce(coefficient)
         return Announced(first)
 
-    def loss(self, head: nn.Module, hidden_states: Tensor, labels: Tensor, *, coefficient: float) -> Tensor:
+    def loss(
+        self, head: nn.Module, hidden_states: Tensor, labels: Tensor, *, coefficient: float, is_last: bool
+    ) -> Tensor:
         """Computes the mean of the losses of ``hidden_states`` ``[B, S, D]`` for aligned labels ``[B, S]``, 0-d."""
-        self._first.next_loss = self._first.further(labels, coefficient)
+        self._first.next_loss = self._first.further(labels, coefficient, is_last)
         logits: Any = head(hidden_states)
         assert isinstance(logits, FusedLogits)
         pending = logits.carried

@@ -98,8 +98,8 @@ class LossCall:
     share: Callable[[LossCall, float], None] | None = None
     """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where each loss has
     a weight of its own, from a LoRA layer"""
-    further: Callable[[Tensor, float], LossCall] = _none_further
-    """of the first loss: makes a further one from its aligned labels and its coefficient"""
+    further: Callable[[Tensor, float, bool], LossCall] = _none_further
+    """of the first loss: makes a further one from its aligned labels, its coefficient, and whether it is the last"""
     next_loss: LossCall | None = None
     """of the first loss: the loss of the next call of lm_head, which the forward has announced"""
     is_left_out: bool = False

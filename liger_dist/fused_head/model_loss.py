@@ -24,7 +24,7 @@ from liger_dist.fused_layers.recurrent import RecurrentLayers
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
-from liger_dist.losses.shared_gradient import SharedGradient
+from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
@@ -352,18 +352,23 @@ class FusedLoss:
     def _with_further(
         self, first: LossCall, model: nn.Module, call: Call, in_use: HeadInUse, recipe: LossRecipe
     ) -> LossCall:
-        """Adds the losses of the further calls of lm_head, which have no options and outputs of the call. One sum holds
-        the weight's gradient of all of them, unless a LoRA layer computes another weight in each call."""
+        """Adds the losses of the further calls of lm_head, without options and outputs of the call."""
         assert in_use.adapter is not None
         adapter, shared = in_use.adapter, SharedGradient(self._pending, self.config.backend)
         calls = recipe.calls(training=model.training)
 
-        def share(loss: LossCall, coefficient: float | None) -> None:
+        def share(loss: LossCall, coefficient: float | None, is_last: bool = False) -> None:
             execution = replace(loss.execution, shared=shared, coefficient=coefficient)
+            if is_last:
+                # The sum in fp32 takes the place of logits; after earlier losses the activations of later ones do.
+                budget = budget_beside_sum(in_use.vocab_size * self.structure.hidden_size)
+                execution = replace(execution, memory_budget=execution.memory_budget or budget)
             loss.execution = execution
             loss.compute_loss = partial(adapter.linear_cross_entropy, spec=loss.spec, execution=execution)
 
-        def further(labels: Tensor, coefficient: float | None, recipe: LossRecipe) -> LossCall:
+        def further(
+            labels: Tensor, coefficient: float | None, is_last: bool = False, *, recipe: LossRecipe
+        ) -> LossCall:
             spec = replace(call, keywords={}, outputs=(), distillation=None).spec(recipe)
             spec = replace(spec, logit_bias=first.spec.logit_bias)
             execution = self._execution(model, call, labels, in_use, with_summary=True)
@@ -373,7 +378,7 @@ class FusedLoss:
             if first.share is None:
                 made.compute_loss = partial(adapter.linear_cross_entropy, spec=spec, execution=execution)
             else:
-                share(made, coefficient)
+                share(made, coefficient, is_last)
             return made
 
         # A LoRA layer computes another weight in each call.
@@ -382,7 +387,7 @@ class FusedLoss:
         losses: list[LossCall | None] = [
             None
             if one is None
-            else further(call.further_labels(one, is_encoder_decoder=self.is_encoder_decoder), None, one)
+            else further(call.further_labels(one, is_encoder_decoder=self.is_encoder_decoder), None, recipe=one)
             for one in calls.after
         ]
         if calls.further and first.share is not None:

@@ -19,9 +19,16 @@ import torch
 from torch import Tensor
 
 from liger_dist.model.torch_modes import backward_id, keeps_graph
-from liger_dist_kernels import Backend, WeightSum, scaled
+from liger_dist_kernels import Backend, WeightSum, default_budget, scaled
 
 from .spec import PendingGradients
+
+
+def budget_beside_sum(numel: int) -> int:
+    """Returns the memory budget for logits, in bytes, beside a sum in fp32 of ``numel`` elements: the default one, less
+    what the sum takes more than a gradient in 16 bits."""
+    budget = default_budget(True)
+    return max(budget - 2 * numel, budget // 4)
 
 
 class SharedGradient:
