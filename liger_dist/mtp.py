@@ -24,6 +24,7 @@ from .fused_head.fused_model import FusedModel
 from .fused_head.output import with_field
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
+from .fused_head.running import note_loss
 from .losses.labels import shifted_further
 from .model.class_swap import present_as, subclass_of
 from .model.peft import base_model_of
@@ -41,6 +42,7 @@ from .model.prediction import (
     template_layer,
 )
 from .model.prediction_checkpoints import has_flat_names, name_in_checkpoint, read_parts
+from .model.prediction_checkpoints import has_prediction as has_prediction
 from .model.stand_ins import torch_defaults
 from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 
@@ -48,10 +50,11 @@ from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 class MultiTokenPrediction(PredictionModules):
     """Modules that predict ``depth`` tokens after the next one, on ``model.mtp``.
 
-    With labels, the loss of the model becomes ``main_weight * loss + sum_k weight_k * loss_k``, where ``loss_k`` is the
-    mean cross entropy of the tokens ``k + 1`` places later, over the labels that exist in the same document, or divided
-    by ``num_items_in_batch``; the output has ``mtp_loss`` ``[depth]`` (fp32, without gradients). Without labels the
-    model is as before. Options and outputs of a call, such as ``z_loss`` or ``outputs``, are of the first loss.
+    With labels, the loss of the model in training becomes ``main_weight * loss + sum_k weight_k * loss_k``, where
+    ``loss_k`` is the mean cross entropy of the tokens ``k + 1`` places later, over the labels that exist in the same
+    document, or divided by ``num_items_in_batch``. In evaluation it stays that of the next token, unless
+    ``main_weight`` is 0. The output has ``mtp_loss`` ``[depth]`` (fp32, without gradients). Without labels the model is
+    as before. Options and outputs of a call, such as ``z_loss`` or ``outputs``, are of the first loss.
 
     Embedding and lm_head are the model's. Add it before :func:`liger_dist.wrap`, and after ``get_peft_model``.
 
@@ -168,6 +171,7 @@ class MultiTokenPrediction(PredictionModules):
                 found.append(announced.loss(head, states, further, coefficient=weight, is_last=is_last))
             else:
                 found.append(self._loss_of_logits(model, head(states), further, named, ignore_index))
+            note_loss(found[-1])
         return found
 
     def _aligned(self, named: dict[str, Any], shape: torch.Size) -> Tensor:
@@ -233,10 +237,12 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             output = base.forward(self, *args, **kwargs)
             losses = torch.stack(modules.losses(self, seen, announced, named))
         main = output[0] if isinstance(output, tuple) else output.loss
-        weights = torch.tensor(modules.weights, dtype=losses.dtype).to(losses.device, non_blocking=True)
-        loss = (losses * weights).sum()
-        if modules.main_weight != 0:
-            loss = loss + modules.main_weight * main.to(loss.device)
+        loss = main
+        if self.training or modules.main_weight == 0:
+            weights = torch.tensor(modules.weights, dtype=losses.dtype).to(losses.device, non_blocking=True)
+            loss = (losses * weights).sum()
+            if modules.main_weight != 0:
+                loss = loss + modules.main_weight * main.to(loss.device)
         return with_field(output, "mtp_loss", losses.detach(), loss=loss)
 
     return cast(Callable[..., Any], present_as(forward, base.forward))

@@ -20,6 +20,7 @@ from .explain import explain
 from .fused_head.call import IGNORE_INDEX
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
+from .fused_head.running import noted_losses
 from .fused_layers.document_rows import DocumentRows
 from .fused_layers.packed_calls import as_padded_rows, documents_of
 from .model.peft import active_head
@@ -66,6 +67,9 @@ class Verification:
     """of all parameters together: relative L2 against the model as it was before :func:`wrap`"""
     kept: tuple[str, ...]
     """what that model kept of this library's, as clauses"""
+    losses: tuple[tuple[float, float], ...]
+    """of this rank, fused and unfused: each loss of a model that computes several, as for multi-token prediction; empty
+    for one loss"""
     tolerance: float
     problems: tuple[str, ...]
     """sentences; empty when everything agrees"""
@@ -79,6 +83,7 @@ class Verification:
         rows = [
             ("adapter", self.adapter),
             ("loss", f"{self.loss:.6f}, unfused {self.reference_loss:.6f}, {self.loss_dtype}"),
+            *((f"loss {n}", f"{a:.6f}, unfused {b:.6f}") for n, (a, b) in enumerate(self.losses, 1)),
             ("gradient error", f"head {self.head_gradient_error:.1e}, all {self.gradient_error:.1e}"),
             ("worst parameter", f"{self.worst_parameter[0]} {self.worst_parameter[1]:.1e}"),
             ("linearity error", f"{self.linearity_error:.1e}"),
@@ -100,6 +105,8 @@ class _Pass:
     gradients: dict[str, Tensor | None]
     disagreements: tuple[str, ...] = ()
     """differences between ranks in gradients, as sentences"""
+    losses: tuple[float, ...] = ()
+    """all that were computed, in their order"""
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         own_loss=float(passes.own.loss),
         own_gradient_error=GradientErrors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
         kept=passes.kept,
+        losses=tuple(zip(fused.losses, unfused.losses, strict=False)),
         tolerance=TOLERANCES.get(fused.dtype, 2e-2),
         problems=(),
     )
@@ -187,8 +195,12 @@ def _run(
     # After the hooks of FSDP, which cast inputs.
     hook = head.register_forward_pre_hook(lambda _, args: dtypes.extend(map(_compute_dtype, args[:1])))
     try:
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        with (
+            torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []),
+            noted_losses() as losses,
+        ):
             loss = loss_of()
+            several = tuple(map(float, losses)) if len(losses) > 1 else ()
             if deepspeed.is_engine(model):
                 deepspeed.backward(model, loss * factor)
             else:
@@ -198,7 +210,7 @@ def _run(
     finally:
         hook.remove()
         _clear_gradients(model)
-    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients, tuple(disagreements))
+    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients, tuple(disagreements), several)
 
 
 def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None) -> _Passes:
@@ -354,6 +366,9 @@ def _problems(seen: Verification) -> list[str]:
     # Written so that NaN is a problem.
     if not abs(seen.loss - seen.reference_loss) <= seen.tolerance * max(abs(seen.reference_loss), 1.0):
         problems.append(f"the fused loss is {seen.loss:.6f}, the model's own {seen.reference_loss:.6f}")
+    for number, (fused, own) in enumerate(seen.losses, 1):
+        if not abs(fused - own) <= seen.tolerance * max(abs(own), 1.0):
+            problems.append(f"loss {number} of the call is {fused:.6f} fused, the model's own {own:.6f}")
     for error, what in (
         (seen.head_gradient_error, "lm_head's gradient differs from the model's own"),
         (seen.gradient_error, "the gradients differ from the model's own"),
@@ -417,6 +432,11 @@ def _objection_to_call(
             call.check_distilled()
         elif call.keywords:
             return f"the batch has {next(iter(call.keywords))}, which the model's own loss does not have; leave it out"
+        if loss.config.token_mean == "global" and loss.structure.repeats_head and "num_items_in_batch" not in batch:
+            return (
+                "token_mean='global' gives each of several losses its own divisor, which the model's own losses do not "
+                "have; give the batch num_items_in_batch"
+            )
         if LOGITS in call.outputs:
             return "outputs=('logits',) of its config leaves evaluation unfused; call train() first"
         if not may_ignore_all and not bool((aligned.labels != call.ignore_index).any()):

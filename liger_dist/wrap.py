@@ -45,10 +45,10 @@ from .sharding.fsdp_options import FullySharded
 from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
 from .sharding.loading import refuse_loaded_shards
 from .sharding.materialize import is_meta
-from .sharding.mesh import SEQUENCE, Mesh
+from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
 from .sharding.resharding import keep_unsharded, reshard_after_inference
-from .sharding.sequence_parallel import detach
+from .sharding.sequence_parallel import check_losses, detach
 from .sharding.single import LoadedByHost
 from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
 from .sharding.vocab_parallel import release_communicators
@@ -205,13 +205,11 @@ def _inspect(
     recipe, reason = _probe(outer, model, structure, config)
     if reason is not None and config.fused_loss:
         chosen.check_model(outer, model, structure, unfused=reason, on_meta=on_meta)
-        if _shards_sequences(chosen):
-            raise LigerDistError(
-                f"the mesh has an axis {SEQUENCE!r} but the loss of {type(model).__name__} is not fused ({reason}), so "
-                "that its mean would be of each rank's own tokens; leave out the axis."
-            )
-        _check_unfused(model, config, outputs, reason)
-    structure = replace(structure, repeats_head=structure.repeats_head or (recipe is not None and recipe.repeats_head))
+        if not _shards_sequences(chosen):
+            _check_unfused(model, config, outputs, reason)
+    structure = structure.with_calls(repeats_head=recipe is not None and recipe.repeats_head)
+    if _shards_sequences(chosen):
+        check_losses(model, reason, repeats_head=structure.repeats_head)
     recurrent = find_recurrent_layers(model, structure)
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
     frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None

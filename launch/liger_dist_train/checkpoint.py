@@ -387,10 +387,16 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+MTP_DEPTH = "mtp_depth"
+"""entry of a model's description: number of further tokens that it predicts"""
+
+
 def describe_model(model_config: Any, tokenization: str, config: TrainConfig, format: str) -> dict[str, Any]:
     """Collects what a checkpoint must share with the run that resumes it."""
     settings = model_config.get_text_config().to_diff_dict()
     model = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
+    if config.mtp_options is not None:
+        model[MTP_DEPTH] = config.mtp_options["depth"]
     lora: dict[str, Any] = {}
     if config.lora_rank:
         lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}

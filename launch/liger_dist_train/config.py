@@ -47,6 +47,33 @@ class TrainConfig(TrainOptions):
         found: dict[str, Any] = json.loads(self.lr_scheduler_kwargs or "{}")
         return found
 
+    @property
+    def mtp_options(self) -> dict[str, Any] | None:
+        """``mtp`` as arguments of :class:`liger_dist.mtp.MultiTokenPrediction`; None without it."""
+        if self.mtp is None:
+            return None
+        found: dict[str, Any] = {"depth": 1} | json.loads(self.mtp)
+        return found
+
+    def _check_mtp(self) -> None:
+        try:
+            options = self.mtp_options
+        except (ValueError, TypeError):
+            options = {"": self.mtp}
+        if options is None:
+            return
+        depth, unknown = options.get("depth"), options.keys() - {"depth", "weight", "main_weight"}
+        if unknown or not isinstance(depth, int) or depth < 1:
+            raise LigerDistError(
+                f"--mtp is {self.mtp!r}; expected depth, weight and main_weight, such as "
+                """'{"depth": 2, "weight": 0.1}'."""
+            )
+        if self.lora_rank or (self.sp or 1) > 1:
+            raise LigerDistError(
+                f"--mtp is given with --lora_rank {self.lora_rank} and --sp {self.sp}, with neither of which this "
+                "program trains further tokens; leave one of them out (liger_dist.mtp takes a PeftModel)."
+            )
+
     def _has_held_out(self) -> bool:
         return bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
 
@@ -117,6 +144,7 @@ class TrainConfig(TrainOptions):
         if self.frozen == "replicate" and not self.lora_rank:
             raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
         self._check_four_bit()
+        self._check_mtp()
         if self.offload_checkpoints and not self.activation_checkpointing:
             raise LigerDistError(
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."

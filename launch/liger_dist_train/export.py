@@ -17,9 +17,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 from liger_dist.model.quantized import dequantized, four_bit_layers
+from liger_dist.mtp import MultiTokenPrediction
 
 from .checkpoint import (
     MODEL,
+    MTP_DEPTH,
     damage_of,
     describe_base,
     difference_of_bases,
@@ -241,6 +243,8 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None, *, 
     config = AutoConfig.from_pretrained(path / MODEL, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if MTP_DEPTH in description["model"]:
+            MultiTokenPrediction(model, description["model"][MTP_DEPTH])
     # What is computed from the config is not stored, and not exported either.
     model.to_empty(device="cpu")
     model.tie_weights()

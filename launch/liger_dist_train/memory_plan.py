@@ -40,6 +40,12 @@ BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_00
 """numbers that ZeRO keeps at once, as DeepSpeed has them where its JSON says nothing"""
 
 
+OF_DEPTH = 7
+"""numbers of each token, by the hidden size, that a depth of multi-token prediction keeps beside its decoder layer:
+shifted embeddings, both normalised inputs of the projection (two), the inputs of the layer and of the last norm, that
+of lm_head and its gradient"""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one process at the peak of a step."""
@@ -214,9 +220,12 @@ def _plan(
     needs = needs_of_layers(a, dims.strategy, text, structure.layers)
     of_lora = [_of_lora(a, layer, D, under_autocast=dims.strategy in AUTOCAST) for layer in structure.layers]
     needs = [replace(one, kept=one.kept + T * size * more) for one, more in zip(needs, of_lora, strict=True)]
+    further = [needs_of_a_layer(a, dims.strategy, text)] * len(structure.prediction_layers)
     layer_needs = max(needs, key=lambda layer: layer.kept + layer.passing)
     of_checkpoint = 0 if a.offload_checkpoints else T * D * size
+    needs += further
     kept = len(needs) * of_checkpoint if a.activation_checkpointing else sum(layer.kept for layer in needs)
+    kept += len(further) * T * D * size * OF_DEPTH
     shapes = HeadShapes(
         tokens=T,
         hidden_size=D,
@@ -253,7 +262,8 @@ def _at_the_head(
     if ("fsdp" not in dims.strategy and weight.dtype != torch.float32) or _is_full(a, structure, head):
         # Frozen in the compute dtype already.
         return held_bytes - in_bytes
-    if dims.strategy == "fsdp2" and dims.parameter_shards > 1 and head == "gather" and not structure.tied:
+    in_root = structure.tied or structure.repeats_head
+    if dims.strategy == "fsdp2" and dims.parameter_shards > 1 and head == "gather" and not in_root:
         # FSDP2 copies out of what it all-gathers into, and frees that of the last layer with the next one.
         return max(held_bytes, 2 * in_bytes + layer_bytes)
     return held_bytes

@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from liger_dist import LigerDistError
+from liger_dist.model.structure import find_structure
 
 from .config import TrainConfig
 from .distributed import on_rank_zero, rank
@@ -147,6 +148,10 @@ class Metrics:
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         trained = [r for r in self.rows if "loss" in r]
         axes.plot([r["step"] for r in trained], [r["loss"] for r in trained], linewidth=1, label="training")
+        for name in sorted({name for r in self.rows for name in r if name.startswith("mtp_loss/")}):
+            rows = [r for r in self.rows if name in r]
+            label = f"{int(name.rpartition('/')[2]) + 1} tokens ahead"
+            axes.plot([r["step"] for r in rows], [r[name] for r in rows], linewidth=0.7, label=label)
         evaluated = [r for r in self.rows if "eval_loss" in r]
         axes.plot([r["step"] for r in evaluated], [r["eval_loss"] for r in evaluated], "o-", label="held out")
         axes.set(xlabel="step", ylabel="loss (nats per token)")
@@ -284,8 +289,12 @@ class Flops:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         known = [peak for part, peak in PEAKS.items() if part in name and config.dtype == "bfloat16"]
         # Scores and their product with the values: two operations each, and twice as many in the backward.
-        attention = 12.0 * getattr(text, "num_hidden_layers", 0) * width
+        # Each further token of multi-token prediction takes a layer and lm_head once more.
+        depth = len(find_structure(model).prediction_layers)
+        attention = 12.0 * (getattr(text, "num_hidden_layers", 0) + depth) * width
         per_token = _operations(model, text)
+        if per_token is not None:
+            per_token += 6.0 * depth * model.get_output_embeddings().weight.numel()  # type: ignore[operator]
         return cls(per_token or 0.0, attention, known[0] if known and per_token is not None else None)
 
     def of_step(self, tokens: int, pairs: int) -> float:

@@ -21,6 +21,7 @@ from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, regi
 from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
+from liger_dist.mtp import MultiTokenPrediction, has_prediction
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
 
@@ -355,6 +356,7 @@ def read_model(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = add_lora(model, config, has_weights=True)
+    add_mtp(model, config, Path(config.model))
     return model
 
 
@@ -408,6 +410,31 @@ def _zeros_in_lora_layers(model: nn.Module) -> Iterator[None]:
 def _fill_with_zeros(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         parameter.zero_()
+
+
+def add_mtp(model: nn.Module, config: TrainConfig, folder: Path | None = None) -> None:
+    """Adds modules of multi-token prediction to the model, which may be without storage.
+
+    Args:
+        folder: checkpoint of the model, whose modules are read where it has some; None for new ones.
+
+    Raises:
+        LigerDistError: the checkpoint has another depth, or the model predicts no next token.
+    """
+    options = config.mtp_options
+    if options is None:
+        return
+    if folder is None or not has_prediction(model, folder):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            MultiTokenPrediction(model, **options)
+        return
+    depth = options.pop("depth")
+    found = MultiTokenPrediction.from_pretrained(model, str(folder), **options).depth
+    if found != depth:
+        raise LigerDistError(
+            f"--mtp has depth {depth}, and the checkpoint {folder} predicts {found} further tokens; give that depth."
+        )
 
 
 def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.Module:

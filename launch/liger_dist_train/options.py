@@ -63,6 +63,11 @@ class TrainOptions:
     chat_template_kwargs: Optional[str] = option(
         None, """variables of the template, as JSON: '{"enable_thinking": false}'"""
     )
+    mtp: Optional[str] = option(
+        None,
+        "multi-token prediction, as JSON or a mapping of the file: depth (1), weight of the mean over depths (0.3), "
+        "main_weight of the next token (1)",
+    )
 
     data: list[str] = option(
         [],

@@ -35,7 +35,7 @@ from .fault_tolerance import (
 from .hub import with_local_models
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import add_lora, check_packing, check_wrap, find_config, has_weights_at, shell
+from .model import add_lora, add_mtp, check_packing, check_wrap, find_config, has_weights_at, shell
 from .optimizer import check_no_weight_decay, check_schedule
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
@@ -96,6 +96,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     check_packing(config, model)
     if config.lora_rank:
         model = add_lora(model, config, has_weights=has_weights_at(config.model))
+    add_mtp(model, config)
     check_no_weight_decay(config, model)
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
@@ -272,7 +273,9 @@ class Loop:
         with profiled(Path(config.output_dir)) if is_profiled else nullcontext():
             loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
         step = trainer.progress.step
-        row: dict[str, Any] = {"step": step, **dict(zip(("loss", "grad_norm"), _read(loss, norm), strict=True))}
+        numbers = _read(loss, norm, *trainer.mtp_losses())
+        row: dict[str, Any] = {"step": step, **dict(zip(("loss", "grad_norm"), numbers, strict=False))}
+        row |= {f"mtp_loss/{depth}": number for depth, number in enumerate(numbers[2:], 1)}
         # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
         # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
         is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
@@ -431,6 +434,7 @@ def _plan(config: TrainConfig) -> None:
         if config.lora_rank:
             # A config.json is planned as the folder of a pretrained model.
             model = add_lora(model, config, has_weights=True)
+        add_mtp(model, config)
         print(plan(config, dims, model, model_config, teacher_config))
 
 

@@ -77,6 +77,8 @@ class Trainer:
             self._held_out = held_out.by_source()
         self.was_skipped = False
         """the last step: its loss or gradients were not finite, and the weights stayed"""
+        self._mtp_losses: list[Tensor] = []
+        """of the micro-batches of the last step: this rank's part of the mean of each depth"""
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -110,7 +112,7 @@ class Trainer:
         labels /= self.dims.sequence_parallel
         # Filled on the device: a copy from the host would wait for it.
         num_items = torch.full((), max(labels, 1.0) / self.dims.world_size, device=device())
-        losses = []
+        losses, self._mtp_losses = [], []
         for index, batch in enumerate(batches):
             watchdog.at(step + 1, "computing")
             if index and total(interruption.requested)[0]:
@@ -135,6 +137,13 @@ class Trainer:
         self.pairs = int(pairs) // self.dims.same_data
         self.data_state = self.data.state()
         return mean, norm, tokens
+
+    def mtp_losses(self) -> list[Tensor]:
+        """Computes the mean loss of each depth of the last step, over the tokens of all ranks; one all-reduce, and none
+        without multi-token prediction."""
+        if not self._mtp_losses:
+            return []
+        return list(total_on_device(torch.stack(self._mtp_losses).sum(0)) / self.dims.world_size)
 
     def _accepts(self, mean: Tensor, norm: Tensor) -> bool:
         """False on every rank for a step that is skipped: its loss or gradients are not finite on one of them."""
@@ -277,6 +286,8 @@ class Trainer:
                 return teacher.loss(self.engine.model, on_device, num_items)
             output = self.engine.model(**on_device, num_items_in_batch=num_items, use_cache=False)
         loss: Tensor = output.loss
+        if self.config.mtp is not None and torch.is_grad_enabled():
+            self._mtp_losses.append(output.mtp_loss)
         return loss
 
 

@@ -39,7 +39,7 @@ from .lm_head import HeadInUse, LMHead
 from .loss_call import NO_HEAD, LossCall, current_call, pending_of
 from .output import fused_output
 from .recipe import LossRecipe
-from .running import WrapId, is_running
+from .running import WrapId, is_running, note_loss
 from .wrapper_redirect import WrapperRedirect
 
 FULL_LOGITS: Literal["full logits"] = "full logits"
@@ -375,9 +375,8 @@ class FusedLoss:
             changed = {"recipe": recipe, "labels": labels, "labels_of_next": None, "spec": spec, "outputs": ()}
             of_first = {"head_calls": (), "share": None, "further": LossCall.further, "next_loss": None}
             made = replace(first, **changed, **of_first, execution=execution, is_further=True, is_left_out=False)  # type: ignore[arg-type]
-            if first.share is None:
-                made.compute_loss = partial(adapter.linear_cross_entropy, spec=spec, execution=execution)
-            else:
+            made.compute_loss = partial(adapter.linear_cross_entropy, spec=spec, execution=execution)
+            if first.share is not None:
                 share(made, coefficient, is_last)
             return made
 
@@ -454,16 +453,16 @@ class FusedLoss:
         if call is not None and call.on_logits:
             is_first, call.losses_before = call.losses_before == 0, call.losses_before - 1
             loss = self._score(call, logits, targets, shifted) if is_first else None
-            return loss if loss is not None and call.alters_loss else own(*args, **kwargs)
+            return note_loss(loss if loss is not None and call.alters_loss else own(*args, **kwargs))
         pending = pending_of(call, logits)
         if pending is None:
             if not is_running(self.wrap_id):
                 self.warnings.of_earlier_forward(self.signature, self.config, kwargs)
-            return own(*args, **kwargs)
+            return note_loss(own(*args, **kwargs))
         pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
         uses_shifted = shifted is not None and pending.call.recipe.targets != "same"
         is_aligned = uses_shifted or pending.call.recipe.targets == "same"
-        return pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned)
+        return note_loss(pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned))
 
     def _score(self, call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None) -> Tensor:
         """Computes the loss of full logits, with targets aligned as the model's loss function aligns them."""

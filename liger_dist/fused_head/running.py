@@ -1,4 +1,4 @@
-"""Identity of a wrapped model, and which calls of wrapped models run in this context."""
+"""Identity of a wrapped model, which calls of wrapped models run in this context, and the losses that they compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class WrapId:
@@ -53,3 +53,25 @@ def innermost(wrap_id: WrapId | None) -> object:
 def is_running(wrap_id: WrapId) -> bool:
     """True inside a forward of this model."""
     return any(running_id is wrap_id for running_id, _ in _RUNNING.get())
+
+
+_LOSSES: ContextVar[list[Tensor] | None] = ContextVar("liger_dist_losses", default=None)
+
+
+@contextmanager
+def noted_losses() -> Iterator[list[Tensor]]:
+    """Within, the losses that calls of wrapped models compute are noted, in their order, each 0-d and detached."""
+    losses: list[Tensor] = []
+    token = _LOSSES.set(losses)
+    try:
+        yield losses
+    finally:
+        _LOSSES.reset(token)
+
+
+def note_loss(loss: Tensor) -> Tensor:
+    """Notes a loss for :func:`noted_losses`; returns it."""
+    losses = _LOSSES.get()
+    if losses is not None:
+        losses.append(loss.detach())
+    return loss

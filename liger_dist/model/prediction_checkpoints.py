@@ -37,6 +37,24 @@ def name_in_checkpoint(model: nn.Module, name: str) -> str:
     return f"{layer[1]}model.layers.{text.num_hidden_layers + int(layer[2])}.{inner}"
 
 
+def has_prediction(model: nn.Module, folder: Path) -> bool:
+    """True for a checkpoint of ``model`` with modules of multi-token prediction."""
+    config: Any = model.config
+    text = config.get_text_config()
+    layer = f"model.layers.{getattr(text, 'num_hidden_layers', 0)}."
+    is_layer = bool(getattr(text, "num_mtp_layers", None))
+    return any((layer if is_layer else f"{PREDICTION}.") in name for name in _names(folder))
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yields the names of all parameters of a checkpoint."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from file.keys()
+
+
 def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tuple[list[Parts], bool]:
     """Reads the modules of each depth, and whether they have the names of one depth.
 

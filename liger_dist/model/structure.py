@@ -4,7 +4,7 @@ modules."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import cast
 
@@ -46,6 +46,10 @@ class Structure:
     """True if a forward calls lm_head several times"""
     prediction_layers: tuple[nn.Module, ...] = ()
     """layers of multi-token prediction (:mod:`liger_dist.mtp`)"""
+
+    def with_calls(self, *, repeats_head: bool) -> Structure:
+        """Returns this structure, of a model whose forward is known to call lm_head several times."""
+        return replace(self, repeats_head=True) if repeats_head else self
 
     @property
     def all_layers(self) -> tuple[nn.Module, ...]:

@@ -150,3 +150,25 @@ def _repeats(heads: int, key_heads: int, ranks: int) -> int:
     """Returns how often each head of keys and values is repeated: as rarely as lets the ranks divide them."""
     group = heads // key_heads
     return next(factor for factor in range(1, group + 1) if group % factor == 0 and key_heads * factor % ranks == 0)
+
+
+def check_losses(model: nn.Module, unfused: str | None, *, repeats_head: bool) -> None:
+    """Refuses sequence shards for a model whose losses they would change.
+
+    Args:
+        unfused: why the loss is not fused; None if it is.
+
+    Raises:
+        LigerDistError: the mean of the loss would be of each rank's tokens, or further tokens are on other ranks.
+    """
+    name = type(model).__name__
+    if unfused is not None:
+        raise LigerDistError(
+            f"the mesh has an axis {SEQUENCE!r} but the loss of {name} is not fused ({unfused}), so that its mean "
+            "would be of each rank's own tokens; leave out the axis."
+        )
+    if repeats_head:
+        raise LigerDistError(
+            f"the mesh has an axis {SEQUENCE!r} but {name} predicts further tokens, which other ranks hold; leave out "
+            "the axis."
+        )

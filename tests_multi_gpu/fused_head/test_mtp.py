@@ -10,6 +10,7 @@ import torch
 from allocations import WeightGradients
 from models import gradient_errors, make_batch, make_model
 from mtp_models import make_mtp, true_mtp_losses
+from predicting import Prediction, make_predicting
 from torch import Tensor
 from truth import relative_error
 
@@ -127,3 +128,83 @@ def test_mtp_of_a_model_that_cannot_have_it_is_refused() -> None:
     ):
         with pytest.raises(liger_dist.LigerDistError, match=sentence):
             MultiTokenPrediction(model)
+
+
+@pytest.mark.parametrize("kind", ["further losses", "multi-token prediction"])
+def test_verify_compares_each_loss(kind: str) -> None:
+    model = make_mtp() if kind == "multi-token prediction" else make_predicting(Prediction(depth=2))
+    liger_dist.wrap(model, "none")
+    batch = make_batch(0)
+    seen = liger_dist.verify(model, batch)
+    assert seen.ok, seen
+    assert len(seen.losses) == 3
+    assert "loss 3" in str(seen)
+    # A fault in one loss is seen, and named.
+    loss, head = model.lm_head.weight, model.lm_head
+    own = type(head)._logits
+    calls = []
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        logits = own(self, *args, **kwargs)
+        return logits * 1.01 if len(calls) == 2 else logits
+
+    head._logits = faulty.__get__(head)
+    broken = liger_dist.verify(model, batch)
+    assert any(problem.startswith("loss 2 of the call") for problem in broken.problems), broken
+    assert not any(problem.startswith("loss 1 of the call") for problem in broken.problems)
+    assert loss.grad is None
+
+
+def test_mtp_beside_log_probabilities() -> None:
+    """A first loss whose outputs carry gradients."""
+    model = make_mtp()
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    batch = make_batch(0)
+    output = model(**batch, outputs=("log_prob",), differentiable=True)
+    (output.loss + output.log_prob.sum()).backward()
+    loss, _ = true_loss(reference, batch)
+    main = true_mtp_losses(reference, batch)[0][0]
+    (loss - main).backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-5
+
+
+def test_mtp_with_distillation() -> None:
+    model, teacher = make_mtp(), liger_dist.wrap(make_model("qwen2", seed=3), "none")
+    reference = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        liger_dist.wrap(one, "none")
+    batch = make_batch(0)
+    liger_dist.distillation_loss(model, teacher, **batch).loss.backward()
+    # Without the further losses, and these alone.
+    del plain._modules["mtp"]
+    liger_dist.distillation_loss(plain, teacher, **batch).loss.backward()
+    losses = true_mtp_losses(reference, batch)
+    sum(w * total / count for w, (total, count) in zip(reference.mtp.weights, losses[1:], strict=True)).backward()
+    for name, parameter in plain.named_parameters():
+        further = dict(reference.named_parameters())[name]
+        further.grad = parameter.grad if further.grad is None else further.grad + parameter.grad
+    assert max(gradient_errors(model, reference).values()) < 1e-5
+
+
+def test_mtp_on_a_trunk_with_lora() -> None:
+    peft = pytest.importorskip("peft")
+    for targets in (["q_proj"], ["q_proj", "lm_head"]):
+        base = make_model("llama")
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=targets, r=2))
+        MultiTokenPrediction(model, 2)
+        model.double()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        reference = copy.deepcopy(model)
+        liger_dist.wrap(model, "none")
+        batch = make_batch(0)
+        model(**batch).loss.backward()
+        loss, _ = true_loss(reference.get_base_model(), batch)
+        loss.backward()
+        errors = gradient_errors(model, reference)
+        assert {name for name in errors if "lora" in name}
+        assert max(errors.values()) < 1e-5, errors

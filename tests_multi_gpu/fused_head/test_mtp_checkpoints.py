@@ -1,5 +1,5 @@
-"""Checkpoints with the modules of multi-token prediction: loaded, trained, saved and loaded again, in the names of their
-families."""
+"""Checkpoints with the modules of multi-token prediction: loaded, trained, saved and loaded again, in their families'
+names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.mtp import MultiTokenPrediction
+from liger_dist.sharding.process_groups import compute_device
 
 QWEN = ("fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 
@@ -33,7 +34,7 @@ def same(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
     for name, value in model.mtp.state_dict().items():
-        assert torch.equal(found[f"mtp.{name}"], value), name
+        assert torch.equal(found[f"mtp.{name}"], value.cpu()), name
     return found
 
 
@@ -46,14 +47,14 @@ def test_qwen3_5_checkpoint_is_loaded_trained_and_saved_again(tmp_path: Path) ->
     assert all(f"mtp.{name}" in names for name in QWEN)
     assert "mtp.layers.0.self_attn.q_proj.weight" in names
     # transformers drops them, without a warning.
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32).to(compute_device())
     assert not hasattr(model, "mtp")
     modules = MultiTokenPrediction.from_pretrained(model)
     assert model.mtp is modules
     assert modules.depth == 1
     for (name, mine), theirs in zip(modules.named_parameters(), source.mtp.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-    liger_dist.wrap(model, "none")
+        assert torch.equal(mine.cpu(), theirs.cpu()), name
+    liger_dist.wrap(model, "none").train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(4):
@@ -65,7 +66,7 @@ def test_qwen3_5_checkpoint_is_loaded_trained_and_saved_again(tmp_path: Path) ->
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path / "second")
     same(model, tmp_path / "second")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second", dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second", dtype=torch.float32).to(compute_device())
     MultiTokenPrediction.from_pretrained(again)
     with torch.no_grad():
         assert relative_error(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss) < 1e-5
@@ -76,14 +77,14 @@ def test_plain_checkpoint_gains_further_tokens(tmp_path: Path, depth: int) -> No
     from transformers import AutoModelForCausalLM
 
     make_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "plain")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).to(compute_device())
     with pytest.raises(liger_dist.LigerDistError, match=r"has no parameters of multi-token prediction \(mtp"):
         MultiTokenPrediction.from_pretrained(model)
     assert not hasattr(model, "mtp")
     MultiTokenPrediction(model, depth)
     model.save_pretrained(tmp_path / "with")
     same(model, tmp_path / "with")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.float32).to(compute_device())
     assert MultiTokenPrediction.from_pretrained(again).depth == depth
     with torch.no_grad():
         assert relative_error(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss) < 1e-6
@@ -97,7 +98,7 @@ def test_other_parameters_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
     tensors["mtp.layers.0.other"] = tensors.pop("mtp.layers.0.eh_proj.weight")
     save_file(tensors, file, metadata={"format": "pt"})
     plain = make_model("llama", dtype=torch.float32)
-    with pytest.raises(liger_dist.LigerDistError, match="without layers.0.eh_proj.weight, with layers.0.other"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"without layers\.0\.eh_proj\.weight, with layers\.0\.other"):
         MultiTokenPrediction.from_pretrained(plain, str(tmp_path))
 
 
@@ -147,11 +148,11 @@ def test_modules_of_transformers_are_loaded(tmp_path: Path, monkeypatch: pytest.
     (file,) = tmp_path.glob("*.safetensors")
     save_file(load_file(file) | _as_checkpoint(state), file, metadata={"format": "pt"})
     first = type(model)
-    model = first.from_pretrained(tmp_path)
+    model = first.from_pretrained(tmp_path).to(compute_device())
     modules = MultiTokenPrediction.from_pretrained(model)
     layer = modules.layers[0]
     for name, value in made.layers[0].state_dict().items():
-        assert torch.equal(layer.state_dict()[name], value), name
+        assert torch.equal(layer.state_dict()[name].cpu(), value.cpu()), name
     model.save_pretrained(tmp_path / "again")
     (saved,) = (tmp_path / "again").glob("*.safetensors")
     assert load_file(saved).keys() == load_file(file).keys()
@@ -159,9 +160,9 @@ def test_modules_of_transformers_are_loaded(tmp_path: Path, monkeypatch: pytest.
     for (name, mine), theirs in zip(
         MultiTokenPrediction.from_pretrained(again).named_parameters(), modules.parameters(), strict=True
     ):
-        assert torch.equal(mine, theirs), name
+        assert torch.equal(mine.cpu(), theirs.cpu()), name
     reference = copy.deepcopy(model)
-    liger_dist.wrap(model, "none")
+    liger_dist.wrap(model, "none").train()
     output, batch = model(**make_batch(0)), make_batch(0)
     main, further = [total / count for total, count in true_mtp_losses(reference, batch)]
     assert relative_error(output.mtp_loss[0], further) < 1e-5
