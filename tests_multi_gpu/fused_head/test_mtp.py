@@ -171,7 +171,7 @@ def test_mtp_beside_log_probabilities() -> None:
 
 
 def test_mtp_with_distillation() -> None:
-    model, teacher = make_mtp(), liger_dist.wrap(make_model("qwen2", seed=3), "none")
+    model, teacher = make_mtp(), liger_dist.wrap(make_model("qwen2", seed=3), "none").eval()
     reference = copy.deepcopy(model)
     plain = copy.deepcopy(model)
     for one in (model, plain):
