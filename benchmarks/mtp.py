@@ -3,7 +3,7 @@
     python -m benchmarks.mtp
 
 Llama-3.2-1B's shape, tied, with random weights in bf16, 2 x 4096 tokens, forward and backward without an optimizer, for
-depths 0, 1 and 2. ``whole logits``: the same model and layers, where each loss is torch's cross entropy of full logits
+depths 0, 1 and 2. ``full logits``: the same model and layers, where each loss is torch's cross entropy of full logits
 in fp32, as torchtitan computes those of DeepSeek-V3. ``no losses``: the same without lm_head and losses; the memory of
 the losses is what a peak is above it. All of them share one GPU and take turns.
 """
@@ -73,7 +73,7 @@ def main() -> None:
         fused, unfused = make_model(depth), make_model(depth, fused=False)
         ways: dict[str, tuple[Any, Callable[[], Tensor]]] = {
             "liger_dist": (fused, lambda model=fused: model(input_ids=ids, labels=ids).loss),  # type: ignore[misc]
-            "whole logits": (unfused, lambda model=unfused: model(input_ids=ids, labels=ids).loss),  # type: ignore[misc]
+            "full logits": (unfused, lambda model=unfused: model(input_ids=ids, labels=ids).loss),  # type: ignore[misc]
             "no losses": (fused, partial(without_losses, fused, ids)),
         }
         for way, (model, loss_of) in ways.items():

@@ -124,6 +124,15 @@ GPUs](adapters.md) says which way to use.
 
 ![Milliseconds and memory of every way](plots/adapters.png)
 """
+MTP = """## Multi-token prediction
+
+Forward and backward of Llama-3.2-1B's shape (tied, random weights in bf16), 2 x 4096 tokens, without an optimizer.
+`full logits`: the same model and layers, with torch's cross entropy of full logits for each loss. `no losses`: without
+lm_head and losses; `losses MiB` is the peak above it. `layer and loss`: time of a decoder layer and of a loss, and
+`ratio` that of a depth to it. [Multi-token prediction](mtp.md) explains the rest.
+
+![Time and memory of every depth](plots/mtp.png)
+"""
 SEQUENCES = """## Packed, padded and long sequences
 
 Forward and backward of four layers of the shape of Llama 8B with its lm_head, bf16, on one GPU.
@@ -386,6 +395,18 @@ def adapters_section(problems: Problems) -> str:
     return timed_section(ADAPTERS, problems, columns, "way")
 
 
+def mtp_section(problems: Problems) -> str:
+    """One table of all depths."""
+    columns = {
+        "GiB": ("GiB above the weights", ".2f"),
+        "losses MiB": ("losses MiB", ".0f"),
+        "ms of this depth": ("ms of this depth", ".1f"),
+        "layer and loss ms": ("layer and loss", ".1f"),
+        "ratio": ("ratio", ".2f"),
+    }
+    return timed_section(MTP, problems, columns, "depth and way")
+
+
 def policies_section(problems: Problems) -> str:
     """One table for each shape and use."""
     parts = [POLICIES]
@@ -461,6 +482,7 @@ PARTS: tuple[Part, ...] = (
     ("sequences", {"sequences": plot_sequences}, sequences_section),
     ("hybrids", {"hybrids": plot_sequences}, hybrids_section),
     ("adapters", {"adapters": partial(plot_sequences, memory="peak GiB")}, adapters_section),
+    ("mtp", {"mtp": partial(plot_sequences, memory="GiB")}, mtp_section),
     ("long_context", {"long_context": plot_steps}, long_section),
     ("log_probs", {"log_probs": plot_ratios}, policies_section),
     ("policy_step", {}, policy_steps_section),

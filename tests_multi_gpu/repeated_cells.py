@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cells import GRID, HSDP, PRECISION, PRINCIPAL, USUAL, Cell, _fsdp1, _fsdp2, _zero
+from cells import FURTHER, GRID, HSDP, MTP, PRECISION, PRINCIPAL, USUAL, Cell, _fsdp1, _fsdp2, _zero
 
 REPEATS = [
     _fsdp1(use_orig_params=False),
@@ -32,6 +32,9 @@ def repeats(cell: Cell) -> bool:
         if cell.engine == "fsdp2" and cell.world == 2 and "rows" not in layout:
             return not is_simple and cell.model != "LoRA on the head"
         return not is_simple or cell.model not in ("frozen head", "LoRA on the head", "saved head")
+    if cell.model in (*FURTHER, *MTP):
+        is_plain = (cell.data, cell.use) == USUAL[1:] and cell.accumulation == 1
+        return not (cell.engine == "none" or layout == {} or (is_plain and cell.model in (FURTHER[0], MTP[0])))
     if any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS):
         return not (usual or cell.model == "tied" or cell.data == "empty rank")
     if cell.engine == "ddp" and not cell.layout and cell.data in ("shift_labels", "packed, by lengths", "padded"):
