@@ -136,7 +136,11 @@ class MultiTokenPrediction(PredictionModules):
         assert embedding is not None
         if not train_model:
             model.requires_grad_(False)
-        text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config: Any = model.config
+        # A trainer takes every other output for logits.
+        ignored = getattr(config, "keys_to_ignore_at_inference", ())
+        config.keys_to_ignore_at_inference = [*dict.fromkeys((*ignored, "mtp_loss"))]
+        text = config.get_text_config()
         if getattr(text, "num_mtp_layers", None) is not None:
             text.num_mtp_layers = self.depth
         setattr(model, PREDICTION, self)
@@ -209,9 +213,11 @@ class PredictsFurther(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         """As ``save_pretrained`` of the model, with the names of its family's checkpoints."""
-        state = self.state_dict() if state_dict is None else state_dict
-        renamed = {name_in_checkpoint(self, name): value for name, value in state.items()}
-        return super().save_pretrained(save_directory, *args, state_dict=renamed, **kwargs)  # type: ignore[misc]
+        names = {name: name_in_checkpoint(self, name) for name in self.state_dict() if PREDICTION in name}
+        if any(name != own for own, name in names.items()):
+            state = self.state_dict() if state_dict is None else state_dict
+            state_dict = {names.get(name, name): value for name, value in state.items()}
+        return super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
 
 
 @contextmanager

@@ -34,7 +34,8 @@ def repeats(cell: Cell) -> bool:
         return not is_simple or cell.model not in ("frozen head", "LoRA on the head", "saved head")
     if cell.model in (*FURTHER, *MTP):
         is_plain = (cell.data, cell.use) == USUAL[1:] and cell.accumulation == 1
-        return not (cell.engine == "none" or layout == {} or (is_plain and cell.model in (FURTHER[0], MTP[0])))
+        is_principal = cell.engine == "none" or (cell.engine == "fsdp2" and not layout)
+        return not (is_principal or (is_plain and cell.model in (FURTHER[0], MTP[0])))
     if any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS):
         return not (usual or cell.model == "tied" or cell.data == "empty rank")
     if cell.engine == "ddp" and not cell.layout and cell.data in ("shift_labels", "packed, by lengths", "padded"):

@@ -34,6 +34,7 @@ class TrainConfig(TrainOptions):
                 object.__setattr__(self, name, value)
         self._check_ranges()
         self._check_choices()
+        self._check_mtp()
         self._check_data()
         self._check_effect()
 
@@ -144,7 +145,6 @@ class TrainConfig(TrainOptions):
         if self.frozen == "replicate" and not self.lora_rank:
             raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
         self._check_four_bit()
-        self._check_mtp()
         if self.offload_checkpoints and not self.activation_checkpointing:
             raise LigerDistError(
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."

@@ -19,10 +19,14 @@ _FLAT = "fc.weight"
 """a parameter of modules under the names of Qwen3-Next and Qwen3.5"""
 
 
+FLAT_FAMILIES = ("qwen3_next", "qwen3_5", "mellum")
+"""model types, without suffixes, whose checkpoints have ``mtp.fc`` and so on for one depth"""
+
+
 def has_flat_names(model: nn.Module) -> bool:
-    """True for a model of a family whose checkpoints have ``mtp.*`` for one depth."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.match(pattern, "mtp.fc.weight") for pattern in ignored)
+    """True for a model of :data:`FLAT_FAMILIES`."""
+    config: Any = model.config
+    return str(config.model_type).startswith(FLAT_FAMILIES)
 
 
 def name_in_checkpoint(model: nn.Module, name: str) -> str:

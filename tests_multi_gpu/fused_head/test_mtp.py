@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 from truth import relative_error
 
 import liger_dist
+import liger_dist.integrations.trainer
 from liger_dist.mtp import MultiTokenPrediction
+from liger_dist.sharding.process_groups import compute_device
 
 
 def true_loss(model: Any, batch: dict[str, Any], *, items: int | None = None) -> tuple[Tensor, Tensor]:
@@ -208,3 +211,31 @@ def test_mtp_on_a_trunk_with_lora() -> None:
         errors = gradient_errors(model, reference)
         assert {name for name in errors if "lora" in name}
         assert max(errors.values()) < 1e-5, errors
+
+
+def test_mtp_under_the_trainer_of_transformers(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = make_mtp(dtype=torch.float32)
+    rows = [{name: value[0] for name, value in make_batch(seed).items()} for seed in range(4)]
+    seen = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        return {}
+
+    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True}
+    if compute_device().type == "cuda":
+        del options["use_cpu"]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, **options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=metrics,
+    )
+    liger_dist.integrations.trainer.fuse(trainer)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert len(seen) == 1
+    assert len(seen[0]) == 3

@@ -60,12 +60,16 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "torch._C._autograd",
         "_get_current_graph_task_keep_graph",
-    ): "normalization.py copies the gradient in every backward: 1 GiB more memory for a weight of 128256 x 4096",
+    ): "losses copy the gradient in every backward: 1 GiB more memory for a weight of 128256 x 4096",
     (
         "torch._C._autograd",
         "_top_saved_tensors_default_hooks",
     ): "recompute.py saves outputs of norms and activations instead of recomputing them; tracing.py does not see "
     "checkpoints, in which a second loss before a backward then fails",
+    (
+        "torch.utils.checkpoint",
+        "_CheckpointFrame",
+    ): "torch_modes.py does not find the checkpoint that calls lm_head: recomputed, it makes full logits",
     ("torch._C", "_storage_Use_Count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     ("torch", "Tensor._use_count"): "gated_mlp.py allocates the gradients of gate and up beside them",
     (
