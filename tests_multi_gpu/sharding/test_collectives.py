@@ -11,6 +11,7 @@ from cells import PRINCIPAL, Cell, _fsdp1, _fsdp2, by_world
 from harness import Workers
 from layouts import SESSIONS
 from test_conformance import batches_of, build, run_micro_batches, skip_without
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHUNKS = 6
 """30 tokens of the first rank count, and five rows of 51 logits fit the budget"""
@@ -42,6 +43,16 @@ def test_of_the_group_that_holds_the_head(workers_2: Workers) -> None:
         assert counts == {"all_gather": 6, "reduce_scatter": 4}
 
 
+def test_further_losses_gather_the_head_once(workers_2: Workers) -> None:
+    """Two depths of multi-token prediction have the collectives of two layers more: lm_head, in the root's group, is
+    gathered and reduced once for all losses, and the embedding is not looked up again."""
+    for counts in workers_2.run(count_operations, replace(_fsdp2(), model="multi-token prediction")):
+        assert counts == {"all_gather": 7 + 2 * 2, "reduce_scatter": 4 + 2}
+    for counts in workers_2.run(count_operations, replace(_fsdp1(by_others=False), model="multi-token prediction")):
+        # The root has the head as well as the embedding.
+        assert counts == {"all_gather": 6 - 1 + 2 * 2, "reduce_scatter": 4 - 1 + 2}
+
+
 @pytest.mark.parametrize("model", ["LoRA on the head", "frozen head", "saved head"])
 def test_frozen_weights_on_every_rank_are_not_gathered(model: str, workers_2: Workers) -> None:
     """Adapters are one group. A saved head has its own with the norm; without a frozen head, layers and embedding."""
@@ -60,6 +71,32 @@ def test_of_tensor_parallelism(workers_2: Workers) -> None:
     for counts in workers_2.run(count, Cell(engine="tp", model="tied", use="many chunks")):
         # The embedding's lookup is summed as well.
         assert counts == {"all_gather": 1 + CHUNKS, "all_reduce": 2}
+
+
+class Operations(TorchDispatchMode):
+    """Counts collectives by kind. ``CommDebugMode`` fails where a module is called twice by one parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        if name.startswith("c10d."):
+            self.kinds.update(kind for kind in KINDS if kind in name)
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(cell: Cell) -> dict[str, int]:
+    """As :func:`count`."""
+    session: Any = SESSIONS[cell.engine](cell, build(cell))
+    batches = batches_of(cell, session, 0)
+    run_micro_batches(session, batches)
+    session.optimizer.zero_grad()
+    with Operations() as mode:
+        run_micro_batches(session, batches)
+    session.close()
+    return dict(mode.kinds)
 
 
 def count(cell: Cell) -> dict[str, int]:
