@@ -241,15 +241,14 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         with _seen(modules, inputs.shape[:2], named.get("inputs_embeds")) as seen:
             announced = Announced.of(self, coefficient=modules.main_weight)
             output = base.forward(self, *args, **kwargs)
-            losses = torch.stack(modules.losses(self, seen, announced, named))
+            losses = modules.losses(self, seen, announced, named)
         main = output[0] if isinstance(output, tuple) else output.loss
         loss = main
         if self.training or modules.main_weight == 0:
-            weights = torch.tensor(modules.weights, dtype=losses.dtype).to(losses.device, non_blocking=True)
-            loss = (losses * weights).sum()
-            if modules.main_weight != 0:
-                loss = loss + modules.main_weight * main.to(loss.device)
-        return with_field(output, "mtp_loss", losses.detach(), loss=loss)
+            weighted = [weight * loss for weight, loss in zip(modules.weights, losses, strict=True)]
+            weighted += [] if modules.main_weight == 0 else [modules.main_weight * main]
+            loss = torch.stack(weighted).sum()
+        return with_field(output, "mtp_loss", torch.stack(losses).detach(), loss=loss)
 
     return cast(Callable[..., Any], present_as(forward, base.forward))
 
