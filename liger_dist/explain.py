@@ -75,7 +75,7 @@ def explain(model: nn.Module) -> Explanation:
     is_computed = record.recipe is not None and not reasons
     return Explanation(
         facts=facts,
-        fused=f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe),
+        fused=_described(record),
         adapter=facts.storage.adapter.name if is_computed else None,
         declined=reasons,
         layers=record.layers,
@@ -84,6 +84,12 @@ def explain(model: nn.Module) -> Explanation:
         compiled=_compiled(record),
         frozen=record.frozen,
     )
+
+
+def _described(record: Wrapped) -> str:
+    depth = len(record.structure.prediction_layers)
+    further = f"; multi-token prediction of depth {depth}" if depth else ""
+    return (f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe)) + further
 
 
 def _compiled(record: Wrapped) -> str | None:

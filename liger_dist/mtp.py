@@ -9,22 +9,24 @@ later. Teacher forcing: the embeddings are those of the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from inspect import signature
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .errors import LigerDistError
 from .fused_head.announced import Announced
 from .fused_head.call import IGNORE_INDEX, inputs_of
-from .fused_head.fused_model import FusedModel
+from .fused_head.fused_model import FusedModel, blank
 from .fused_head.output import with_field
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
-from .fused_head.running import note_loss
+from .fused_head.running import note_loss, unnoted_losses
 from .losses.labels import shifted_further
 from .model.class_swap import present_as, subclass_of
 from .model.peft import base_model_of
@@ -38,12 +40,11 @@ from .model.prediction import (
     note_arguments,
     note_embeddings,
     note_hidden_states,
-    prediction_modules,
     template_layer,
 )
 from .model.prediction_checkpoints import has_flat_names, name_in_checkpoint, read_parts
 from .model.prediction_checkpoints import has_prediction as has_prediction
-from .model.stand_ins import torch_defaults
+from .model.stand_ins import StandIn, torch_defaults
 from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 
 
@@ -84,7 +85,7 @@ class MultiTokenPrediction(PredictionModules):
         train_model: bool = True,
     ) -> None:
         inner, structure, recipe = _checked(model)
-        if not isinstance(depth, int) or depth < 1:
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise LigerDistError(f"depth is {depth!r}; expected a number of further tokens, at least 1.")
         parts = make_parts(inner, structure, depth)
         is_flat = depth == 1 and has_flat_names(inner)
@@ -147,8 +148,8 @@ class MultiTokenPrediction(PredictionModules):
         structure.decoder.register_forward_hook(note_hidden_states)
         embedding.register_forward_hook(note_embeddings)
         template_layer(structure)[1].register_forward_pre_hook(note_arguments, with_kwargs=True)
-        base = type(model)
-        model.__class__ = subclass_of(base, PredictsFurther, {"forward": _make_forward(base)})
+        base: Any = type(model)
+        model.__class__ = predicting_class(base)
 
     def losses(self, model: nn.Module, seen: Seen, announced: Announced | None, named: dict[str, Any]) -> list[Tensor]:
         """Computes the mean loss of each depth, 0-d."""
@@ -157,8 +158,9 @@ class MultiTokenPrediction(PredictionModules):
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if seen.hidden_states is None or seen.embeddings is None:
             raise LigerDistError(
-                f"{type(model).__name__} did not call its decoder and its input embedding for the tokens of the "
-                "labels, so that no further token can be predicted; give input_ids or inputs_embeds of their shape."
+                f"{type(model).__name__} did not call the decoder and the input embedding that it had when "
+                "MultiTokenPrediction was added, for the tokens of the labels, so that no further token can be "
+                "predicted. Replace an embedding before; give input_ids or inputs_embeds of the labels' shape."
             )
         states, found = seen.hidden_states, []
         for depth, weight in enumerate(self.weights):
@@ -171,7 +173,7 @@ class MultiTokenPrediction(PredictionModules):
                 is_same = (later == documents) & (documents != 0)
                 further = torch.where(is_same.to(labels.device), further, ignore_index)
             if announced is not None:
-                is_last = depth == self.depth - 1
+                is_last = depth + 1 == self.depth
                 found.append(announced.loss(head, states, further, coefficient=weight, is_last=is_last))
             else:
                 found.append(self._loss_of_logits(model, head(states), further, named, ignore_index))
@@ -198,21 +200,24 @@ class MultiTokenPrediction(PredictionModules):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         flat, targets = transform(wide, bias).flatten(0, 1), labels.flatten().to(logits.device)
         items = named.get("num_items_in_batch") if self._recipe.takes_num_items else None
-        total = F.cross_entropy(
-            flat,
-            targets,
-            ignore_index=ignore_index,
-            label_smoothing=self._recipe.label_smoothing,
-            reduction="mean" if items is None else "sum",
-        )
-        return total if items is None else total / items
+        smoothing = self._recipe.label_smoothing
+        total = F.cross_entropy(flat, targets, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum")
+        # As the fused loss: 0 where a depth has no label.
+        return total / ((targets != ignore_index).sum().clamp(min=1) if items is None else items)
 
 
 class PredictsFurther(nn.Module):
     """Mixed into the class of a model that predicts further tokens."""
 
+    _liger_dist_maker: tuple[Any, Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle cannot name a class made at run time. object.__getstate__ is new in Python 3.11.
+        get_state = getattr(self, "__getstate__", None)
+        return blank, (self._liger_dist_maker,), vars(self) if get_state is None else get_state()
+
     def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        """As ``save_pretrained`` of the model, with the names of its family's checkpoints."""
+        """Saves the model with the names of its family's checkpoints; arguments are those of the model's own."""
         names = {name: name_in_checkpoint(self, name) for name in self.state_dict() if PREDICTION in name}
         if any(name != own for own, name in names.items()):
             state = self.state_dict() if state_dict is None else state_dict
@@ -220,9 +225,24 @@ class PredictsFurther(nn.Module):
         return super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
 
 
+def _without_wrapper(modules: object) -> MultiTokenPrediction:
+    """Refuses modules in a wrapper, whose forward nothing would call.
+
+    Raises:
+        LigerDistError: they are in a wrapper.
+    """
+    if isinstance(modules, MultiTokenPrediction) and not isinstance(modules, FSDPModule):
+        return modules
+    raise LigerDistError(
+        f"model.mtp is a {type(modules).__name__} now, whose forward is never called; expected MultiTokenPrediction. "
+        "Leave mtp out of wrapping policies and fully_shard (its layers may be units), and out of PEFT's "
+        "modules_to_save: added after get_peft_model, it trains in full."
+    )
+
+
 @contextmanager
-def _seen(modules: PredictionModules, shape: torch.Size, embeddings: Tensor | None) -> Iterator[Seen]:
-    seen = Seen(modules, shape, embeddings)
+def _seen(shape: torch.Size, embeddings: Tensor | None) -> Iterator[Seen]:
+    seen = Seen(shape, embeddings)
     token = SEEN.set(seen)
     try:
         yield seen
@@ -230,23 +250,35 @@ def _seen(modules: PredictionModules, shape: torch.Size, embeddings: Tensor | No
         SEEN.reset(token)
 
 
+@lru_cache(maxsize=64)
+def predicting_class(base: Any) -> Any:
+    """Returns the subclass of a model's class that predicts further tokens."""
+    maker = (predicting_class, base)
+    return subclass_of(base, PredictsFurther, {"_liger_dist_maker": maker, "forward": _make_forward(base)})
+
+
 def _make_forward(base: Any) -> Callable[..., Any]:
-    names = tuple(signature(base.forward).parameters)
+    names = tuple(signature(base.forward).parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        modules, named = prediction_modules(self), dict(zip(names, args, strict=False)) | kwargs
+        modules, named = self._modules.get(PREDICTION), dict(zip(names, args, strict=False)) | kwargs
         inputs = inputs_of(named)
-        if not isinstance(modules, MultiTokenPrediction) or named.get("labels") is None or inputs is None:
+        # A probe has a stand-in for the modules.
+        if modules is None or isinstance(modules, StandIn) or named.get("labels") is None or inputs is None:
             return base.forward(self, *args, **kwargs)
-        with _seen(modules, inputs.shape[:2], named.get("inputs_embeds")) as seen:
-            announced = Announced.of(self, coefficient=modules.main_weight)
-            output = base.forward(self, *args, **kwargs)
-            losses = modules.losses(self, seen, announced, named)
+        modules = _without_wrapper(modules)
+        has_main, trains_further = modules.main_weight != 0, self.training or modules.main_weight == 0
+        with _seen(inputs.shape[:2], named.get("inputs_embeds")) as seen:
+            announced = Announced.of(self, coefficient=modules.main_weight if trains_further else None)
+            with nullcontext() if has_main else unnoted_losses():
+                output = base.forward(self, *args, **kwargs)
+            with nullcontext() if trains_further else torch.no_grad():
+                losses = modules.losses(self, seen, announced, named)
         main = output[0] if isinstance(output, tuple) else output.loss
         loss = main
-        if self.training or modules.main_weight == 0:
+        if trains_further:
             weighted = [weight * loss for weight, loss in zip(modules.weights, losses, strict=True)]
-            weighted += [] if modules.main_weight == 0 else [modules.main_weight * main]
+            weighted += [modules.main_weight * main.to(losses[0].device)] if has_main else []
             loss = torch.stack(weighted).sum()
         return with_field(output, "mtp_loss", torch.stack(losses).detach(), loss=loss)
 

@@ -12,7 +12,9 @@ from cells import (
     DATAS,
     FROZEN,
     FROZEN_MODELS,
+    FURTHER,
     MODELS,
+    MTP,
     NAMES,
     PRECISION,
     PRINCIPAL,
@@ -75,7 +77,9 @@ class Matrix:
             ),
             "bf16 compute is held to 1.5 times the error of the same layout with the model's own loss.\n",
             "## Models\n",
-            self._table(principal, {m: lambda c, m=m: replace(c, model=m) for m in (*MODELS, *REFUSED_MODELS)}),
+            self._table(
+                principal, {m: lambda c, m=m: replace(c, model=m) for m in (*MODELS, *FURTHER, *MTP, *REFUSED_MODELS)}
+            ),
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
             "## Replicated frozen weights\n",

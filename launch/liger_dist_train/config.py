@@ -64,7 +64,11 @@ class TrainConfig(TrainOptions):
         if options is None:
             return
         depth, unknown = options.get("depth"), options.keys() - {"depth", "weight", "main_weight"}
-        if unknown or not isinstance(depth, int) or depth < 1:
+        weights, main = options.get("weight", 0.3), options.get("main_weight", 1.0)
+        weights = weights if isinstance(weights, list) else [weights]
+        are_numbers = all(isinstance(one, int | float) for one in (*weights, main))
+        is_depth = isinstance(depth, int) and not isinstance(depth, bool) and depth > 0
+        if unknown or not is_depth or not are_numbers or min(weights, default=0) <= 0 or main < 0:
             raise LigerDistError(
                 f"--mtp is {self.mtp!r}; expected depth, weight and main_weight, such as "
                 """'{"depth": 2, "weight": 0.1}'."""

@@ -20,17 +20,19 @@ class Announced:
         self._first = first
 
     @staticmethod
-    def of(model: nn.Module, *, coefficient: float) -> Announced | None:
+    def of(model: nn.Module, *, coefficient: float | None) -> Announced | None:
         """Returns the further losses of the running call; None if its loss is not fused.
 
         Args:
-            coefficient: of the first loss; 0 leaves it out, and costs nothing.
+            coefficient: of the first loss; 0 leaves it out, and costs nothing. None if the further losses carry no
+                gradients.
         """
         loss = loss_of(model)
         first = None if loss is None else current_call(loss.wrap_id)
         if first is None or first.on_logits:
             return None
-        first.announce(coefficient)
+        if coefficient is not None:
+            first.announce(coefficient)
         return Announced(first)
 
     def loss(
@@ -38,6 +40,7 @@ class Announced:
     ) -> Tensor:
         """Computes the mean of the losses of ``hidden_states`` ``[B, S, D]`` for aligned labels ``[B, S]``, 0-d."""
         self._first.next_loss = self._first.further(labels, coefficient, is_last)
+        self._first.next_loss.is_announced = True
         logits: Any = head(hidden_states)
         assert isinstance(logits, FusedLogits)
         pending = logits.carried

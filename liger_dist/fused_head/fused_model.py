@@ -42,7 +42,10 @@ class FusedModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle cannot name a class made at run time. object.__getstate__ is new in Python 3.11.
         get_state = getattr(self, "__getstate__", None)
-        return _blank, (self._liger_dist_base,), vars(self) if get_state is None else get_state()
+        base: Any = self._liger_dist_base
+        # One that was made at run time as well says how.
+        base = getattr(base, "_liger_dist_maker", base)
+        return _blank, (base,), vars(self) if get_state is None else get_state()
 
 
 def swap_model(model: nn.Module, loss: FusedLoss) -> None:
@@ -132,6 +135,13 @@ def _class_for(base: Any) -> Any:
 
 
 def _blank(base: Any) -> nn.Module:
-    cls = _class_for(base)
+    return blank((_class_for, base[0](base[1]) if isinstance(base, tuple) else base))
+
+
+def blank(maker: tuple[Callable[[Any], Any], Any]) -> nn.Module:
+    """Makes a module without state of the class that the function of ``maker`` returns for its argument, for a pickle
+    to fill."""
+    make, base = maker
+    cls = make(base)
     module: nn.Module = cls.__new__(cls)
     return module

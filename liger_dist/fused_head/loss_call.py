@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
@@ -25,6 +24,7 @@ from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
 from .call import IGNORE_INDEX, TOKEN_ACCURACY
+from .label_checks import CHANGED_LABELS, OTHER_TOKENS, check_further, is_same_view
 from .logits import FusedLogits
 from .recipe import LossRecipe, selects_by_tensor
 from .running import WrapId, innermost, running
@@ -44,8 +44,15 @@ def current_call(wrap_id: WrapId | None) -> LossCall | None:
     return call
 
 
-def _none_further(*_: Any) -> LossCall:
-    raise LigerDistError("a further loss was asked for after the model's forward; compute it within.")
+def none_further(*_: Any) -> LossCall:
+    """Refuses a further loss outside of the call.
+
+    Raises:
+        LigerDistError: always.
+    """
+    raise LigerDistError(
+        "a further loss was asked for after the model's forward; call lm_head within it, where its loss is known."
+    )
 
 
 def _running_checkpoint() -> tuple[Any, ...]:
@@ -96,12 +103,14 @@ class LossCall:
     is_in_head: bool = False
     """of the first loss: True in a call of lm_head"""
     share: Callable[[LossCall, float], None] | None = None
-    """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where each loss has
-    a weight of its own, from a LoRA layer"""
-    further: Callable[[Tensor, float, bool], LossCall] = _none_further
+    """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where a LoRA layer
+    computes another weight for each loss"""
+    further: Callable[[Tensor, float, bool], LossCall] = none_further
     """of the first loss: makes a further one from its aligned labels, its coefficient, and whether it is the last"""
     next_loss: LossCall | None = None
     """of the first loss: the loss of the next call of lm_head, which the forward has announced"""
+    is_announced: bool = False
+    """True for a further loss that this library's own forward has announced"""
     is_left_out: bool = False
     """True for a first loss whose coefficient is 0: it is not computed"""
     checkpoints: tuple[Any, ...] = field(default_factory=_running_checkpoint)
@@ -132,8 +141,13 @@ class LossCall:
         Args:
             coefficient: of this loss; 0 leaves it out.
         """
-        self.is_left_out = coefficient == 0
-        if self.share is not None:
+        if coefficient == 0 and self.spec.distillation is not None:
+            raise LigerDistError(
+                "main_weight is 0, with which the divergence from a teacher has no part in the loss; give "
+                "MultiTokenPrediction a main_weight above 0, or train without a teacher."
+            )
+        self.is_left_out = coefficient == 0 and not self.outputs
+        if self.share is not None and coefficient != 0:
             self.share(self, coefficient)
 
     def _recompute_from(self, number: int) -> None:
@@ -144,7 +158,7 @@ class LossCall:
             return
         self.checkpoints = (*self.checkpoints, frame)
         recompute, wrap_id = frame.recompute_fn, self.wrap_id
-        unshared: dict[str, Any] = {"head_calls": (), "share": None, "further": _none_further}
+        unshared: dict[str, Any] = {"head_calls": (), "share": None, "further": none_further}
         calls = tuple(call and replace(call, pending=None, **unshared) for call in self.head_calls)
         first = next(call for call in calls if call is not None and not call.is_further)
 
@@ -172,7 +186,7 @@ class LossCall:
         for call in (self, *self.losses()):
             call.pending = None
         self.head_calls, self.checkpoints, self.next_loss = (), (), None
-        self.share, self.further = None, _none_further
+        self.share, self.further = None, none_further
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -181,6 +195,7 @@ class LossCall:
             logits_of: the forward of ``head`` without a loss.
         """
         self.check_unchanged()
+        self._check_tokens(hidden_states)
         pending = self.pending = PendingLoss(self)
         if self.is_left_out:
             return self._left_out(hidden_states, pending)
@@ -197,11 +212,22 @@ class LossCall:
             return carried
         return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
 
+    def _check_tokens(self, hidden_states: Tensor) -> None:
+        """Refuses a call of lm_head for a further loss with other tokens than when the model was wrapped."""
+        if self.is_further and hidden_states.shape[:-1] != self.labels.shape:
+            raise LigerDistError(
+                f"{self.model_name} calls lm_head with {tuple(hidden_states.shape[:-1])} tokens for a further loss, "
+                f"whose labels were of {tuple(self.labels.shape)} when it was wrapped, perhaps because it calls "
+                "lm_head more often now. Unwrap it and wrap it again, or use WrapConfig(fused_loss=False)."
+            )
+
     def _left_out(self, hidden_states: Tensor, pending: PendingLoss) -> Tensor:
         """Returns zero-width logits that carry a loss of 0, without a gradient."""
         dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
-        pending.output = LossOutput(loss=hidden_states.new_zeros((), dtype=dtype))
-        carried = hidden_states.new_empty((*hidden_states.shape[:-1], 0))
+        pending.output = LossOutput(loss=torch.zeros((), dtype=dtype, device=hidden_states.device))
+        carried = pending.output.loss.new_empty((*hidden_states.shape[:-1], 0), dtype=hidden_states.dtype)
+        if type(hidden_states) is not Tensor:
+            return placed_like(hidden_states, carried)
         return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
 
     def _release_teacher(self) -> None:
@@ -246,6 +272,8 @@ class LossCall:
         items = self.spec.num_items_in_batch
         if torch.is_grad_enabled() or self.mean_is_global or not (items is None or isinstance(items, Tensor)):
             return output
+        if self.is_announced:
+            return output
         device = output.loss.device
         is_empty = (self.labels == self.spec.options.ignore_index).all().to(device, non_blocking=True)
         if items is not None:
@@ -262,9 +290,9 @@ class LossCall:
         """
         for labels, before in self.labels_of_call:
             if isinstance(before, Tensor):
-                require((labels == before).all(), _CHANGED_LABELS.format(self.model_name))
+                require((labels == before).all(), CHANGED_LABELS.format(self.model_name))
             elif labels._version != before:
-                raise LigerDistError(_CHANGED_LABELS.format(self.model_name))
+                raise LigerDistError(CHANGED_LABELS.format(self.model_name))
 
     def check_arguments(self, given: dict[str, Any]) -> None:
         """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
@@ -419,7 +447,7 @@ class PendingLoss:
         if isinstance(targets, Tensor):
             counted = (self.call.labels != ignored).sum()
             same = (targets != ignored).sum() == counted.to(targets.device)
-            require(same, _OTHER_TOKENS.format(self.call.model_name))
+            require(same, OTHER_TOKENS.format(self.call.model_name))
 
     def _check_targets(self, targets: Any, *, is_aligned: bool) -> None:
         """Checks that the loss function got the labels that the loss was computed with: the same memory, or equal
@@ -430,29 +458,19 @@ class PendingLoss:
             return
         labels, of_next = call.labels, call.labels_of_next
         if call.is_further:
-            self._check_further(targets, is_aligned=is_aligned)
+            ignored = call.spec.options.ignore_index
+            check_further(targets, labels, ignored, is_aligned=is_aligned, model_name=call.model_name)
             return
-        if of_next is not None and _is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
+        if of_next is not None and is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
             return
-        if of_next is None and _is_same_view(targets, labels):
+        if of_next is None and is_same_view(targets, labels):
             return
         expected = [labels, labels[..., :-1]] if is_aligned else [labels if of_next is None else of_next]
         same = [x for x in expected if x.numel() == targets.numel()]
         if not same:
-            raise LigerDistError(_CHANGED_LABELS.format(call.model_name))
+            raise LigerDistError(CHANGED_LABELS.format(call.model_name))
         given = targets.reshape(-1)
-        require((same[0].reshape(-1).to(given.device) == given).all(), _CHANGED_LABELS.format(call.model_name))
-
-    def _check_further(self, targets: Tensor, *, is_aligned: bool) -> None:
-        """Checks the labels of a further loss by their values: a model makes new ones for each of them."""
-        labels, ignored = self.call.labels, self.call.spec.options.ignore_index
-        given = targets.reshape(len(labels), -1) if targets.numel() % len(labels) == 0 else targets.reshape(1, -1)
-        if not is_aligned:
-            given = F.pad(given[:, 1:], (0, 1), value=ignored)
-        if len(given) != len(labels) or given.shape[1] > labels.shape[1]:
-            raise LigerDistError(_CHANGED_LABELS.format(self.call.model_name))
-        expected = F.pad(given, (0, labels.shape[1] - given.shape[1]), value=ignored).to(labels.device)
-        require((expected == labels).all(), _CHANGED_LABELS.format(self.call.model_name))
+        require((same[0].reshape(-1).to(given.device) == given).all(), CHANGED_LABELS.format(call.model_name))
 
 
 def pending_of(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
@@ -464,23 +482,6 @@ def pending_of(call: LossCall | None, logits: Tensor) -> PendingLoss | None:
     if isinstance(logits, FusedLogits):
         return logits.carried if isinstance(logits.carried, PendingLoss) else None
     return call.latest() if call is not None and logits.shape[-1] == 0 else None
-
-
-_CHANGED_LABELS = (
-    "{} changed its labels before its loss, which it did not do when it was wrapped; the loss was computed with those "
-    "of the call. Change them before the call, or use WrapConfig(fused_loss=False)."
-)
-_OTHER_TOKENS = (
-    "{} leaves labels out of its loss by a mask or by indices; the loss was computed with all labels of the call. Give "
-    "tokens to ignore the ignored label before the call, or use WrapConfig(fused_loss=False)."
-)
-
-
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    """True only if both are views of the same elements in the same order."""
-    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
-        return False
-    return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
 
 
 def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:

@@ -36,7 +36,7 @@ from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 from .call import Call, HostCall, Hosts, Signature, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
-from .loss_call import NO_HEAD, LossCall, current_call, pending_of
+from .loss_call import NO_HEAD, LossCall, current_call, none_further, pending_of
 from .output import fused_output
 from .recipe import LossRecipe
 from .running import WrapId, is_running, note_loss
@@ -360,7 +360,7 @@ class FusedLoss:
         def share(loss: LossCall, coefficient: float | None, is_last: bool = False) -> None:
             execution = replace(loss.execution, shared=shared, coefficient=coefficient)
             if is_last:
-                # The sum in fp32 takes the place of logits; after earlier losses the activations of later ones do.
+                # The fp32 sum needs memory of the logits; after earlier losses come activations of later ones.
                 budget = budget_beside_sum(in_use.vocab_size * self.structure.hidden_size)
                 execution = replace(execution, memory_budget=execution.memory_budget or budget)
             loss.execution = execution
@@ -373,7 +373,7 @@ class FusedLoss:
             spec = replace(spec, logit_bias=first.spec.logit_bias)
             execution = self._execution(model, call, labels, in_use, with_summary=True)
             changed = {"recipe": recipe, "labels": labels, "labels_of_next": None, "spec": spec, "outputs": ()}
-            of_first = {"head_calls": (), "share": None, "further": LossCall.further, "next_loss": None}
+            of_first = {"head_calls": (), "share": None, "further": none_further, "next_loss": None}
             made = replace(first, **changed, **of_first, execution=execution, is_further=True, is_left_out=False)  # type: ignore[arg-type]
             made.compute_loss = partial(adapter.linear_cross_entropy, spec=spec, execution=execution)
             if first.share is not None:

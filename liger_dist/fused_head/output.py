@@ -94,7 +94,7 @@ def fused_output(output: Any, outputs: dict[str, Tensor], *, model_name: str, wi
 
 
 def with_field(output: Any, name: str, value: Tensor, *, loss: Tensor) -> Any:
-    """A model's ``output`` with another loss, and one more field; a tuple gets the loss alone."""
+    """Returns a model's ``output`` with another loss, and one more field; a tuple gets the loss alone."""
     if isinstance(output, tuple):
         return (loss, *output[1:])
     cls: Any = type(output)

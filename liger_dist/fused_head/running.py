@@ -69,6 +69,16 @@ def noted_losses() -> Iterator[list[Tensor]]:
         _LOSSES.reset(token)
 
 
+@contextmanager
+def unnoted_losses() -> Iterator[None]:
+    """Within, losses are not noted."""
+    token = _LOSSES.set(None)
+    try:
+        yield
+    finally:
+        _LOSSES.reset(token)
+
+
 def note_loss(loss: Tensor) -> Tensor:
     """Notes a loss for :func:`noted_losses`; returns it."""
     losses = _LOSSES.get()

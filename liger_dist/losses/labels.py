@@ -130,6 +130,8 @@ def cut_at_documents(labels: Tensor, position_ids: Tensor | None, distance: int,
     ``position_ids`` are 0. Unchanged without ``position_ids``."""
     if position_ids is None or distance == 0:
         return labels
+    while position_ids.dim() > 2:
+        position_ids = position_ids[0]  # Those of the text, before those of images.
     documents = (position_ids == 0).cumsum(-1).expand(labels.shape).to(labels.device)
     later = F.pad(documents[:, distance:], (0, min(distance, labels.shape[1])), value=-1)
     return torch.where(later == documents, labels, ignore_index)

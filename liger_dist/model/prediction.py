@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 
-from .structure import PREDICTION, PredictionUnits, Structure
+from .structure import PredictionUnits, Structure
 from .torch_modes import untraced
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -24,9 +24,8 @@ CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 @dataclass
 class Seen:
-    """What the decoder of a running call has read and computed."""
+    """Embeddings, hidden states and arguments of layers in a running call of a decoder."""
 
-    modules: PredictionModules
     shape: torch.Size
     """of the tokens, ``[B, S]``"""
     embeddings: Tensor | None = None
@@ -110,15 +109,16 @@ def _hidden_states(
     parts: Parts, embeddings: Tensor, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     both = torch.cat([parts.embedding_norm(embeddings), parts.hidden_norm(hidden_states)], -1)
-    output = parts.block(parts.projection(both), *args, **kwargs)
+    projected = parts.projection(both)
+    try:
+        output = parts.block(projected, *args, **kwargs)
+    except (AttributeError, TypeError) as error:
+        raise LigerDistError(
+            f"a {type(parts.block).__name__} of multi-token prediction cannot be called as the model calls its own "
+            f"({error}): it needs something that the model gives it by itself. Leave mtp out."
+        ) from error
     states: Tensor = parts.norm(output[0] if isinstance(output, tuple) else output)
     return states
-
-
-def prediction_modules(model: nn.Module) -> PredictionModules | None:
-    """Returns the modules of a model that predicts further tokens; None for any other model."""
-    modules = model._modules.get(PREDICTION)
-    return modules if isinstance(modules, PredictionModules) else None
 
 
 def template_layer(structure: Structure) -> tuple[int, nn.Module]:
@@ -131,11 +131,20 @@ def template_layer(structure: Structure) -> tuple[int, nn.Module]:
     layers = list(enumerate(structure.layers))
     if not layers or structure.final_norm is None:
         raise LigerDistError(
-            f"{type(structure.decoder).__name__} has no list of decoder layers with a norm after them, of which "
-            "further tokens could be predicted; expected a causal language model of transformers."
+            f"{type(structure.decoder).__name__} has no list of decoder layers, or no norm after them, which the "
+            "layers of multi-token prediction copy; leave mtp out."
         )
-    with_attention = [item for item in layers if "self_attn" in item[1]._modules]
-    return (with_attention or layers)[-1]
+    found = [item for item in layers if any(_is_attention(name) for name in item[1]._modules)]
+    if not found:
+        raise LigerDistError(
+            f"no layer of {type(structure.decoder).__name__} has softmax attention, of whose kind the layers of "
+            "multi-token prediction are; leave mtp out."
+        )
+    return found[-1]
+
+
+def _is_attention(name: str) -> bool:
+    return ("attn" in name or "attention" in name) and "linear" not in name and "norm" not in name
 
 
 def make_parts(model: nn.Module, structure: Structure, depth: int) -> list[Parts]:
@@ -157,6 +166,7 @@ def make_parts(model: nn.Module, structure: Structure, depth: int) -> list[Parts
                     f"{type(template).__name__} is not made from a config and an index ({error}), as decoder layers of "
                     "transformers are."
                 ) from error
+            _checkpoint_as(template, block)
             projection = nn.Linear(2 * size, size, bias=False)
             made.append(Parts(norms[0], norms[1], projection, block, norms[2]))
     initialize: Any = getattr(model, "_init_weights", None)
@@ -168,6 +178,13 @@ def make_parts(model: nn.Module, structure: Structure, depth: int) -> list[Parts
                     initialize(module)
             part.requires_grad_(True)
     return made
+
+
+def _checkpoint_as(template: nn.Module, block: nn.Module) -> None:
+    """Checkpoints the activations of ``block`` if those of ``template`` are."""
+    for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+        if name in vars(template):
+            setattr(block, name, vars(template)[name])
 
 
 @untraced
@@ -199,11 +216,18 @@ def note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Forward hook, before the call, of the template layer."""
     seen = SEEN.get()
     if seen is not None:
-        seen.args = args[1:]
-        seen.kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        seen.args = tuple(None if _is_cache(value) else value for value in args[1:])
+        kept = {name: None if name in CACHES or _is_cache(value) else value for name, value in kwargs.items()}
+        seen.kwargs = kept
         seen.kwargs.pop("hidden_states", None)
         if "use_cache" in seen.kwargs:
             seen.kwargs["use_cache"] = False
+
+
+def _is_cache(value: object) -> bool:
+    from transformers.cache_utils import Cache
+
+    return isinstance(value, Cache)
 
 
 def document_ids(named: dict[str, Any], shape: torch.Size) -> Tensor | None:

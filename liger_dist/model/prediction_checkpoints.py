@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from liger_dist.errors import LigerDistError
 
 from .prediction import Parts, PredictionModules, make_parts
+from .stand_ins import swapped
 from .structure import PREDICTION, Structure
 
 _FLAT = "fc.weight"
@@ -70,7 +71,7 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
     text = config.get_text_config()
     if getattr(text, "num_mtp_layers", None):
         return _from_transformers(model, structure), False
-    found = dict(_tensors(folder))
+    found = dict(_tensors(_local(folder)))
     if not found:
         raise LigerDistError(
             f"the checkpoint {folder!r} has no parameters of multi-token prediction (mtp.*); make new modules by "
@@ -80,8 +81,7 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
     depth = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
     parts = make_parts(model, structure, depth)
     modules = PredictionModules(parts, is_flat=is_flat and depth == 1)
-    missing, unexpected = modules.load_state_dict(found, strict=False)
-    others = [f"without {name}" for name in missing] + [f"with {name}" for name in unexpected]
+    others = _load(model, modules, found)
     if others:
         raise LigerDistError(
             f"the checkpoint {folder!r} has parameters of multi-token prediction {', '.join(others[:4])}; expected "
@@ -90,11 +90,58 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
     return parts, modules.is_flat
 
 
-def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+def _load(model: nn.Module, modules: PredictionModules, found: dict[str, Tensor]) -> list[str]:
+    """Loads the tensors of a checkpoint; names that differ are converted as transformers does for ``model``, such as
+    experts one by one. Returns what is missing or too much, as clauses."""
+    missing, unexpected = modules.load_state_dict(found, strict=False)
+    if missing or unexpected:
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.modeling_utils import LoadStateDictConfig
+        except ImportError:
+            return _clauses(missing, unexpected)
+        dtype = next(modules.parameters()).dtype
+        settings = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=dtype)
+        named = {f"{PREDICTION}.{name}": tensor for name, tensor in found.items()}
+        with swapped(model._modules, PREDICTION, modules):
+            report, *_ = convert_and_load_state_dict_in_model(model=model, state_dict=named, load_config=settings)
+        prefix = f"{PREDICTION}."
+        missing = [name.removeprefix(prefix) for name in report.missing_keys if name.startswith(prefix)]
+        unexpected = [name.removeprefix(prefix) for name in report.unexpected_keys]
+    return _clauses(missing, unexpected)
+
+
+def _clauses(missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+    return [f"without {name}" for name in sorted(missing)] + [f"with {name}" for name in sorted(unexpected)]
+
+
+def _local(name: str) -> Path:
+    """Returns the folder of a checkpoint, which may be the name of one of the hub that was loaded from there."""
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils.hub import cached_file
+
+    for file in ("model.safetensors.index.json", "model.safetensors"):
+        path = cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is not None:
+            return Path(path).parent
+    raise LigerDistError(
+        f"the checkpoint {name!r} has no safetensors files here; give the folder with them: "
+        "MultiTokenPrediction.from_pretrained(model, folder)."
+    )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters below ``mtp`` in a checkpoint, by their names there."""
     from safetensors import safe_open
 
-    for path in _files(Path(folder)):
+    for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 below = re.match(rf"(?:.*\.)?{PREDICTION}\.(.+)", name)

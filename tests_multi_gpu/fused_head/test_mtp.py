@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,68 @@ def test_mtp_under_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] > 0
     assert len(seen) == 1
     assert len(seen[0]) == 3
+
+
+def test_evaluation_mode_with_gradients_has_those_of_the_next_token() -> None:
+    model = make_mtp().eval()
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    batch = make_batch(0)
+    model(**batch).loss.backward()
+    total, count = true_mtp_losses(reference, batch)[0]
+    (total / count).backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-6
+    model.zero_grad()
+    assert liger_dist.verify(model, batch).ok
+
+
+def test_positional_tokens_are_predicted_further() -> None:
+    model = liger_dist.wrap(make_mtp(), "none")
+    batch = make_batch(0)
+    outputs = model(batch["input_ids"], labels=batch["labels"]), model(**batch)
+    assert torch.equal(outputs[0].mtp_loss, outputs[1].mtp_loss)
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+
+
+def test_wrapped_modules_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    base = make_mtp()
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mtp"], r=2))
+    liger_dist.wrap(model, "none")
+    with pytest.raises(liger_dist.LigerDistError, match="out of PEFT's modules_to_save"):
+        model(**make_batch(0))
+
+
+def test_main_weight_0() -> None:
+    """Verify, outputs, and a teacher."""
+    model = make_mtp(main_weight=0)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    batch = make_batch(0)
+    assert liger_dist.verify(model, batch).ok
+    output = model(**batch, outputs=("log_prob",), differentiable=True)
+    (output.loss + output.log_prob.sum()).backward()
+    loss, _ = true_loss(reference, batch)
+    (loss - true_mtp_losses(reference, batch)[0][0]).backward()
+    assert max(gradient_errors(model, reference).values()) < 1e-5
+    teacher = liger_dist.wrap(make_model("llama", seed=3), "none").eval()
+    with pytest.raises(liger_dist.LigerDistError, match="main_weight is 0, with which the divergence"):
+        liger_dist.distillation_loss(model, teacher, **batch)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_depths_beyond_the_text_have_no_loss(fused: bool) -> None:
+    model = make_mtp(depth=3)
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(fused_loss=fused))
+    batch = {name: value[:, :3] for name, value in make_batch(0, num_ignored=0).items()}
+    output = model(**batch)
+    assert output.mtp_loss[0] > 0
+    assert output.mtp_loss[1:].tolist() == [0, 0]
+    assert torch.isfinite(output.loss)
+
+
+def test_mtp_model_in_a_pickle() -> None:
+    for model in (make_mtp(), liger_dist.wrap(make_mtp(), "none")):
+        again = pickle.loads(pickle.dumps(model))
+        assert type(again).__mro__[0].__name__ == type(model).__name__
+        assert torch.equal(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss)

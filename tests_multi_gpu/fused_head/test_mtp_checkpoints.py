@@ -191,3 +191,19 @@ def test_configs_of_tests_have_further_names() -> None:
     assert make_qwen().mtp.is_flat
     assert not make_mtp(depth=1).mtp.is_flat
     assert make_config("llama").vocab_size == 101
+
+
+def test_experts_are_saved_one_by_one_and_loaded_again(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Qwen3MoeConfig(vocab_size=101, num_experts=4, num_experts_per_tok=2, pad_token_id=0, **sizes, **heads)
+    torch.manual_seed(0)
+    source = AutoModelForCausalLM.from_config(config)
+    MultiTokenPrediction(source, 2)
+    source.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    MultiTokenPrediction.from_pretrained(model)
+    for (name, mine), theirs in zip(model.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
