@@ -1,6 +1,7 @@
 """Fused training kernels for Hugging Face models under any sharding: ``model = liger_dist.wrap(model,
 strategy="fsdp2")``."""
 
+from . import mtp as mtp
 from ._version import __version__ as __version__
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .config import WrapConfig as WrapConfig

@@ -21,12 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from .errors import LigerDistError
 from .fused_head.announced import Announced
-from .fused_head.call import IGNORE_INDEX, inputs_of
+from .fused_head.call import IGNORE_INDEX, inputs_of, note_loss, unnoted_losses
 from .fused_head.fused_model import FusedModel, blank
 from .fused_head.output import with_field
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
-from .fused_head.running import note_loss, unnoted_losses
 from .losses.labels import shifted_further
 from .model.class_swap import present_as, subclass_of
 from .model.peft import base_model_of

@@ -17,10 +17,9 @@ from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
 from .explain import explain
-from .fused_head.call import IGNORE_INDEX
+from .fused_head.call import IGNORE_INDEX, noted_losses
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
-from .fused_head.running import noted_losses
 from .fused_layers.document_rows import DocumentRows
 from .fused_layers.packed_calls import as_padded_rows, documents_of
 from .model.peft import active_head

@@ -1,13 +1,17 @@
-"""Reads the arguments of one call of a model: those of its forward, and those of its loss."""
+"""Reads the arguments of one call of a model: those of its forward, and those of its loss. Identifies wrapped
+models, and notes the losses of their calls."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Protocol, get_args
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -375,3 +379,51 @@ def _attention_keywords() -> frozenset[str]:
     for function in ALL_ATTENTION_FUNCTIONS.values():
         names |= set(signature(function).parameters)
     return frozenset(names)
+
+
+class WrapId:
+    """Identifies one wrapped model: its loss and its lm_head hold the same object. A copy of the model gets another
+    one, a copy of lm_head alone (PEFT's) keeps it."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapId:
+        model = None if self._model is None else self._model()
+        return WrapId(memo[id(model)]) if id(model) in memo else self
+
+    def __reduce__(self) -> Any:
+        return WrapId, (None if self._model is None else self._model(),)
+
+
+NOTED_LOSSES: ContextVar[list[Tensor] | None] = ContextVar("liger_dist_losses", default=None)
+"""losses of calls in this context; None where they are not noted"""
+
+
+@contextmanager
+def noted_losses() -> Iterator[list[Tensor]]:
+    """Within, the losses that calls of wrapped models compute are noted, in their order, each 0-d and detached."""
+    losses: list[Tensor] = []
+    token = NOTED_LOSSES.set(losses)
+    try:
+        yield losses
+    finally:
+        NOTED_LOSSES.reset(token)
+
+
+@contextmanager
+def unnoted_losses() -> Iterator[None]:
+    """Within, losses are not noted."""
+    token = NOTED_LOSSES.set(None)
+    try:
+        yield
+    finally:
+        NOTED_LOSSES.reset(token)
+
+
+def note_loss(loss: Tensor) -> Tensor:
+    """Notes a loss for :func:`noted_losses`; returns it."""
+    losses = NOTED_LOSSES.get()
+    if losses is not None:
+        losses.append(loss.detach())
+    return loss

@@ -14,8 +14,8 @@ from liger_dist.fused_layers.lora import drop_precomputed
 from liger_dist.model.class_swap import below_wrappers, present_as, subclass_of, with_base
 from liger_dist.sharding import fsdp2_forward
 
+from .loss_call import is_running, running
 from .model_loss import FusedLoss
-from .running import is_running, running
 
 _LOSS, _ORIGINALS = "_liger_dist_loss", "_liger_dist_original_forwards"
 """attributes of a model: its loss, and forwards of other code on the instance, innermost first"""

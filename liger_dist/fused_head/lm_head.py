@@ -30,13 +30,13 @@ from liger_dist.model.structure import (
     is_linear_map,
     tied_modules,
 )
-from liger_dist.model.torch_modes import untraced
+from liger_dist.model.torch_modes import checkpoint_frame, untraced
 from liger_dist.sharding import choose, collect_facts
 from liger_dist.sharding.base import Facts, ShardingAdapter
 
+from .call import WrapId
 from .logits import FusedLogits
-from .loss_call import current_call
-from .running import WrapId
+from .loss_call import LossCall, current_call, none_further, running
 
 _WRAP_ID = "_liger_dist_fused_by"
 """attribute of an lm_head: the :class:`.loss_call.WrapId` of its model"""
@@ -56,9 +56,13 @@ class ComputesLoss(nn.Module):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)
         call = current_call(vars(self).get(_WRAP_ID))
-        if call is None:
+        if call is None or call.is_in_head or call.on_logits:
+            # A LoRA layer calls its base layer within its own call.
             return self._logits(hidden_states, *args, **kwargs)
-        with call.head_call() as loss:
+        if call.checkpoints is not None:
+            _recompute_in(call)
+        try:
+            loss = call.begin_head_call()
             if loss is None:
                 return self._logits(hidden_states, *args, **kwargs)
             if args or kwargs:
@@ -67,6 +71,8 @@ class ComputesLoss(nn.Module):
                     "token; such a call cannot be fused. Pass outputs=('logits',) along with the labels."
                 )
             return loss.compute(self, hidden_states, self._logits)
+        finally:
+            call.is_in_head = False
 
     def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the forward without a loss: one that other code has set, or that of the module's own class."""
@@ -253,3 +259,30 @@ def _carry_again(wrap_id: WrapId, head: nn.Module, args: Any, output: Any) -> An
     call = current_call(wrap_id)
     pending = None if call is None or call.on_logits else call.latest()
     return None if pending is None else FusedLogits.carrying(output, pending, vocab_size=pending.call.vocab_size)
+
+
+def _recompute_in(first: LossCall) -> None:
+    """Lets a checkpoint that the model's forward has begun around its lm_head find the call again, when it is
+    recomputed in the backward, outside of the model's forward.
+
+    Args:
+        first: the first loss of the call, before lm_head is called.
+    """
+    frame, known = checkpoint_frame(), first.checkpoints or ()
+    if frame is None or frame in known:
+        return
+    first.checkpoints = (*known, frame)
+    recompute, wrap_id, number = frame.recompute_fn, first.wrap_id, first.num_head_calls
+    unshared: dict[str, Any] = {"head_calls": (), "share": None, "further": none_further}
+    calls = tuple(call and replace(call, pending=None, **unshared) for call in first.head_calls)
+    again = next(call for call in calls if call is not None and not call.is_further)
+
+    def recompute_again(*args: Any) -> None:
+        loss = replace(again, head_calls=calls, num_head_calls=number, is_in_head=False, checkpoints=())
+        try:
+            with running(wrap_id, loss):
+                recompute(*args)
+        finally:
+            loss.release()
+
+    frame.recompute_fn = recompute_again

@@ -1,11 +1,20 @@
 """State of one call from lm_head to its loss function, in a context variable: aligned labels and options in, loss and
 outputs out. :mod:`.call` has the arguments, :mod:`.model_loss` makes this object.
+
+[Note: Zero-width logits and the upstream side channel]
+The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no
+transform between lm_head and loss may change the loss. So the loss leaves lm_head as logits of shape ``[..., 0]``
+(:class:`_LossToLogits`), and the loss function turns them back into the loss (:class:`_LogitsToLoss`). Neither the
+value nor the upstream gradient fits into a tensor of width 0: the value is kept on the :class:`PendingLoss`, and in the
+backward :class:`_LogitsToLoss` leaves the upstream gradient there for :class:`_LossToLogits`, which autograd runs next
+for these logits. Both functions belong to one pending loss, so calls may nest and run in several threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -14,21 +23,17 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import require
-from liger_dist.losses.cross_entropy import fused_cross_entropy
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.outputs import LossOutput
 from liger_dist.losses.spec import LossSpec
 from liger_dist.model.peft import effective_head
-from liger_dist.model.torch_modes import checkpoint_frame
 from liger_dist.sharding.base import Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
-from .call import IGNORE_INDEX, TOKEN_ACCURACY
-from .label_checks import CHANGED_LABELS, OTHER_TOKENS, check_further, is_same_view
+from .call import IGNORE_INDEX, TOKEN_ACCURACY, WrapId
+from .label_checks import CHANGED_LABELS, OTHER_TOKENS, check_further, check_options
 from .logits import FusedLogits
 from .recipe import LossRecipe, selects_by_tensor
-from .running import WrapId, innermost, running
-from .side_channel import LogitsToLoss, LossToLogits
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 """hidden states ``[..., D]``, lm_head or its effective weight, aligned labels ``[...]``"""
@@ -37,11 +42,33 @@ Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 NO_HEAD = "its lm_head was not called in the context (thread) of the model's call"
 
 
+_RUNNING: ContextVar[tuple[tuple[WrapId, LossCall | None], ...]] = ContextVar("liger_dist_running", default=())
+"""running calls of wrapped models in this context, innermost last: the model, and the loss if it is one of ours"""
+
+
+@contextmanager
+def running(wrap_id: WrapId, call: LossCall | None) -> Iterator[None]:
+    """Within, the forward of a model runs. Calls may nest.
+
+    Args:
+        call: None where lm_head computes logits.
+    """
+    token = _RUNNING.set((*_RUNNING.get(), (wrap_id, call)))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def is_running(wrap_id: WrapId) -> bool:
+    """True inside a forward of this model."""
+    return any(running_id is wrap_id for running_id, _ in _RUNNING.get())
+
+
 def current_call(wrap_id: WrapId | None) -> LossCall | None:
     """Returns the loss of the innermost running call, if it is a call of this model."""
-    call = innermost(wrap_id)
-    assert call is None or isinstance(call, LossCall)
-    return call
+    calls = _RUNNING.get()
+    return calls[-1][1] if calls and calls[-1][0] is wrap_id else None
 
 
 def none_further(*_: Any) -> LossCall:
@@ -53,11 +80,6 @@ def none_further(*_: Any) -> LossCall:
     raise LigerDistError(
         "a further loss was asked for after the model's forward; call lm_head within it, where its loss is known."
     )
-
-
-def _running_checkpoint() -> tuple[Any, ...]:
-    frame = checkpoint_frame()
-    return () if frame is None else (frame,)
 
 
 @dataclass
@@ -113,27 +135,18 @@ class LossCall:
     """True for a further loss that this library's own forward has announced"""
     is_left_out: bool = False
     """True for a first loss whose coefficient is 0: it is not computed"""
-    checkpoints: tuple[Any, ...] = field(default_factory=_running_checkpoint)
-    """of the first loss: checkpoints that know this call, or run around it"""
+    checkpoints: tuple[Any, ...] | None = None
+    """of the first loss: checkpoints that know this call, or run around it; None where lm_head is called once"""
 
-    @contextmanager
-    def head_call(self) -> Iterator[LossCall | None]:
-        """Within, lm_head is called. Yields the loss of this call; None for logits. A LoRA layer calls its base layer
-        within, for logits."""
-        if self.is_in_head or self.on_logits:
-            yield None
-            return
-        announced, self.next_loss, self.is_in_head = self.next_loss, None, True
-        try:
-            if announced is not None:
-                self.head_calls = (*self.head_calls, announced)
-                yield announced
-                return
-            number, self.num_head_calls = self.num_head_calls, self.num_head_calls + 1
-            self._recompute_from(number)
-            yield self.head_calls[number] if number < len(self.head_calls) else None
-        finally:
-            self.is_in_head = False
+    def begin_head_call(self) -> LossCall | None:
+        """Begins a call of lm_head, until :attr:`is_in_head` is set back; returns its loss, None for logits."""
+        self.is_in_head = True
+        announced, self.next_loss = self.next_loss, None
+        if announced is not None:
+            self.head_calls = (*self.head_calls, announced)
+            return announced
+        number, self.num_head_calls = self.num_head_calls, self.num_head_calls + 1
+        return self.head_calls[number] if number < len(self.head_calls) else None
 
     def announce(self, coefficient: float) -> None:
         """Expects further losses by :attr:`next_loss`, with which one gradient of lm_head's weight is shared.
@@ -150,28 +163,6 @@ class LossCall:
         if self.share is not None and coefficient != 0:
             self.share(self, coefficient)
 
-    def _recompute_from(self, number: int) -> None:
-        """Lets a checkpoint that the model's forward has begun around its lm_head find this call again, when it is
-        recomputed in the backward, outside of the model's forward."""
-        frame = checkpoint_frame()
-        if frame is None or frame in self.checkpoints:
-            return
-        self.checkpoints = (*self.checkpoints, frame)
-        recompute, wrap_id = frame.recompute_fn, self.wrap_id
-        unshared: dict[str, Any] = {"head_calls": (), "share": None, "further": none_further}
-        calls = tuple(call and replace(call, pending=None, **unshared) for call in self.head_calls)
-        first = next(call for call in calls if call is not None and not call.is_further)
-
-        def again(*args: Any) -> None:
-            loss = replace(first, head_calls=calls, num_head_calls=number, is_in_head=False, checkpoints=())
-            try:
-                with running(wrap_id, loss):
-                    recompute(*args)
-            finally:
-                loss.release()
-
-        frame.recompute_fn = again
-
     def losses(self) -> list[LossCall]:
         """Returns all losses of the call, of which this is the first."""
         return [call for call in self.head_calls if call is not None]
@@ -185,7 +176,7 @@ class LossCall:
         """Frees what refers to this call: the cycle would live until the garbage collector runs."""
         for call in (self, *self.losses()):
             call.pending = None
-        self.head_calls, self.checkpoints, self.next_loss = (), (), None
+        self.head_calls, self.checkpoints, self.next_loss = (), None, None
         self.share, self.further = None, none_further
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -200,12 +191,12 @@ class LossCall:
         if self.is_left_out:
             return self._left_out(hidden_states, pending)
         used = effective_head(head, logits_of, hidden_states) if self.has_lora else cast(nn.Linear, head)
-        output = self._nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
+        output = self.nan_if_empty(self.compute_loss(hidden_states, used, self.labels))
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.spec.differentiable_outputs)]
-        carried: Tensor = LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
-        pending.output = _detached(output)
+        carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
+        pending.output = detached(output)
         if type(hidden_states) is not Tensor:
             carried = placed_like(hidden_states, carried)
         if type(carried) is not Tensor:
@@ -236,36 +227,7 @@ class LossCall:
             self.spec = replace(self.spec, distillation=None)
             self.compute_loss = _computed
 
-    def score(self, logits: Tensor, aligned: Tensor) -> Tensor:
-        """Computes the loss of full logits ``[..., V]``, which the model's code has transformed.
-
-        Args:
-            aligned: each row's target, as many as there are rows of logits.
-
-        Raises:
-            LigerDistError: the model scores other tokens than it was given labels for.
-        """
-        rows = logits.numel() // logits.shape[-1]
-        if not aligned.numel() == rows == self.labels.numel():
-            raise LigerDistError(
-                f"{self.model_name} scores {rows} tokens of {self.labels.numel()} labels, so that "
-                f"{', '.join(self.spec.outputs) or 'options of the loss'} cannot be assigned to tokens; leave them out "
-                "of calls whose loss is not fused."
-            )
-        spec = replace(self.spec, softcap=None, logit_scale=1.0, logit_bias=None)
-        output = self._nan_if_empty(
-            fused_cross_entropy(
-                logits.reshape(*self.labels.shape, logits.shape[-1]),
-                aligned.reshape(self.labels.shape),
-                spec=spec,
-                execution=replace(self.execution, label_summary=None),
-            )
-        )
-        others = {name: getattr(output, name) for name in self.spec.differentiable_outputs}
-        self.pending = PendingLoss(self, output=_detached(output), others=others, delivered=True)
-        return output.loss
-
-    def _nan_if_empty(self, output: LossOutput) -> LossOutput:
+    def nan_if_empty(self, output: LossOutput) -> LossOutput:
         """Sets the mean over zero tokens to NaN in evaluation, as transformers does: a trainer leaves it out of its
         mean over batches. In training it is 0, so that a rank without labels does not spoil the gradients of the
         others."""
@@ -376,16 +338,7 @@ class PendingLoss:
                 "it did not do when it was wrapped, and the logits were never computed. Unwrap it and wrap it again "
                 "with that loss on, or use WrapConfig(fused_loss=False)."
             )
-        seen = {"ignore_index": IGNORE_INDEX, "label_smoothing": recipe.label_smoothing, "reduction": "mean"}
-        changed = [option for option, value in seen.items() if options.get(option, value) != value]
-        changed += [option for option in ("size_average", "reduce") if options.get(option) is not None]
-        changed += ["weight"] if options.get("weight") is not None else []
-        if changed:
-            raise LigerDistError(
-                f"{name} calls torch.nn.functional.cross_entropy with other options ({', '.join(changed)}) than "
-                "when it was wrapped; the loss was computed already. Unwrap it and wrap it again, or use "
-                "WrapConfig(fused_loss=False)."
-            )
+        check_options(options, recipe.label_smoothing, model_name=name)
         return self.deliver(logits, targets, is_aligned=True)
 
     def deliver(self, logits: Tensor, targets: Any, *, is_aligned: bool) -> Tensor:
@@ -425,14 +378,14 @@ class PendingLoss:
         else:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
-        loss, *others = LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
         return cast(Tensor, loss)
 
     def take(self, logits: FusedLogits) -> Tensor:
         """Returns the loss where this library's own code has called lm_head."""
         self.delivered = True
-        loss, *_ = LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
+        loss, *_ = _LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, loss)
 
     def values(self) -> list[Tensor]:
@@ -461,9 +414,9 @@ class PendingLoss:
             ignored = call.spec.options.ignore_index
             check_further(targets, labels, ignored, is_aligned=is_aligned, model_name=call.model_name)
             return
-        if of_next is not None and is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
+        if of_next is not None and _is_same_view(targets, of_next[..., 1:] if is_aligned else of_next):
             return
-        if of_next is None and is_same_view(targets, labels):
+        if of_next is None and _is_same_view(targets, labels):
             return
         expected = [labels, labels[..., :-1]] if is_aligned else [labels if of_next is None else of_next]
         same = [x for x in expected if x.numel() == targets.numel()]
@@ -488,10 +441,49 @@ def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:
     raise LigerDistError("a distillation loss was computed already; call distillation_loss again.")
 
 
-def _detached(output: LossOutput) -> LossOutput:
+def detached(output: LossOutput) -> LossOutput:
     values: dict[str, Any] = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
     return replace(output, **{name: value.detach() for name, value in values.items()})
 
 
 def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
     return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    """True only if both are views of the same elements in the same order."""
+    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.device != b.device or a.numel() != b.numel():
+        return False
+    return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
+
+
+class _LossToLogits(torch.autograd.Function):
+    """See [Note: Zero-width logits and the upstream side channel]."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingLoss, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
+        ctx.pending, ctx.nothing = pending, (None,) * len(values)
+        return values[0].new_empty((*shape, 0), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Nothing was left where only the logits themselves were asked for a gradient.
+        upstream, ctx.pending.upstream = ctx.pending.upstream or ctx.nothing, ()
+        return None, None, None, *upstream
+
+
+class _LogitsToLoss(torch.autograd.Function):
+    """See [Note: Zero-width logits and the upstream side channel]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, pending: PendingLoss) -> tuple[Tensor, ...]:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        return tuple(value.clone() for value in pending.values())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        ctx.pending.upstream = upstream
+        return torch.zeros_like(logits), None

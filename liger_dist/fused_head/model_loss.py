@@ -28,18 +28,18 @@ from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
-from liger_dist.model.torch_modes import is_transformed, untraced
+from liger_dist.model.torch_modes import checkpoint_frame, is_transformed, untraced
 from liger_dist.sharding import accelerate
 from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 
-from .call import Call, HostCall, Hosts, Signature, options_for
+from .call import NOTED_LOSSES, Call, HostCall, Hosts, Signature, WrapId, note_loss, options_for
 from .call_warnings import CallWarnings
 from .lm_head import HeadInUse, LMHead
-from .loss_call import NO_HEAD, LossCall, current_call, none_further, pending_of
+from .loss_call import NO_HEAD, LossCall, current_call, is_running, none_further, pending_of
 from .output import fused_output
 from .recipe import LossRecipe
-from .running import WrapId, is_running, note_loss
+from .scored import score
 from .wrapper_redirect import WrapperRedirect
 
 FULL_LOGITS: Literal["full logits"] = "full logits"
@@ -345,7 +345,7 @@ class FusedLoss:
             has_lora=in_use.head is not in_use.base,
             on_logits=on_logits,
             alters_loss=bool(call.loss_options) or self.config.token_mean == "global",
-            losses_before=self.recipe.calls(training=model.training).losses_before,
+            losses_before=(self.recipe.training if model.training else self.recipe.evaluation).losses_before,
         )
         return first if on_logits else self._with_further(first, model, call, in_use, self.recipe)
 
@@ -354,11 +354,13 @@ class FusedLoss:
     ) -> LossCall:
         """Adds the losses of the further calls of lm_head, without options and outputs of the call."""
         assert in_use.adapter is not None
-        adapter, shared = in_use.adapter, SharedGradient(self._pending, self.config.backend)
-        calls = recipe.calls(training=model.training)
+        adapter, shared = in_use.adapter, list[SharedGradient]()
+        calls = recipe.training if model.training else recipe.evaluation
 
         def share(loss: LossCall, coefficient: float | None, is_last: bool = False) -> None:
-            execution = replace(loss.execution, shared=shared, coefficient=coefficient)
+            if not shared:
+                shared.append(SharedGradient(self._pending, self.config.backend))
+            execution = replace(loss.execution, shared=shared[0], coefficient=coefficient)
             if is_last:
                 # The fp32 sum needs memory of the logits; after earlier losses come activations of later ones.
                 budget = budget_beside_sum(in_use.vocab_size * self.structure.hidden_size)
@@ -389,9 +391,11 @@ class FusedLoss:
             else further(call.further_labels(one, is_encoder_decoder=self.is_encoder_decoder), None, recipe=one)
             for one in calls.after
         ]
-        if calls.further and first.share is not None:
+        if any(losses) and first.share is not None:
             share(first, None)
         first.head_calls = (*[None] * calls.before, first, *losses)
+        if len(first.head_calls) > 1:
+            first.checkpoints = tuple(filter(None, [checkpoint_frame()]))
         return first
 
     def checked(self, model: nn.Module, call: Call, in_use: HeadInUse) -> tuple[AlignedLabels, LossSpec]:
@@ -452,7 +456,7 @@ class FusedLoss:
         call = current_call(self.wrap_id)
         if call is not None and call.on_logits:
             is_first, call.losses_before = call.losses_before == 0, call.losses_before - 1
-            loss = self._score(call, logits, targets, shifted) if is_first else None
+            loss = score(call, logits, targets, shifted, own) if is_first else None
             return note_loss(loss if loss is not None and call.alters_loss else own(*args, **kwargs))
         pending = pending_of(call, logits)
         if pending is None:
@@ -462,17 +466,8 @@ class FusedLoss:
         pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
         uses_shifted = shifted is not None and pending.call.recipe.targets != "same"
         is_aligned = uses_shifted or pending.call.recipe.targets == "same"
-        return note_loss(pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned))
-
-    def _score(self, call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None) -> Tensor:
-        """Computes the loss of full logits, with targets aligned as the model's loss function aligns them."""
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        aligned = targets
-        if self.own_loss_function is ForCausalLMLoss:
-            ignored = call.spec.options.ignore_index
-            aligned = nn.functional.pad(targets[..., 1:], (0, 1), value=ignored) if shifted is None else shifted
-        return call.score(logits, aligned)
+        loss = pending.deliver(logits, shifted if uses_shifted else targets, is_aligned=is_aligned)
+        return loss if NOTED_LOSSES.get() is None else note_loss(loss)
 
     @untraced
     def finish(self, call: LossCall | None, output: Any) -> Any:

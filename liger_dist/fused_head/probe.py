@@ -135,6 +135,7 @@ class _Probe:
         first = arrivals[min(arrivals)]
         if self.calls[first.call] != self.labels.shape:
             raise NotFusableError("its lm_head is called with other tokens than the labels'")
+        options = {call: self._options(arrival) for call, arrival in arrivals.items()}
         targets, rows = self._targets(first)
         further = self._further(arrivals, first)
         changes = self._changes()
@@ -148,7 +149,7 @@ class _Probe:
                 ahead=labels.ahead,
                 cut=labels.cut,
                 missing_tokens=self.labels.shape[1] - self.calls[call][1],
-                **self._options(arrivals[call]),
+                **options[call],
             )
             for call, labels in further.items()
         }
@@ -156,7 +157,7 @@ class _Probe:
             targets=targets,
             transform=self._transform(first.logits, before),
             changes=changes[first.call],
-            **self._options(first),
+            **options[first.call],
         )
         after = tuple(losses.get(call) for call in range(first.call + 1, len(self.calls)))
         return recipe, HeadCalls(before=first.call, after=after, losses_before=list(arrivals).index(first.call))

@@ -91,10 +91,6 @@ class LossRecipe:
         """True if a forward calls lm_head several times."""
         return any(calls.before > 0 or calls.after for calls in (self.training, self.evaluation))
 
-    def calls(self, *, training: bool) -> HeadCalls:
-        """Returns the calls of lm_head of a model in this mode."""
-        return self.training if training else self.evaluation
-
     def allows(self, changes: tuple[tuple[Any, ...], ...]) -> bool:
         """True if a call whose code did ``changes`` to the logits has the loss of this recipe, if those that it selects
         by tensors, such as masks, have all labels that count (:func:`selects_by_tensor`)."""

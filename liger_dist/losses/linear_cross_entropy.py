@@ -193,9 +193,10 @@ def _problem(
     may_hold, number = trains and not in_checkpoint(), 0
     in_forward = may_hold and is_scalar and not scoring.needs_recomputation(hidden_TD)
     may_keep = may_hold and not is_scalar and spec.distillation is None
-    if execution.shared is not None and needs.weight and spec.distillation is None:
+    shared = execution.shared if needs.weight and spec.distillation is None else None
+    if shared is not None:
         is_possible = in_forward and hidden_TD.dtype != torch.float16
-        number, in_forward = execution.shared.holds(execution.coefficient, is_possible=is_possible)
+        number, in_forward = shared.holds(execution.coefficient, is_possible=is_possible)
         may_keep = False
     elif execution.pending is not None and ((in_forward and needs.weight) or may_keep):
         number, may_hold = execution.pending.begin()
@@ -211,6 +212,8 @@ def _problem(
         number=number,
         gradients_in_forward=in_forward,
         may_keep_logits=may_keep,
+        shared=shared,
+        coefficient=None if shared is None else execution.coefficient,
     )
 
 

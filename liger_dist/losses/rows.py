@@ -222,17 +222,10 @@ class Problem:
     """True if the backward may read logits that the forward has kept"""
     distillation: Distillation | None = None
     """distillation of these tokens; None without a teacher"""
-
-    @property
-    def shared(self) -> SharedGradient | None:
-        """Gradient over the losses of a call that this loss adds its weight gradient to; None for a single loss."""
-        is_shared = self.needs.weight and self.spec.distillation is None and self.distillation is None
-        return self.execution.shared if is_shared else None
-
-    @property
-    def coefficient(self) -> float | None:
-        """Factor of the loss in the gradients that the forward adds to :attr:`shared`; None for 1."""
-        return None if self.shared is None else self.execution.coefficient
+    shared: SharedGradient | None = None
+    """gradient over the losses of a call that this loss adds its weight gradient to; None for a single loss"""
+    coefficient: float | None = None
+    """factor of the loss in the gradients that the forward adds to ``shared``; None for 1"""
 
     @property
     def weight_sum(self) -> WeightSum | None:

@@ -92,7 +92,7 @@ def lora_ignored() -> Any:
 
 
 def every_label_taken_for_the_next_tokens() -> Any:
-    return mock.patch.object(probe, "_alignments", _next_tokens)
+    return mock.patch.object(probe, "alignments", _next_tokens)
 
 
 def _next_tokens(labels: torch.Tensor, *_: Any) -> Any:
