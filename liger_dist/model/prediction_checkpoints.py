@@ -180,7 +180,10 @@ def _from_transformers(model: nn.Module, structure: Structure) -> list[Parts]:
                 "all depths, or hidden states before embeddings."
             )
         parts.append(Parts(layer.enorm, layer.hnorm, layer.eh_proj, layer.mtp_block, layer.post_norm))
+    like = next(structure.decoder.parameters())
     for one in parts:
+        for part in one:
+            part.to(like.device)
         for module in one.block.modules():
             if hasattr(module, "config"):
                 module.config = structure.decoder.config

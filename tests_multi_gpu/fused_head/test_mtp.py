@@ -218,7 +218,7 @@ def test_mtp_under_the_trainer_of_transformers(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     model = make_mtp(dtype=torch.float32)
-    rows = [{name: value[0] for name, value in make_batch(seed).items()} for seed in range(4)]
+    rows = [{name: value[0].cpu() for name, value in make_batch(seed).items()} for seed in range(4)]
     seen = []
 
     def metrics(prediction: Any) -> dict[str, float]:
