@@ -94,8 +94,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     check_packing(config, model)
-    if config.lora_rank:
-        model = add_lora(model, config, has_weights=has_weights_at(config.model))
+    model = add_lora(model, config, has_weights=has_weights_at(config.model)) if config.lora_rank else model
     add_mtp(model, config)
     check_no_weight_decay(config, model)
     flops = Flops.of(model, model_config, config)
