@@ -217,7 +217,10 @@ class PredictsFurther(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         """Saves the model with the names of its family's checkpoints; arguments are those of the model's own."""
-        names = {name: name_in_checkpoint(self, name) for name in self.state_dict() if PREDICTION in name}
+        # Not by a state dict: under FSDP it is a collective, and one rank may save what was gathered before.
+        stored = (*self.named_parameters(), *self.named_buffers())
+        present = [name for name, _ in stored] if state_dict is None else list(state_dict)
+        names = {name: name_in_checkpoint(self, name) for name in present if PREDICTION in name}
         if any(name != own for own, name in names.items()):
             state = self.state_dict() if state_dict is None else state_dict
             state_dict = {names.get(name, name): value for name, value in state.items()}

@@ -70,7 +70,7 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
     folder = config.name_or_path if folder is None else folder
     text = config.get_text_config()
     if getattr(text, "num_mtp_layers", None):
-        return _from_transformers(model, structure), False
+        return _from_transformers(model, structure, folder), False
     found = dict(_tensors(_local(folder)))
     if not found:
         raise LigerDistError(
@@ -157,11 +157,11 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _from_transformers(model: nn.Module, structure: Structure) -> list[Parts]:
-    """Reads the modules by transformers' ``MtpModel``; they read the decoder's config from now on.
+def _from_transformers(model: nn.Module, structure: Structure, folder: str) -> list[Parts]:
+    """Reads the modules in ``folder`` by transformers' ``MtpModel``; they read the decoder's config from now on.
 
     Raises:
-        LigerDistError: this transformers has none, or its modules have other parts.
+        LigerDistError: this transformers has none, the checkpoint lacks parameters, or the modules have other parts.
     """
     from transformers import modeling_layers
 
@@ -171,7 +171,17 @@ def _from_transformers(model: nn.Module, structure: Structure) -> list[Parts]:
             f"{type(model).__name__} has parameters of multi-token prediction that this transformers does not read; "
             "install transformers>=5.23."
         )
-    loaded = cls.from_pretrained(model)
+    config: Any = model.config
+    loaded_from, config.name_or_path = config.name_or_path, folder
+    try:
+        loaded = cls.from_pretrained(model)
+    except (RuntimeError, OSError) as error:
+        raise LigerDistError(
+            f"the checkpoint {folder!r} has no complete modules of multi-token prediction ({error}); give the folder "
+            "with them, or make new ones by MultiTokenPrediction(model, depth=…)."
+        ) from error
+    finally:
+        config.name_or_path = loaded_from
     parts = []
     for layer in loaded.layers:
         if layer.post_norm is None or getattr(loaded.config, "mtp_hidden_states_first", False):

@@ -135,7 +135,7 @@ def test_modules_of_transformers_are_loaded(tmp_path: Path, monkeypatch: pytest.
     if not hasattr(modeling_layers, "MtpModel"):
         pytest.skip("this transformers has no MtpModel")
     model = deepseek()
-    # The family leaves out the layer after the last one of its own checkpoints.
+    # The class names the layer that its models leave out by number, 61 for DeepSeek-V3.
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     made = modeling_layers.MtpModel(model, 1)
     for parameter in made.layers.parameters():
@@ -156,6 +156,12 @@ def test_modules_of_transformers_are_loaded(tmp_path: Path, monkeypatch: pytest.
     model.save_pretrained(tmp_path / "again")
     (saved,) = (tmp_path / "again").glob("*.safetensors")
     assert load_file(saved).keys() == load_file(file).keys()
+    # A folder that is given counts, not the one of the model.
+    first(model.config).save_pretrained(tmp_path / "plain")
+    other = first.from_pretrained(tmp_path)
+    with pytest.raises(liger_dist.LigerDistError, match="has no complete modules of multi-token prediction"):
+        MultiTokenPrediction.from_pretrained(other, str(tmp_path / "plain"))
+    assert other.config.name_or_path == str(tmp_path)
     again = first.from_pretrained(tmp_path / "again")
     for (name, mine), theirs in zip(
         MultiTokenPrediction.from_pretrained(again).named_parameters(), modules.parameters(), strict=True

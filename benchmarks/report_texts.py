@@ -1,0 +1,32 @@
+"""Texts of sections of the benchmarks page."""
+
+HYBRIDS = """## Hybrid models: packed documents
+
+Forward and backward of eight layers of the shape of Qwen3.5-4B with its lm_head, bf16, on one GPU: 8192 tokens in 12
+documents. `documents mix`: the time of a wrong result, because the recurrent layers of transformers read the documents
+before. `one by one`: a call for each document. `in rows`: one row for each document, where the others read lengths.
+With fla the delta rule is that of flash-linear-attention, otherwise torch's fallback in transformers. The convolution
+is that of transformers, for liger_dist with fla a kernel. Memory is the peak of a step above the weights, their
+gradients included. Without fla the padded rows do not fit.
+
+![Milliseconds and memory of every way](plots/hybrids.png)
+"""
+ADAPTERS = """## Adapters: LoRA and QLoRA
+
+Steps of LoRA (rank 16 on all linear layers of the decoder) on 32 layers of the shape of Llama 8B, bf16, 2 x 2048 tokens
+on each GPU, without activation checkpointing; PEFT 0.21.2, bitsandbytes 0.50.2. 4 bits: nf4 with double quantization.
+`replicated`: every rank has the full frozen weights, and the LoRA layers are in one group; `per layer` in one group for
+each layer. `GPU busy`: at least one kernel runs. `peak GiB` includes the weights. [Adapters on several
+GPUs](adapters.md) says which way to use.
+
+![Milliseconds and memory of every way](plots/adapters.png)
+"""
+MTP = """## Multi-token prediction
+
+Forward and backward of Llama-3.2-1B's shape (tied, random weights in bf16), 2 x 4096 tokens, without an optimizer.
+`full logits`: the same model and layers, with torch's cross entropy of full logits for each loss. `no losses`: without
+lm_head and losses; `losses MiB` is the peak above it. `layer and loss`: time of a decoder layer and of a loss, and
+`ratio` that of a depth to it. [Multi-token prediction](mtp.md) explains the rest.
+
+![Time and memory of every depth](plots/mtp.png)
+"""
