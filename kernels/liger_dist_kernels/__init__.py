@@ -16,6 +16,17 @@ from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from .divergence import Divergence as Divergence
 from .divergence import DivergenceOptions as DivergenceOptions
+from .experts import GateOptions as GateOptions
+from .experts import LowRank as LowRank
+from .experts import Routing as Routing
+from .experts import WeightedBias as WeightedBias
+from .experts import combine_rows as combine_rows
+from .experts import gate_bwd as gate_bwd
+from .experts import gate_fwd as gate_fwd
+from .experts import gather_rows as gather_rows
+from .experts import product_with_bias as product_with_bias
+from .experts import route as route
+from .experts import sum_of_experts as sum_of_experts
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd
@@ -23,6 +34,8 @@ from .gated_activation import gated_activation_fwd as gated_activation_fwd
 from .gated_norm import GatedNormOptions as GatedNormOptions
 from .gated_norm import gated_norm_bwd as gated_norm_bwd
 from .gated_norm import gated_norm_fwd as gated_norm_fwd
+from .grouped_products import grouped_outer_product as grouped_outer_product
+from .grouped_products import grouped_product as grouped_product
 from .labels import label_facts as label_facts
 from .linear_cross_entropy import GradientNeeds as GradientNeeds
 from .linear_cross_entropy import HeadSlice as HeadSlice

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ._triton_utils import Backend, cdiv, launch, rows_of, runs_triton, statistics_dtype
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-"""``gelu`` is the exact one, by the error function; ``gelu_tanh`` its approximation (Hendrycks and Gimpel 2016)"""
+"""``gelu`` is the exact one, by the error function; ``gelu_tanh`` its approximation (Hendrycks and Gimpel 2016);
+``relu_squared`` the square of ``relu`` (So et al. 2021, arXiv:2109.08668)"""
 
 BLOCK = 4096
 WARPS = 8
@@ -55,7 +56,10 @@ def activate(g, KIND: tl.constexpr):
         slope = 2.0 * share * (1.0 - share) * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * g * g)
         return g * share, share + g * slope
     # As torch's: 0 for -inf, NaN for NaN.
-    return tl.where(g <= 0.0, 0.0, g), (g > 0.0).to(g.dtype)
+    positive = tl.where(g <= 0.0, 0.0, g)
+    if KIND == "relu_squared":
+        return positive * positive, 2.0 * positive
+    return positive, (g > 0.0).to(g.dtype)
 
 
 @triton.jit
@@ -192,6 +196,8 @@ def activated_with_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Ten
         return F.silu(g), sigmoid * (1.0 + g * (1.0 - sigmoid))
     if activation == "relu":
         return F.relu(g), (g > 0).to(g.dtype)
+    if activation == "relu_squared":
+        return F.relu(g).square(), 2.0 * F.relu(g)
     if activation == "gelu":
         density = torch.exp(-0.5 * g * g) / math.sqrt(2.0 * math.pi)
         return F.gelu(g), 0.5 * (1.0 + torch.erf(g * math.sqrt(0.5))) + g * density

@@ -14,6 +14,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.model.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
+from .experts import EXPERTS, LOW_RANK_EXPERTS
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
 from .gated_norm import GATED_NORM
 from .lora import LOW_RANK, link_siblings
@@ -23,7 +24,7 @@ from .shared_inputs import Groups, find_shared_inputs
 from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
 from .token_dependency import CannotRunError
 
-KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK, GATED_MLP, ROTARY)
+KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK_EXPERTS, LOW_RANK, EXPERTS, GATED_MLP, ROTARY)
 """Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""
 
 
@@ -60,8 +61,9 @@ def swap_layers(
 
     Args:
         layers: decoder layers.
-        compiled: layers whose modules keep their forwards, because a compiled one runs its own code: every check of a
-            swapped forward would be a guard, evaluated in each call.
+        compiled: layers whose modules keep their forwards, but for those that are operators to the compiler, because
+            a compiled layer runs its own code: every check of a swapped forward would be a guard, evaluated in each
+            call.
         owner: id of the ``wrap`` call, for :func:`restore_layers`.
         mlp_tile_tokens: tokens of a tile of gated MLPs; None for all at once.
 
@@ -82,14 +84,12 @@ def swap_layers(
             seen.add(module._liger_dist_kind.name)
             continue
         name = type(module).__name__
-        if module in in_compiled:
-            kinds = [kind.name for kind in KINDS if kind.is_candidate(module)]
-            seen.update(kinds)
-            left |= {f"{name} ({kind})": COMPILED for kind in kinds[:1]}
-            continue
         reasons: dict[str, str] = {}
         for kind in (kind for kind in KINDS if kind.is_candidate(module)):
             seen.add(kind.name)
+            if module in in_compiled and not kind.in_compiled_layers:
+                reasons = reasons or {f"{name} ({kind.name})": COMPILED}
+                continue
             try:
                 with torch_defaults():
                     match = kind.match(module, backend)

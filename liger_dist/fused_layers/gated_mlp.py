@@ -357,7 +357,9 @@ def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
 def _activate(gate: Tensor, activation: Activation) -> Tensor:
     if activation in ("gelu", "gelu_tanh"):
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.silu(gate) if activation == "silu" else F.relu(gate)
+    if activation == "relu_squared":
+        return F.relu(gate).square()
+    return {"silu": F.silu, "relu": F.relu, "sigmoid": torch.sigmoid}[activation](gate)
 
 
 GATED_MLP = Kind(

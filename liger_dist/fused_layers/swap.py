@@ -7,9 +7,9 @@ falls back to the original one wherever the module has changed since it was matc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from types import BuiltinFunctionType
@@ -65,6 +65,10 @@ class Kind:
     """clause that ``explain`` shows where no module of a model is a candidate"""
     is_expected: Callable[[nn.Module], bool] = lambda model: True
     """False for models in which ``explain`` need not mention that the kind is absent"""
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """members of the swapped class, instead of a forward; the module's own then calls ``compute`` through them"""
+    in_compiled_layers: bool = False
+    """True if the kind is swapped in compiled layers too: its operation is opaque to the compiler"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self
@@ -117,7 +121,7 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
     Raises:
         LeftAloneError: see :func:`check_swappable`.
     """
-    check_swappable(module)
+    check_swappable(module, has_forward=not kind.members)
     base = below_wrappers(type(module))
     swapped = with_base(type(module), base, _class_for(kind, base))
     setattr(module, _MATCH, match)
@@ -125,12 +129,19 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
     module.__class__ = swapped
 
 
-def check_swappable(module: nn.Module) -> None:
-    """Raises:
-    LeftAloneError: a swapped forward of the instance would not be called.
+def check_swappable(module: nn.Module, *, has_forward: bool = True) -> None:
+    """Checks that a swapped class of the instance takes effect.
+
+    Args:
+        has_forward: False for a class that keeps the module's own forward.
+
+    Raises:
+        LeftAloneError: a swapped forward of the instance would not be called.
     """
     if isinstance(module, Swapped):
         raise LeftAloneError("its forward has been swapped by the wrap of another model that shares it")
+    if not has_forward:
+        return
     if "forward" in vars(module):
         raise LeftAloneError("its forward has been patched on the instance")
     if type(module) is not below_wrappers(type(module)) and "forward" in vars(type(module)):
@@ -309,7 +320,7 @@ def _class_for(kind: Kind, base: Any) -> Any:
         return current(self, *args, **kwargs) if result is NotImplemented else result
 
     members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_probed": probed}
-    return subclass_of(base, Swapped, {**members, "forward": forward})
+    return subclass_of(base, Swapped, {**members, **(kind.members or {"forward": forward})})
 
 
 def _blank(kind: Kind, base: Any) -> nn.Module:

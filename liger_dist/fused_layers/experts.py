@@ -1,0 +1,425 @@
+"""Experts of a mixture: the match of transformers' modules, and the implementation that it selects for them.
+
+transformers calls the experts of a model by the name of an implementation in the module's config
+(``use_experts_implementation``). A swapped module has a config with another name, :data:`NAME`; nothing else of it
+changes, so that it is also called where transformers has put the exchange of tokens of its expert parallelism around
+its forward, and the number of experts is that of this rank.
+
+LoRA of PEFT on the parameters of experts (``target_parameters``) is a module around them, which merges its product into
+a copy of the weights. Swapped, it gives its matrices to the experts instead, for grouped products.
+
+Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import below_wrappers
+from liger_dist.model.peft import only_plain_adapter
+from liger_dist.model.stand_ins import swapped
+from liger_dist.model.torch_modes import is_transformed
+from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
+from liger_dist_kernels.experts import gate_in_torch
+
+from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
+from .swap import (
+    PROBE_SCALES,
+    Kind,
+    LeftAloneError,
+    agrees,
+    has_hooks,
+    has_settings,
+    is_local,
+    match_of,
+    probing,
+    settings_of,
+)
+
+NAME = "liger_dist"
+"""of the implementation, in transformers' interface"""
+TOLERANCE = 1e-5
+REPLACED = (None, "eager", "batched_mm", "grouped_mm")
+"""transformers' implementations that compute with torch; others are kernels that a user has chosen"""
+_ALIGNED_RANK = 8
+"""elements that a LoRA rank is padded to: a grouped product wants rows of 16 bytes"""
+_TOKENS, _EXPERTS, _EXPERTS_OF_A_TOKEN, _HIDDEN, _FEATURES = 9, 3, 2, 4, 6
+"""sizes of the probe; the last expert gets no token"""
+
+
+class _Config:
+    """Config of a module of experts with another implementation; all else is as in its own."""
+
+    def __init__(self, own: Any, implementation: str = NAME) -> None:
+        self.own, self._experts_implementation = own, implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["own"], name)
+
+    def __reduce__(self) -> Any:
+        return _Config, (self.own, self._experts_implementation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsMatch:
+    """Match of a module of experts."""
+
+    options: ExpertOptions
+    names: tuple[str | None, ...]
+    """of the parameters, in the order of :class:`.ExpertTensors` without LoRA; None for one that is not there"""
+    implementation: str | None
+    """the model's own"""
+    config: Any
+    """what the swapped module has as its config"""
+    activation: tuple[nn.Module, dict[str, Any]] | None
+    """module of the activation, with its settings; None where the experts' class computes it"""
+    settings: dict[str, Any]
+    """attributes of the module when it was matched"""
+
+    def __str__(self) -> str:
+        gate = self.options.gate
+        words = f"{gate.activation}(gate) * up" if gate.is_gated else f"{gate.activation}(up)"
+        limited = "" if gate.limit is None else f", limited to {gate.limit:g}"
+        return f"down({words}{limited}) by grouped products"
+
+
+def _config(module: nn.Module) -> Any:
+    match, own = match_of(module), module.__dict__["config"]
+    # The user may have selected another implementation since.
+    is_own = match is None or own._experts_implementation != match.implementation
+    return own if is_own else match.config
+
+
+def _set_config(module: nn.Module, config: Any) -> None:
+    module.__dict__["config"] = config
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    """True for what transformers' ``use_experts_implementation`` makes."""
+    down = module._parameters.get("down_proj")
+    return hasattr(module, "is_transposed") and down is not None and down.dim() == 3 and "config" in vars(module)
+
+
+def _match(module: Any, backend: Backend) -> ExpertsMatch:
+    _register()
+    implementation = module.config._experts_implementation
+    if implementation not in REPLACED:
+        raise LeftAloneError(f"its implementation is {implementation}")
+    if "forward" in vars(module) and not getattr(module, "_is_expert_parallel", False):
+        raise LeftAloneError("its forward has been patched on the instance")
+    if getattr(module, "has_post_expert_norm", False):
+        raise LeftAloneError("it has a norm after each expert")
+    is_gated, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
+    up = "gate_up_proj" if is_gated else "up_proj"
+    names = (up, "down_proj", f"{up}_bias" if has_bias else None, "down_proj_bias" if has_bias else None)
+    if any(name not in module._parameters for name in names if name is not None):
+        raise LeftAloneError(f"it has no {up} and down_proj" + (" with biases" if has_bias else ""))
+    activation = module._modules.get("act_fn")
+    with probing(module):
+        gate = next(_gates(module, is_gated=is_gated), None)
+        if gate is None:
+            raise LeftAloneError("its activation is not a known one")
+        match = ExpertsMatch(
+            options=ExpertOptions(gate=gate, is_transposed=module.is_transposed, backend=backend),
+            names=names,
+            implementation=implementation,
+            config=_Config(module.config),
+            activation=None if activation is None else (activation, settings_of(activation)),
+            settings=settings_of(module),
+        )
+        if not agrees(partial(_probe, module, match), tolerance=TOLERANCE):
+            raise LeftAloneError("it does not compute the weighted sum of its experts")
+    return match
+
+
+def _gates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
+    """Yields options of the gate that agree with the module's activation, at small and large values."""
+    generator = torch.Generator().manual_seed(0)
+    values = [scale * torch.randn(64, 2 * _FEATURES, generator=generator).double() for scale in PROBE_SCALES]
+    with torch.no_grad():
+        truths = [module._apply_gate(x) if is_gated else module.act_fn(x) for x in values]
+    for options in _candidates(module, is_gated=is_gated):
+        if all(_close(options, x, truth) for x, truth in zip(values, truths, strict=True)):
+            yield options
+
+
+def _close(options: GateOptions, x: Tensor, truth: Tensor) -> bool:
+    g, u = (x, x) if not options.is_gated else (x[:, ::2], x[:, 1::2]) if options.is_interleaved else x.chunk(2, 1)
+    activated, _, factor, _ = gate_in_torch(g, u, options)
+    found = activated * factor
+    return found.shape == truth.shape and bool((found - truth).norm() <= TOLERANCE * truth.norm())
+
+
+def _candidates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
+    """Yields options, of which limits and slopes are numbers on the module."""
+    numbers = sorted({float(v) for v in settings_of(module).values() if type(v) in (int, float) and 0 < v < 1e4})
+    for activation in ACTIVATIONS:
+        plain = GateOptions(activation=activation, is_gated=is_gated)
+        if not is_gated:
+            yield plain
+            continue
+        for is_interleaved in (False, True):
+            one = replace(plain, is_interleaved=is_interleaved)
+            yield one
+            for limit in numbers:
+                yield replace(one, limit=limit)
+                yield replace(one, limit=limit, limits_activation=True)
+                yield from (replace(one, limit=limit, slope=slope, offset=1.0) for slope in numbers)
+
+
+def _probe(module: Any, match: ExpertsMatch, is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs the model's own experts, or these, on small parameters; returns output and leaves."""
+    inputs, small = _small_case(match)
+    leaves = [inputs[0], inputs[2], *small.values()]
+    if not is_original:
+        tensors = ExpertTensors(*(None if name is None else small[name] for name in match.names))
+        options = replace(match.options, backend="reference")
+        return [experts(*inputs, tensors, options=options)], leaves
+    with ExitStack() as stack:
+        _enter_small(stack, module, small)
+        return [_own_experts(module, "eager")(module, *inputs)], leaves
+
+
+def _small_case(match: ExpertsMatch) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    """Returns small hidden states, indices and weights of the router, and parameters by name."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    width = 2 * _FEATURES if match.options.gate.is_gated else _FEATURES
+    shapes = [(width, _HIDDEN), (_HIDDEN, _FEATURES), (width,), (_HIDDEN,)]
+    if match.options.is_transposed:
+        shapes[:2] = [shape[::-1] for shape in shapes[:2]]
+    named = zip(match.names, shapes, strict=True)
+    small = {name: values(_EXPERTS, *shape) for name, shape in named if name is not None}
+    index_TK = torch.arange(_TOKENS * _EXPERTS_OF_A_TOKEN).view(_TOKENS, -1) % (_EXPERTS - 1)
+    weight_TK = torch.rand(_TOKENS, _EXPERTS_OF_A_TOKEN, generator=generator).requires_grad_()
+    return (values(_TOKENS, _HIDDEN), index_TK, weight_TK), small
+
+
+def _enter_small(stack: ExitStack, module: nn.Module, small: dict[str, Any]) -> None:
+    """Gives a module of experts small parameters in the stack's context."""
+    stack.enter_context(swapped(vars(module), "_parameters", {**module._parameters, **small}))
+    if "num_experts" in vars(module):
+        stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
+
+
+def _own_experts(module: Any, implementation: str | None) -> Any:
+    """Returns the function of an implementation of transformers, which takes the module first; that of the module's
+    class for "eager"."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    # What use_experts_implementation has wrapped.
+    eager = below_wrappers(type(module)).forward.__wrapped__
+    return ALL_EXPERTS_FUNCTIONS.get_interface(implementation or "eager", eager)
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    low_rank: Sequence[LowRankMatrices] = (),
+) -> Tensor:
+    """Computes the experts of a swapped module, as an implementation of transformers' interface.
+
+    Args:
+        hidden_states: ``[T, D]``
+        top_k_index: ``[T, K]``; experts of each token.
+        top_k_weights: ``[T, K]``
+        low_rank: LoRA on its parameters.
+    """
+    match: ExpertsMatch | None = match_of(module)
+    if match is None or not _is_ready(module, match, hidden_states):
+        if low_rank:
+            raise LigerDistError(
+                f"the experts of a {type(module).__name__} have changed since liger_dist.wrap, and LoRA on them is "
+                "computed with them; call liger_dist.unwrap(model) and wrap it again."
+            )
+        implementation = module.__dict__["config"]._experts_implementation
+        result: Tensor = _own_experts(module, implementation)(module, hidden_states, top_k_index, top_k_weights)
+        return result
+    tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
+    return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
+
+
+def _with_low_rank(
+    tensors: ExpertTensors, options: ExpertOptions, match: ExpertsMatch, low_rank: Sequence[LowRankMatrices]
+) -> tuple[ExpertTensors, ExpertOptions]:
+    """Adds LoRA to what :func:`.experts` gets."""
+    for one in low_rank:
+        a, b = one.matrices(tensors.up.dtype)
+        if one.parameter == match.names[0]:
+            tensors = tensors._replace(up_a_ErD=a, up_b_ErH=b)
+            options = replace(options, up_scale=one.scaling)
+        else:
+            tensors = tensors._replace(down_a_ErF=a, down_b_ErD=b)
+            options = replace(options, down_scale=one.scaling)
+    return tensors, options
+
+
+def _tensors(module: nn.Module, match: ExpertsMatch) -> ExpertTensors:
+    # As attributes: FSDP1 keeps full weights there, and not among the parameters.
+    return ExpertTensors(*(None if name is None else getattr(module, name) for name in match.names))
+
+
+def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> bool:
+    """True if the module is as it was matched, and its parameters are full ordinary tensors."""
+    if is_transformed() or hidden_states.dim() != 2:
+        return False
+    if not torch.compiler.is_compiling():
+        if not has_settings(module, match.settings):
+            return False
+        if match.activation is not None:
+            part, settings = match.activation
+            if module._modules.get("act_fn") is not part or has_hooks(part) or not has_settings(part, settings):
+                return False
+    return supports(hidden_states, _tensors(module, match))
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts_forward)
+
+
+EXPERTS = Kind(
+    name="experts",
+    is_candidate=_is_candidate,
+    match=_match,
+    compute=experts_forward,
+    absent="no module has the parameters of all experts and takes another implementation",
+    is_expected=lambda model: any(map(_is_candidate, model.modules())),
+    members={"config": property(_config, _set_config)},
+    in_compiled_layers=True,
+)
+
+
+class LowRankMatrices(NamedTuple):
+    """LoRA on one parameter of experts."""
+
+    parameter: str
+    a: Tensor
+    """``[r * E, in]``, the ranks of an expert side by side"""
+    b: Tensor
+    """``[out, r * E]``, the experts of a rank side by side"""
+    num_experts: int
+    scaling: float
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns A ``[E, r, in]`` and B ``[E, r, out]``."""
+        E = self.num_experts
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        a_ErI = a.reshape(E, -1, a.shape[1])
+        b_ErO = b.reshape(b.shape[0], -1, E).permute(2, 1, 0)
+        missing = -a_ErI.shape[1] % _ALIGNED_RANK
+        if missing:
+            a_ErI, b_ErO = (F.pad(one, (0, 0, 0, missing)) for one in (a_ErI, b_ErO))
+        return a_ErI.contiguous(), b_ErO.contiguous()
+
+
+@dataclass(frozen=True)
+class LowRankExpertsMatch:
+    """Match of PEFT's module around experts."""
+
+    def __str__(self) -> str:
+        return "LoRA by grouped products"
+
+
+def experts_inside(module: Any) -> Any:
+    """Returns the module of experts inside PEFT's modules around its parameters."""
+    while "base_layer" in module._modules:
+        module = module._modules["base_layer"]
+    return module
+
+
+def _has_low_rank(module: nn.Module) -> bool:
+    """True for PEFT's module around a parameter of experts."""
+    return "base_layer" in module._modules and hasattr(module, "parameter_name") and _is_candidate(experts_inside(module))
+
+
+def _match_low_rank(module: Any, backend: Backend) -> LowRankExpertsMatch:
+    inside = experts_inside(module)
+    match = _match(inside, backend)
+    name = only_plain_adapter(module)
+    if name is None:
+        raise LeftAloneError("it has several active adapters, none, or a variant of LoRA")
+    if module.parameter_name not in match.names[:2]:
+        raise LeftAloneError(f"it is on {module.parameter_name}")
+    if module.num_experts == 1:
+        raise LeftAloneError("it is on one expert")
+    if "forward" in vars(inside):
+        raise LeftAloneError("its experts are on several ranks")
+    with probing(module), probing(inside):
+        if not agrees(partial(_probe_low_rank, module, match, name), tolerance=TOLERANCE):
+            raise LeftAloneError("it does not add the product of its matrices to the weights")
+    return LowRankExpertsMatch()
+
+
+def _probe_low_rank(
+    module: Any, match: ExpertsMatch, name: str, is_original: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs PEFT's forward around the model's own experts, or these, on small parameters; returns output and leaves."""
+    inside, (inputs, small) = experts_inside(module), _small_case(match)
+    target = small[module.parameter_name]
+    in_features, out_features = target.shape[1:] if match.options.is_transposed else target.shape[:0:-1]
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        a = nn.Linear(in_features, 2 * _EXPERTS, bias=False)
+        b = nn.Linear(2 * _EXPERTS, out_features, bias=False)
+    leaves = [inputs[0], a.weight, b.weight]
+    if not is_original:
+        low = LowRankMatrices(module.parameter_name, a.weight, b.weight, _EXPERTS, module.scaling[name])
+        tensors = ExpertTensors(*(None if key is None else small[key] for key in match.names))
+        tensors, options = _with_low_rank(tensors, replace(match.options, backend="reference"), match, [low])
+        return [experts(*inputs, tensors, options=options)], leaves
+    with ExitStack() as stack:
+        _enter_small(stack, inside, {key: nn.Parameter(value.detach()) for key, value in small.items()})
+        stack.enter_context(swapped(vars(inside), "config", _Config(inside.config, "eager")))
+        stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
+        small_parts = {"lora_A": nn.ModuleDict({name: a}), "lora_B": nn.ModuleDict({name: b}), "base_layer": inside}
+        for part, replacement in small_parts.items():
+            stack.enter_context(swapped(module._modules, part, replacement))
+        return [type(module).forward(module, *inputs)], leaves
+
+
+def _compute_low_rank(
+    module: Any,
+    match: LowRankExpertsMatch,
+    hidden_states: Tensor,
+    *args: Any,
+    low_rank: Sequence[LowRankMatrices] = (),
+    **kwargs: Any,
+) -> Any:
+    inside, name = experts_inside(module), only_plain_adapter(module)
+    of_experts = match_of(inside)
+    if name is None or not isinstance(of_experts, ExpertsMatch) or inside.config is not of_experts.config:
+        return NotImplemented
+    a, b = (module._modules[part]._modules[name] for part in ("lora_A", "lora_B"))
+    if has_hooks(a) or has_hooks(b) or not _is_ready(inside, of_experts, hidden_states):
+        return NotImplemented
+    if not (is_local(a.weight) and is_local(b.weight)):
+        return NotImplemented
+    own = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
+    return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, own), **kwargs)
+
+
+LOW_RANK_EXPERTS = Kind(
+    name="LoRA on experts",
+    is_candidate=_has_low_rank,
+    match=_match_low_rank,
+    compute=_compute_low_rank,
+    absent="no module of PEFT is around the parameters of experts",
+    is_expected=lambda model: False,
+    in_compiled_layers=True,
+)

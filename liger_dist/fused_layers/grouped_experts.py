@@ -1,0 +1,397 @@
+"""Experts of a mixture as one autograd function: two grouped products, with what lies between and around them in
+kernels; and its custom ops for compiled layers.
+
+A forward keeps the tokens themselves, the order of tokens by expert, and gate and up; gathered tokens, activations and
+the outputs of the experts are computed again or not needed, because the weight of the router is applied before the
+down projection. LoRA adds grouped low-rank products; no weight is merged.
+
+Legend: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts, D hidden, F features of an expert,
+H features of the first projection (2 * F with a gate), r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_dist.errors import refuse_second_order
+from liger_dist_kernels import (
+    Backend,
+    GateOptions,
+    LowRank,
+    Routing,
+    WeightedBias,
+    combine_rows,
+    gate_bwd,
+    gate_fwd,
+    gather_rows,
+    grouped_outer_product,
+    grouped_product,
+    product_with_bias,
+    route,
+    sum_of_experts,
+)
+
+from .swap import is_local
+
+
+class ExpertTensors(NamedTuple):
+    """Parameters of the experts, all in one dtype."""
+
+    up: Tensor
+    """first projection, ``[E, H, D]``; ``[E, D, H]`` if transposed"""
+    down: Tensor
+    """``[E, D, F]``; ``[E, F, D]`` if transposed"""
+    up_bias_EH: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+    up_a_ErD: Tensor | None = None
+    up_b_ErH: Tensor | None = None
+    down_a_ErF: Tensor | None = None
+    down_b_ErD: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """What experts compute, besides their parameters."""
+
+    gate: GateOptions
+    is_transposed: bool = False
+    """True for weights of which each expert's takes rows, ``x @ weight``"""
+    up_scale: float = 0.0
+    """LoRA's scaling of the first projection"""
+    down_scale: float = 0.0
+    backend: Backend = "auto"
+
+
+class _Kept(NamedTuple):
+    """What the forward keeps for the backward, beside its inputs."""
+
+    h_SH: Tensor
+    """gate and up, without bias"""
+    pair_S: Tensor
+    row_TK: Tensor
+    ends_E: Tensor
+    expert_S: Tensor
+    up_low_Sr: Tensor | None = None
+    down_low_Sr: Tensor | None = None
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.pair_S, self.row_TK, self.ends_E, self.expert_S)
+
+
+class _Needs(NamedTuple):
+    """Which gradients a backward computes."""
+
+    hidden: bool
+    weight: bool
+    tensors: tuple[bool, ...]
+    """of the fields of :class:`ExpertTensors`"""
+
+
+def _projection(x_SI: Tensor, weight: Tensor, ends_E: Tensor, *, is_transposed: bool) -> Tensor:
+    return grouped_product(x_SI, weight if is_transposed else weight.transpose(1, 2), ends_E)
+
+
+def _low_rank(x_SI: Tensor, a: Tensor | None, b: Tensor | None, scale: float, ends_E: Tensor) -> LowRank | None:
+    """Returns LoRA's product, and its factor ``x @ A.T`` in :attr:`_LowRank.low_Sr`; None without LoRA."""
+    if a is None or b is None:
+        return None
+    low_Sr = grouped_product(x_SI, a.transpose(1, 2), ends_E)
+    return _LowRank(grouped_product(low_Sr, b, ends_E), scale, low_Sr)
+
+
+@dataclass(frozen=True)
+class _LowRank(LowRank):
+    low_Sr: Tensor
+
+
+def _forward(
+    hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, tensors: ExpertTensors, options: ExpertOptions
+) -> tuple[Tensor, _Kept]:
+    """Computes the experts; returns the sum of each token ``[T, D]``, and what the backward reads."""
+    routing = route(index_TK, tensors.up.shape[0])
+    ends, backend = routing.ends_E, options.backend
+    x_SD = gather_rows(hidden_TD, routing, backend=backend)
+    h_SH = _projection(x_SD, tensors.up, ends, is_transposed=options.is_transposed)
+    up_low = _low_rank(x_SD, tensors.up_a_ErD, tensors.up_b_ErH, options.up_scale, ends)
+    del x_SD
+    gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
+    a_SF = gate_fwd(h_SH, weight_TK, routing, low=up_low, **gate)
+    y_SD = _projection(a_SF, tensors.down, ends, is_transposed=options.is_transposed)
+    down_low = _low_rank(a_SF, tensors.down_a_ErF, tensors.down_b_ErD, options.down_scale, ends)
+    del a_SF
+    bias = None if tensors.down_bias_ED is None else WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
+    sum_TD = combine_rows(y_SD, routing, low=down_low, bias=bias, backend=backend)
+    lows = (low.low_Sr if isinstance(low, _LowRank) else None for low in (up_low, down_low))
+    return sum_TD, _Kept(h_SH, *routing, *lows)
+
+
+def _backward(
+    d_sum_TD: Tensor,
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    tensors: ExpertTensors,
+    kept: _Kept,
+    options: ExpertOptions,
+    needs: _Needs,
+) -> list[Tensor | None]:
+    """Computes the gradients of hidden states, weights of the router and parameters; None where not needed."""
+    routing, backend, is_transposed = kept.routing, options.backend, options.is_transposed
+    ends, wanted = routing.ends_E, ExpertTensors(*needs.tensors)  # type: ignore[arg-type]
+    found: dict[str, Tensor] = {}
+    d_y_SD = gather_rows(d_sum_TD, routing, backend=backend)
+    d_a_SF = _projection(d_y_SD, tensors.down, ends, is_transposed=not is_transposed)
+    d_low = _low_rank_backward(d_y_SD, "down", tensors, kept, options, wanted, found)
+    gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
+    needs_a = bool(wanted.down or wanted.down_a_ErF)
+    gradients = gate_bwd(d_a_SF, kept.h_SH, weight_TK, routing, needs_y=needs_a, low=d_low, **gate)
+    del d_a_SF
+    d_h_SH, d_weight_TK, a_SF = gradients
+    if a_SF is not None:
+        if wanted.down:
+            found["down"] = _weight_gradient(a_SF, d_y_SD, ends, is_transposed=is_transposed)
+        if isinstance(d_low, _LowRank) and wanted.down_a_ErF:
+            found["down_a_ErF"] = grouped_outer_product(d_low.low_Sr, a_SF, ends) * options.down_scale
+    if tensors.down_bias_ED is not None:
+        if wanted.down_bias_ED:
+            found["down_bias_ED"] = sum_of_experts(d_y_SD, routing, weight_TK=weight_TK, backend=backend)
+        if needs.weight:
+            bias = WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
+            d_weight_TK += product_with_bias(d_sum_TD, bias, routing, backend=backend)
+    del d_y_SD, a_SF, gradients, d_low
+    if wanted.up_bias_EH:
+        found["up_bias_EH"] = sum_of_experts(d_h_SH, routing, backend=backend)
+    low = _low_rank_backward(d_h_SH, "up", tensors, kept, options, wanted, found)
+    if wanted.up or wanted.up_a_ErD:
+        x_SD = gather_rows(hidden_TD, routing, backend=backend)
+        if wanted.up:
+            found["up"] = _weight_gradient(x_SD, d_h_SH, ends, is_transposed=is_transposed)
+        if isinstance(low, _LowRank) and wanted.up_a_ErD:
+            found["up_a_ErD"] = grouped_outer_product(low.low_Sr, x_SD, ends) * options.up_scale
+        del x_SD
+    d_hidden_TD = None
+    if needs.hidden:
+        d_x_SD = _projection(d_h_SH, tensors.up, ends, is_transposed=not is_transposed)
+        d_hidden_TD = combine_rows(d_x_SD, routing, low=low, backend=backend)
+    of_tensors = [found.get(name) if is_wanted else None for name, is_wanted in wanted._asdict().items()]
+    return [d_hidden_TD, d_weight_TK.to(weight_TK.dtype) if needs.weight else None, *of_tensors]
+
+
+def _low_rank_backward(
+    d_SO: Tensor,
+    part: str,
+    tensors: ExpertTensors,
+    kept: _Kept,
+    options: ExpertOptions,
+    wanted: ExpertTensors,
+    found: dict[str, Tensor],
+) -> LowRank | None:
+    """Adds the gradient of a projection's B to ``found``, and returns LoRA's part of the gradient of its input."""
+    if part == "up":
+        names, low_Sr, scale = ("up_a_ErD", "up_b_ErH"), kept.up_low_Sr, options.up_scale
+    else:
+        names, low_Sr, scale = ("down_a_ErF", "down_b_ErD"), kept.down_low_Sr, options.down_scale
+    a, b = (getattr(tensors, name) for name in names)
+    if low_Sr is None:
+        return None
+    ends = kept.ends_E
+    if getattr(wanted, names[1]):
+        found[names[1]] = grouped_outer_product(low_Sr, d_SO, ends) * scale
+    d_low_Sr = grouped_product(d_SO, b.transpose(1, 2), ends)
+    return _LowRank(grouped_product(d_low_Sr, a, ends), scale, d_low_Sr)
+
+
+def _weight_gradient(x_SI: Tensor, d_SO: Tensor, ends_E: Tensor, *, is_transposed: bool) -> Tensor:
+    return grouped_outer_product(x_SI, d_SO, ends_E) if is_transposed else grouped_outer_product(d_SO, x_SI, ends_E)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: ExpertOptions, hidden: Tensor, index_TK: Tensor, weight_TK: Tensor, *given: Tensor | None
+    ) -> Tensor:
+        dtype = _compute_dtype(hidden)
+        hidden_TD, tensors = hidden.to(dtype).contiguous(), _in_dtype(given, dtype)
+        index_TK, weight_TK = index_TK.contiguous(), weight_TK.contiguous()
+        if torch.compiler.is_compiling():
+            y, *kept = torch.ops.liger_dist.experts(hidden_TD, index_TK, weight_TK, [*tensors], *_packed(options))
+        else:
+            y, kept = _forward(hidden_TD, index_TK, weight_TK, tensors, options)
+        ctx.options, ctx.dtype = options, dtype
+        ctx.save_for_backward(hidden, index_TK, weight_TK, *given, *kept)
+        return y.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
+        hidden, index_TK, weight_TK, *saved = ctx.saved_tensors
+        given, kept = saved[: len(ExpertTensors._fields)], saved[len(ExpertTensors._fields) :]
+        hidden_TD, tensors = hidden.to(ctx.dtype).contiguous(), _in_dtype(given, ctx.dtype)
+        _, needs_hidden, _, needs_weight, *wanted = ctx.needs_input_grad
+        needs = _Needs(needs_hidden, needs_weight, tuple(wanted))
+        inputs = (d_y.to(ctx.dtype).contiguous(), hidden_TD, index_TK, weight_TK)
+        gradients: list[Tensor | None]
+        if torch.compiler.is_compiling():
+            flags = [needs.hidden, needs.weight, *needs.tensors]
+            computed = iter(
+                torch.ops.liger_dist.experts_backward(*inputs, [*tensors], kept, flags, *_packed(ctx.options))
+            )
+            gradients = [next(computed) if is_needed else None for is_needed in flags]
+        else:
+            gradients = _backward(*inputs, tensors, _Kept(*kept), ctx.options, needs)
+        d_hidden, d_weight, *of_tensors = gradients
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        of_given = [None if d is None else d.to(own.dtype) for d, own in zip(of_tensors, given, strict=True)]
+        return None, d_hidden, None, d_weight, *of_given
+
+
+def _in_dtype(given: Any, dtype: torch.dtype) -> ExpertTensors:
+    return ExpertTensors(*(None if tensor is None else tensor.to(dtype) for tensor in given))
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Returns the dtype of the products: that of autocast where it is enabled."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+def experts(
+    hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, tensors: ExpertTensors, *, options: ExpertOptions
+) -> Tensor:
+    """Computes the experts of each token and their weighted sum, ``[T, D]`` in the dtype of ``hidden_TD``.
+
+    Differentiable once, by everything but the indices; the result and all gradients are the same in each run.
+
+    Args:
+        index_TK: experts of each token, integers. Those of ``E`` or more name no expert and count nothing.
+        weight_TK: their weights, any floating dtype.
+        tensors: parameters, in the dtype of ``hidden_TD``; any dtype under autocast.
+    """
+    result: Tensor = _Experts.apply(options, hidden_TD, index_TK, weight_TK, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def supports(hidden: Tensor, tensors: ExpertTensors) -> bool:
+    """True if :func:`experts` computes these: full ordinary tensors, of one dtype or under autocast."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not all(is_local(tensor) and tensor.is_floating_point() for tensor in (hidden, *present)):
+        return False
+    is_autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+    return is_autocast or all(tensor.dtype == hidden.dtype for tensor in present)
+
+
+_OPTIONS = "float[] numbers, bool[] flags, str[] names"
+
+
+def _packed(options: ExpertOptions) -> tuple[list[float], list[bool], list[str]]:
+    """Returns the options as arguments of an op."""
+    gate = options.gate
+    numbers = [gate.slope, gate.offset, options.up_scale, options.down_scale]
+    numbers += [] if gate.limit is None else [gate.limit]
+    flags = [gate.is_gated, gate.is_interleaved, gate.limits_activation, options.is_transposed]
+    return numbers, flags, [gate.activation, options.backend]
+
+
+def _unpacked(numbers: list[float], flags: list[bool], names: list[Any]) -> ExpertOptions:
+    """Rebuilds the options from :func:`_packed`."""
+    (slope, offset, up_scale, down_scale, *limit), (activation, backend) = numbers, names
+    is_gated, is_interleaved, limits_activation, is_transposed = flags
+    gate = GateOptions(
+        activation=activation,
+        is_gated=is_gated,
+        is_interleaved=is_interleaved,
+        limit=limit[0] if limit else None,
+        limits_activation=limits_activation,
+        slope=slope,
+        offset=offset,
+    )
+    scales = {"up_scale": up_scale, "down_scale": down_scale}
+    return ExpertOptions(gate=gate, is_transposed=is_transposed, backend=backend, **scales)
+
+
+@torch.library.custom_op(
+    "liger_dist::experts",
+    mutates_args=(),
+    schema=f"(Tensor hidden, Tensor index, Tensor weight, Tensor?[] tensors, {_OPTIONS}) -> Tensor[]",
+)
+def _experts_op(
+    hidden: Tensor, index: Tensor, weight: Tensor, tensors: list[Tensor | None], *packed: Any
+) -> list[Tensor]:
+    y, kept = _forward(hidden, index, weight, ExpertTensors(*tensors), _unpacked(*packed))  # type: ignore[arg-type]
+    return [y, *(tensor for tensor in kept if tensor is not None)]
+
+
+@_experts_op.register_fake
+def _(hidden: Tensor, index: Tensor, weight: Tensor, tensors: list[Tensor | None], *packed: Any) -> list[Tensor]:
+    options, parts = _unpacked(*packed), ExpertTensors(*tensors)  # type: ignore[arg-type]
+    rows = index.shape[0] * index.shape[1]
+    width = parts.up.shape[2 if options.is_transposed else 1]
+    found = [
+        hidden.new_empty(hidden.shape),
+        hidden.new_empty(rows, width),
+        index.new_empty(rows, dtype=torch.int32),
+        index.new_empty(index.shape, dtype=torch.int32),
+        index.new_empty(parts.up.shape[0], dtype=torch.int32),
+        index.new_empty(rows),
+    ]
+    lows = (parts.up_a_ErD, parts.down_a_ErF)
+    return found + [hidden.new_empty(rows, a.shape[1]) for a in lows if a is not None]
+
+
+@torch.library.custom_op(
+    "liger_dist::experts_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor d_y, Tensor hidden, Tensor index, Tensor weight, Tensor?[] tensors, Tensor?[] kept, bool[] needs, "
+        f"{_OPTIONS}) -> Tensor[]"
+    ),
+)
+def _experts_backward_op(
+    d_y: Tensor,
+    hidden: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    tensors: list[Tensor | None],
+    kept: list[Tensor | None],
+    needs: list[bool],
+    *packed: Any,
+) -> list[Tensor]:
+    wanted = _Needs(needs[0], needs[1], tuple(needs[2:]))
+    parts = ExpertTensors(*tensors)  # type: ignore[arg-type]
+    gradients = _backward(
+        d_y,
+        hidden,
+        index,
+        weight,
+        parts,
+        _Kept(*kept),  # type: ignore[arg-type]
+        _unpacked(*packed),
+        wanted,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_experts_backward_op.register_fake
+def _(
+    d_y: Tensor,
+    hidden: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    tensors: list[Tensor | None],
+    kept: list[Tensor | None],
+    needs: list[bool],
+    *packed: Any,
+) -> list[Tensor]:
+    inputs = (hidden, weight, *tensors)
+    return [
+        tensor.new_empty(tensor.shape)
+        for tensor, is_needed in zip(inputs, needs, strict=True)
+        if is_needed and tensor is not None
+    ]
