@@ -21,6 +21,7 @@ from .experts import LowRank as LowRank
 from .experts import Routing as Routing
 from .experts import WeightedBias as WeightedBias
 from .experts import combine_rows as combine_rows
+from .experts import expert_dtype as expert_dtype
 from .experts import gate_bwd as gate_bwd
 from .experts import gate_fwd as gate_fwd
 from .experts import gather_rows as gather_rows

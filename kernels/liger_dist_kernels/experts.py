@@ -33,6 +33,8 @@ from .gated_activation import Activation, activate, activated_with_slope
 
 _MOST_COLUMNS = 2048
 """columns that a program reads at once"""
+_MOST_FEATURES = 1024
+"""features of an expert that a program of the gate reads at once"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,12 @@ class Routing(NamedTuple):
     ends_E: Tensor
     """int32: number of rows of the experts up to each one"""
     expert_S: Tensor
-    """expert of each row, in the dtype of the indices; the number of experts or more for none"""
+    """int16 or int32: expert of each row; the number of experts or more for none"""
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """Returns the dtype in which experts are sorted: the fewer bytes, the fewer passes."""
+    return torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
 
 
 def route(index_TK: Tensor, num_experts: int) -> Routing:
@@ -78,8 +85,9 @@ def route(index_TK: Tensor, num_experts: int) -> Routing:
         index_TK: integers; an index of ``num_experts`` or more names no expert, as of pairs whose expert is on another
             rank.
     """
-    expert_S, pair_S = torch.sort(index_TK.reshape(-1), stable=True)
-    experts = torch.arange(num_experts, device=index_TK.device, dtype=expert_S.dtype)
+    dtype = expert_dtype(num_experts)
+    expert_S, pair_S = torch.sort(index_TK.reshape(-1).clamp(max=num_experts).to(dtype), stable=True)
+    experts = torch.arange(num_experts, device=index_TK.device, dtype=dtype)
     ends_E = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
     row_TK = torch.empty(index_TK.shape, dtype=torch.int32, device=index_TK.device)
     rows = torch.arange(pair_S.shape[0], device=index_TK.device, dtype=torch.int32)
@@ -89,32 +97,33 @@ def route(index_TK: Tensor, num_experts: int) -> Routing:
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, pair_ptr, ends_ptr, y_ptr, stride_xt, D,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(ends_ptr + E - 1):
-        token = (tl.load(pair_ptr + row) // K).to(tl.int64)
-        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        mask_d = offs_d < D
-        x = tl.load(x_ptr + token * stride_xt + offs_d, mask=mask_d, other=0.0)
-        tl.store(y_ptr + row * D + offs_d, x, mask=mask_d)
+    x_ptr, row_ptr, ends_ptr, y_ptr, stride_xt, D, E: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    # A token is read once, and written to the rows of its experts.
+    token = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    end = tl.load(ends_ptr + E - 1)
+    x = tl.load(x_ptr + token * stride_xt + offs_d, mask=mask_d, other=0.0)
+    for k in tl.range(0, K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        tl.store(y_ptr + row * D + offs_d, x, mask=mask_d & (row < end))
 
 
 def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") -> Tensor:
     """Returns the rows of the tokens sorted by expert, ``[S, D]``; those without an expert are not initialised."""
-    K = routing.row_TK.shape[1]
+    T, K = routing.row_TK.shape
     if not runs_triton(x_TD, backend):
         return x_TD[routing.pair_S.long() // K]
-    rows, D = routing.pair_S.shape[0], x_TD.shape[1]
-    y_SD = x_TD.new_empty(rows, D)
-    if rows > 0:
+    D = x_TD.shape[1]
+    y_SD = x_TD.new_empty(T * K, D)
+    if y_SD.numel() > 0:
         block = min(next_power_of_2(D), _MOST_COLUMNS)
         launch(
             _gather_kernel,
-            (rows, cdiv(D, block)),
+            (T, cdiv(D, block)),
             x_TD,
-            routing.pair_S,
+            routing.row_TK,
             routing.ends_E,
             y_SD,
             x_TD.stride(0),
@@ -149,66 +158,103 @@ def _gate(g, u, limit, slope, offset, KIND: tl.constexpr, LIMITS: tl.constexpr, 
 
 
 @triton.jit
-def _projected(
-    h_ptr, low_ptr, bias_ptr, row, expert, low_scale, offs_f, mask_f, dtype: tl.constexpr,
-    FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Loads gate or up. A low-rank product is added to the projection in memory, which the backward reads, and rounded
-    there; a bias is added to what is returned."""
-    column = FIRST + offs_f * STEP
-    h = tl.load(h_ptr + row * WIDTH + column, mask=mask_f, other=0.0).to(dtype)
+def _add_to(h, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Adds a low-rank product to a projection, in memory too, which the backward reads, and rounded there; and a bias
+    to what is returned."""
     if HAS_LOW:
-        h += low_scale * tl.load(low_ptr + row * WIDTH + column, mask=mask_f, other=0.0).to(dtype)
+        h += low_scale * tl.load(low_ptr + at, mask=mask, other=0.0).to(h.dtype)
         rounded = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + row * WIDTH + column, rounded, mask=mask_f)
-        h = rounded.to(dtype)
+        tl.store(h_ptr + at, rounded, mask=mask)
+        h = rounded.to(h.dtype)
     if HAS_BIAS:
-        h += tl.load(bias_ptr + expert * WIDTH + column, mask=mask_f, other=0.0).to(dtype)
+        h += tl.load(bias_ptr + at_bias, mask=mask, other=0.0).to(h.dtype)
     return h
+
+
+@triton.jit
+def _gate_and_up(
+    h_ptr, low_ptr, bias_ptr, row, expert, low_scale, start, dtype: tl.constexpr,
+    F: tl.constexpr, LAYOUT: tl.constexpr, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Loads gate and up; without a gate, the one projection as both."""
+    if LAYOUT == "interleaved":
+        # Loaded as it lies in memory: single elements would take an instruction each.
+        offs = 2 * start + tl.arange(0, 2 * BLOCK_F)
+        mask = offs < 2 * F
+        at, at_bias = row * (2 * F) + offs, expert * (2 * F) + offs
+        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(dtype)
+        h = _add_to(h, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW, HAS_BIAS)
+        g, u = tl.split(tl.reshape(h, (BLOCK_F, 2)))
+    else:
+        WIDTH: tl.constexpr = 2 * F if LAYOUT == "halves" else F
+        offs = start + tl.arange(0, BLOCK_F)
+        mask = offs < F
+        at, at_bias = row * WIDTH + offs, expert * WIDTH + offs
+        g = tl.load(h_ptr + at, mask=mask, other=0.0).to(dtype)
+        g = _add_to(g, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW, HAS_BIAS)
+        u = g
+        if LAYOUT == "halves":
+            u = tl.load(h_ptr + at + F, mask=mask, other=0.0).to(dtype)
+            u = _add_to(u, h_ptr, low_ptr, bias_ptr, at + F, at_bias + F, mask, low_scale, HAS_LOW, HAS_BIAS)
+    return g, u
+
+
+@triton.jit
+def _store_gate_and_up(
+    d_h_ptr, d_gate, d_up, row, start, F: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    dtype = d_h_ptr.dtype.element_ty
+    if LAYOUT == "interleaved":
+        offs = 2 * start + tl.arange(0, 2 * BLOCK_F)
+        both = tl.reshape(tl.join(d_gate, d_up), (2 * BLOCK_F,))
+        tl.store(d_h_ptr + row * (2 * F) + offs, both.to(dtype), mask=offs < 2 * F)
+    else:
+        WIDTH: tl.constexpr = 2 * F if LAYOUT == "halves" else F
+        offs = start + tl.arange(0, BLOCK_F)
+        tl.store(d_h_ptr + row * WIDTH + offs, d_gate.to(dtype), mask=offs < F)
+        if LAYOUT == "halves":
+            tl.store(d_h_ptr + row * WIDTH + F + offs, d_up.to(dtype), mask=offs < F)
 
 
 @triton.jit
 def _gate_fwd_kernel(
     h_ptr, low_ptr, bias_ptr, expert_ptr, weight_ptr, pair_ptr, ends_ptr, y_ptr,
     low_scale, limit, slope, offset,
-    E: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr,
-    FP64: tl.constexpr, KIND: tl.constexpr, LIMITS: tl.constexpr, IS_GATED: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, LAYOUT: tl.constexpr, FP64: tl.constexpr,
+    KIND: tl.constexpr, LIMITS: tl.constexpr,
     HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
+    limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
+    low_scale = number(low_scale, dtype)
     if row < tl.load(ends_ptr + E - 1):
-        dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
-        limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
-        low_scale = number(low_scale, dtype)
         weight = tl.load(weight_ptr + tl.load(pair_ptr + row)).to(dtype)
         expert = tl.load(expert_ptr + row).to(tl.int64)
-        offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-        mask_f = offs_f < F
-        g = _projected(h_ptr, low_ptr, bias_ptr, row, expert, low_scale, offs_f, mask_f, dtype,
-                       0, STEP, WIDTH, HAS_LOW, HAS_BIAS)  # fmt: skip
-        u = g
-        if IS_GATED:
-            u = _projected(h_ptr, low_ptr, bias_ptr, row, expert, low_scale, offs_f, mask_f, dtype,
-                           UP, STEP, WIDTH, HAS_LOW, HAS_BIAS)  # fmt: skip
-        activated, _, factor, _ = _gate(g, u, limit, slope, offset, KIND, LIMITS, IS_GATED)
-        if IS_GATED:
+        start = tl.program_id(1) * BLOCK_F
+        g, u = _gate_and_up(
+            h_ptr, low_ptr, bias_ptr, row, expert, low_scale, start, dtype, F, LAYOUT, HAS_LOW, HAS_BIAS, BLOCK_F
+        )
+        activated, _, factor, _ = _gate(g, u, limit, slope, offset, KIND, LIMITS, LAYOUT != "one")
+        if LAYOUT != "one":
             activated = activated * factor
-        tl.store(y_ptr + row * F + offs_f, (activated * weight).to(y_ptr.dtype.element_ty), mask=mask_f)
+        offs_f = start + tl.arange(0, BLOCK_F)
+        tl.store(y_ptr + row * F + offs_f, (activated * weight).to(y_ptr.dtype.element_ty), mask=offs_f < F)
 
 
 @triton.jit
 def _gate_bwd_kernel(
     h_ptr, d_y_ptr, low_ptr, bias_ptr, expert_ptr, weight_ptr, pair_ptr, ends_ptr, d_h_ptr, y_ptr, d_weight_ptr,
     low_scale, limit, slope, offset,
-    E: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr,
-    FP64: tl.constexpr, KIND: tl.constexpr, LIMITS: tl.constexpr, IS_GATED: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, LAYOUT: tl.constexpr, FP64: tl.constexpr,
+    KIND: tl.constexpr, LIMITS: tl.constexpr,
     HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_Y: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
+    limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
+    low_scale = number(low_scale, dtype)
     if row < tl.load(ends_ptr + E - 1):
-        dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
-        limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
-        low_scale = number(low_scale, dtype)
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair).to(dtype)
         expert = tl.load(expert_ptr + row).to(tl.int64)
@@ -216,27 +262,22 @@ def _gate_bwd_kernel(
         for start in tl.range(0, F, BLOCK_F):
             offs_f = start + tl.arange(0, BLOCK_F)
             mask_f = offs_f < F
-            g = _projected(h_ptr, h_ptr, bias_ptr, row, expert, low_scale, offs_f, mask_f, dtype,
-                           0, STEP, WIDTH, False, HAS_BIAS)  # fmt: skip
-            u = g
-            if IS_GATED:
-                u = _projected(h_ptr, h_ptr, bias_ptr, row, expert, low_scale, offs_f, mask_f, dtype,
-                               UP, STEP, WIDTH, False, HAS_BIAS)  # fmt: skip
+            g, u = _gate_and_up(
+                h_ptr, h_ptr, bias_ptr, row, expert, low_scale, start, dtype, F, LAYOUT, False, HAS_BIAS, BLOCK_F
+            )
             d_y = tl.load(d_y_ptr + row * F + offs_f, mask=mask_f, other=0.0).to(dtype)
             if HAS_LOW:
                 d_y += low_scale * tl.load(low_ptr + row * F + offs_f, mask=mask_f, other=0.0).to(dtype)
-            activated, d_gate, factor, d_up = _gate(g, u, limit, slope, offset, KIND, LIMITS, IS_GATED)
+            activated, d_gate, factor, d_up = _gate(g, u, limit, slope, offset, KIND, LIMITS, LAYOUT != "one")
             y = activated
-            if IS_GATED:
+            if LAYOUT != "one":
                 y = activated * factor
             total += tl.where(mask_f, d_y * y, 0.0)
             d_y *= weight
-            h_dtype: tl.constexpr = d_h_ptr.dtype.element_ty
-            if IS_GATED:
-                d_up = d_y * activated * d_up
-                tl.store(d_h_ptr + row * WIDTH + UP + offs_f * STEP, d_up.to(h_dtype), mask=mask_f)
+            d_up *= d_y * activated
+            if LAYOUT != "one":
                 d_y *= factor
-            tl.store(d_h_ptr + row * WIDTH + offs_f * STEP, (d_y * d_gate).to(h_dtype), mask=mask_f)
+            _store_gate_and_up(d_h_ptr, d_y * d_gate, d_up, row, start, F, LAYOUT, BLOCK_F)
             if NEEDS_Y:
                 tl.store(y_ptr + row * F + offs_f, (y * weight).to(y_ptr.dtype.element_ty), mask=mask_f)
         tl.store(d_weight_ptr + pair, tl.sum(total, 0).to(d_weight_ptr.dtype.element_ty))
@@ -249,14 +290,11 @@ def _gate_arguments(h_SH: Tensor, options: GateOptions, low_scale: float) -> tup
     limits = "none" if options.limit is None else "activation" if options.limits_activation else "gate"
     constants = {
         "F": F,
-        "WIDTH": h_SH.shape[1],
-        "UP": (1 if options.is_interleaved else F) if options.is_gated else 0,
-        "STEP": 2 if options.is_interleaved else 1,
+        "LAYOUT": "one" if not options.is_gated else "interleaved" if options.is_interleaved else "halves",
         "FP64": dtype == torch.float64,
         "KIND": options.activation,
         "LIMITS": limits,
-        "IS_GATED": options.is_gated,
-        "BLOCK_F": min(next_power_of_2(F), _MOST_COLUMNS),
+        "BLOCK_F": min(next_power_of_2(F), _MOST_FEATURES),
         "num_warps": 4,
     }
     return [host_number(value, dtype) for value in values], constants
@@ -292,7 +330,7 @@ def gate_fwd(
         end = int(routing.ends_E[-1])
         if low is not None:
             h_SH += low.product * low.scale
-        g, u = _gate_and_up(h_SH, routing, bias_EH, options)
+        g, u = _gate_and_up_in_torch(h_SH, routing, bias_EH, options)
         activated, _, factor, _ = gate_in_torch(g, u, options)
         y_SF[:end] = (activated * factor * _weights_of_rows(weight_TK, routing, g.dtype)[:, None]).to(y_SF.dtype)
         return y_SF
@@ -352,7 +390,7 @@ def gate_bwd(
     y_SF = torch.empty_like(d_y_SF) if needs_y else None
     if not runs_triton(h_SH, backend):
         end = int(routing.ends_E[-1])
-        g, u = _gate_and_up(h_SH, routing, bias_EH, options)
+        g, u = _gate_and_up_in_torch(h_SH, routing, bias_EH, options)
         activated, d_gate, factor, d_up = gate_in_torch(g, u, options)
         weight = _weights_of_rows(weight_TK, routing, g.dtype)[:, None]
         d_y = d_y_SF[:end].to(g.dtype)
@@ -390,7 +428,7 @@ def gate_bwd(
     return GateGradients(d_h_SH, d_weight_TK, y_SF)
 
 
-def _gate_and_up(h_SH: Tensor, routing: Routing, bias_EH: Tensor | None, options: GateOptions) -> tuple[Tensor, Tensor]:
+def _gate_and_up_in_torch(h_SH: Tensor, routing: Routing, bias_EH: Tensor | None, options: GateOptions) -> tuple[Tensor, Tensor]:
     """Returns gate and up of the rows of experts in the dtype of arithmetic."""
     end = int(routing.ends_E[-1])
     h = h_SH[:end].to(statistics_dtype(h_SH.dtype))

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.class_swap import below_wrappers
 from liger_dist.model.peft import only_plain_adapter
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import is_transformed
@@ -78,7 +77,7 @@ class ExpertsMatch:
     """of the parameters, in the order of :class:`.ExpertTensors` without LoRA; None for one that is not there"""
     implementation: str | None
     """the model's own"""
-    config: Any
+    config: _Config
     """what the swapped module has as its config"""
     activation: tuple[nn.Module, dict[str, Any]] | None
     """module of the activation, with its settings; None where the experts' class computes it"""
@@ -90,17 +89,6 @@ class ExpertsMatch:
         words = f"{gate.activation}(gate) * up" if gate.is_gated else f"{gate.activation}(up)"
         limited = "" if gate.limit is None else f", limited to {gate.limit:g}"
         return f"down({words}{limited}) by grouped products"
-
-
-def _config(module: nn.Module) -> Any:
-    match, own = match_of(module), module.__dict__["config"]
-    # The user may have selected another implementation since.
-    is_own = match is None or own._experts_implementation != match.implementation
-    return own if is_own else match.config
-
-
-def _set_config(module: nn.Module, config: Any) -> None:
-    module.__dict__["config"] = config
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -220,7 +208,7 @@ def _own_experts(module: Any, implementation: str | None) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     # What use_experts_implementation has wrapped.
-    eager = below_wrappers(type(module)).forward.__wrapped__
+    eager = type(module).forward.__wrapped__
     return ALL_EXPERTS_FUNCTIONS.get_interface(implementation or "eager", eager)
 
 
@@ -240,14 +228,18 @@ def experts_forward(
         low_rank: LoRA on its parameters.
     """
     match: ExpertsMatch | None = match_of(module)
-    if match is None or not _is_ready(module, match, hidden_states):
+    if match is None:
+        # A caller holds the config of a module that has been restored.
+        result: Tensor = type(module).forward(module, hidden_states, top_k_index, top_k_weights)
+        return result
+    if not _is_ready(module, match, hidden_states):
         if low_rank:
             raise LigerDistError(
                 f"the experts of a {type(module).__name__} have changed since liger_dist.wrap, and LoRA on them is "
                 "computed with them; call liger_dist.unwrap(model) and wrap it again."
             )
-        implementation = module.__dict__["config"]._experts_implementation
-        result: Tensor = _own_experts(module, implementation)(module, hidden_states, top_k_index, top_k_weights)
+        own = _own_experts(module, match.config.own._experts_implementation)
+        result = own(module, hidden_states, top_k_index, top_k_weights)
         return result
     tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
     return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
@@ -275,7 +267,9 @@ def _tensors(module: nn.Module, match: ExpertsMatch) -> ExpertTensors:
 
 def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> bool:
     """True if the module is as it was matched, and its parameters are full ordinary tensors."""
-    if is_transformed() or hidden_states.dim() != 2:
+    # The user may have selected another implementation since.
+    is_chosen = match.config.own._experts_implementation == match.implementation
+    if not is_chosen or is_transformed() or hidden_states.dim() != 2:
         return False
     if not torch.compiler.is_compiling():
         if not has_settings(module, match.settings):
@@ -300,7 +294,7 @@ EXPERTS = Kind(
     compute=experts_forward,
     absent="no module has the parameters of all experts and takes another implementation",
     is_expected=lambda model: any(map(_is_candidate, model.modules())),
-    members={"config": property(_config, _set_config)},
+    attribute="config",
     in_compiled_layers=True,
 )
 
@@ -403,7 +397,7 @@ def _compute_low_rank(
 ) -> Any:
     inside, name = experts_inside(module), only_plain_adapter(module)
     of_experts = match_of(inside)
-    if name is None or not isinstance(of_experts, ExpertsMatch) or inside.config is not of_experts.config:
+    if name is None or not isinstance(of_experts, ExpertsMatch):
         return NotImplemented
     a, b = (module._modules[part]._modules[name] for part in ("lora_A", "lora_B"))
     if has_hooks(a) or has_hooks(b) or not _is_ready(inside, of_experts, hidden_states):

@@ -25,6 +25,7 @@ from liger_dist_kernels import (
     Routing,
     WeightedBias,
     combine_rows,
+    expert_dtype,
     gate_bwd,
     gate_fwd,
     gather_rows,
@@ -213,53 +214,34 @@ def _weight_gradient(x_SI: Tensor, d_SO: Tensor, ends_E: Tensor, *, is_transpose
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, options: ExpertOptions, hidden: Tensor, index_TK: Tensor, weight_TK: Tensor, *given: Tensor | None
+        ctx: Any, options: ExpertOptions, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, *given: Tensor | None
     ) -> Tensor:
-        dtype = _compute_dtype(hidden)
-        hidden_TD, tensors = hidden.to(dtype).contiguous(), _in_dtype(given, dtype)
-        index_TK, weight_TK = index_TK.contiguous(), weight_TK.contiguous()
         if torch.compiler.is_compiling():
-            y, *kept = torch.ops.liger_dist.experts(hidden_TD, index_TK, weight_TK, [*tensors], *_packed(options))
+            y, *kept = torch.ops.liger_dist.experts(hidden_TD, index_TK, weight_TK, [*given], *_packed(options))
         else:
-            y, kept = _forward(hidden_TD, index_TK, weight_TK, tensors, options)
-        ctx.options, ctx.dtype = options, dtype
-        ctx.save_for_backward(hidden, index_TK, weight_TK, *given, *kept)
-        return y.to(hidden.dtype)
+            y, kept = _forward(hidden_TD, index_TK, weight_TK, ExpertTensors(*given), options)  # type: ignore[arg-type]
+        ctx.options = options
+        ctx.save_for_backward(hidden_TD, index_TK, weight_TK, *given, *kept)
+        # Itself: torch 2.11 compiles a function that returns another name of a tensor to one without gradients.
+        return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
-        hidden, index_TK, weight_TK, *saved = ctx.saved_tensors
+        hidden_TD, index_TK, weight_TK, *saved = ctx.saved_tensors
         given, kept = saved[: len(ExpertTensors._fields)], saved[len(ExpertTensors._fields) :]
-        hidden_TD, tensors = hidden.to(ctx.dtype).contiguous(), _in_dtype(given, ctx.dtype)
         _, needs_hidden, _, needs_weight, *wanted = ctx.needs_input_grad
-        needs = _Needs(needs_hidden, needs_weight, tuple(wanted))
-        inputs = (d_y.to(ctx.dtype).contiguous(), hidden_TD, index_TK, weight_TK)
+        inputs = (d_y.contiguous(), hidden_TD, index_TK, weight_TK)
         gradients: list[Tensor | None]
         if torch.compiler.is_compiling():
-            flags = [needs.hidden, needs.weight, *needs.tensors]
-            computed = iter(
-                torch.ops.liger_dist.experts_backward(*inputs, [*tensors], kept, flags, *_packed(ctx.options))
-            )
+            flags = [needs_hidden, needs_weight, *wanted]
+            computed = iter(torch.ops.liger_dist.experts_backward(*inputs, given, kept, flags, *_packed(ctx.options)))
             gradients = [next(computed) if is_needed else None for is_needed in flags]
         else:
-            gradients = _backward(*inputs, tensors, _Kept(*kept), ctx.options, needs)
+            needs = _Needs(needs_hidden, needs_weight, tuple(wanted))
+            gradients = _backward(*inputs, ExpertTensors(*given), _Kept(*kept), ctx.options, needs)
         d_hidden, d_weight, *of_tensors = gradients
-        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
-        of_given = [None if d is None else d.to(own.dtype) for d, own in zip(of_tensors, given, strict=True)]
-        return None, d_hidden, None, d_weight, *of_given
-
-
-def _in_dtype(given: Any, dtype: torch.dtype) -> ExpertTensors:
-    return ExpertTensors(*(None if tensor is None else tensor.to(dtype) for tensor in given))
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype of the products: that of autocast where it is enabled."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return hidden.dtype
+        return None, d_hidden, None, d_weight, *of_tensors
 
 
 def experts(
@@ -274,7 +256,13 @@ def experts(
         weight_TK: their weights, any floating dtype.
         tensors: parameters, in the dtype of ``hidden_TD``; any dtype under autocast.
     """
-    result: Tensor = _Experts.apply(options, hidden_TD, index_TK, weight_TK, *tensors)  # type: ignore[no-untyped-call]
+    device_type, dtype = hidden_TD.device.type, hidden_TD.dtype
+    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    x_TD = hidden_TD.to(dtype).contiguous()
+    given = (None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    y = _Experts.apply(options, x_TD, index_TK.contiguous(), weight_TK.contiguous(), *given)  # type: ignore[no-untyped-call]
+    result: Tensor = y.to(hidden_TD.dtype)
     return result
 
 
@@ -339,7 +327,7 @@ def _(hidden: Tensor, index: Tensor, weight: Tensor, tensors: list[Tensor | None
         index.new_empty(rows, dtype=torch.int32),
         index.new_empty(index.shape, dtype=torch.int32),
         index.new_empty(parts.up.shape[0], dtype=torch.int32),
-        index.new_empty(rows),
+        index.new_empty(rows, dtype=expert_dtype(parts.up.shape[0])),
     ]
     lows = (parts.up_a_ErD, parts.down_a_ErF)
     return found + [hidden.new_empty(rows, a.shape[1]) for a in lows if a is not None]

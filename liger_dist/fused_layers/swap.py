@@ -7,9 +7,9 @@ falls back to the original one wherever the module has changed since it was matc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import BuiltinFunctionType
@@ -28,6 +28,7 @@ from liger_dist_kernels import Backend
 Forward = Callable[..., Any]
 _MATCH = "_liger_dist_match"
 _OWNER = "_liger_dist_owner"
+_REPLACED = "_liger_dist_replaced"
 _SIMPLE = (bool, int, float, str, type(None))
 _MISSING = object()
 _LINEAR_FORWARD = nn.Linear.forward
@@ -65,8 +66,9 @@ class Kind:
     """clause that ``explain`` shows where no module of a model is a candidate"""
     is_expected: Callable[[nn.Module], bool] = lambda model: True
     """False for models in which ``explain`` need not mention that the kind is absent"""
-    members: Mapping[str, Any] = field(default_factory=dict)
-    """members of the swapped class, instead of a forward; the module's own then calls ``compute`` through them"""
+    attribute: str = ""
+    """name of the module's attribute that the match's attribute of this name replaces, instead of the forward, which
+    then calls ``compute`` because of it; empty to swap the forward"""
     in_compiled_layers: bool = False
     """True if the kind is swapped in compiled layers too: its operation is opaque to the compiler"""
 
@@ -121,12 +123,18 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
     Raises:
         LeftAloneError: see :func:`check_swappable`.
     """
-    check_swappable(module, has_forward=not kind.members)
+    check_swappable(module, has_forward=not kind.attribute)
     base = below_wrappers(type(module))
-    swapped = with_base(type(module), base, _class_for(kind, base))
+    _install(module, with_base(type(module), base, _class_for(kind, base)), match, owner)
+
+
+def _install(module: nn.Module, cls: type, match: Any, owner: str) -> None:
     setattr(module, _MATCH, match)
     setattr(module, _OWNER, owner)
-    module.__class__ = swapped
+    name = cls._liger_dist_kind.attribute  # type: ignore[attr-defined]
+    if name:
+        vars(module).update({_REPLACED: vars(module)[name], name: getattr(match, name)})
+    module.__class__ = cls
 
 
 def check_swappable(module: nn.Module, *, has_forward: bool = True) -> None:
@@ -156,6 +164,8 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
         return
     swapped: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
     module.__class__ = with_base(type(module), swapped, swapped._liger_dist_base)
+    if _REPLACED in vars(module):
+        vars(module)[swapped._liger_dist_kind.attribute] = vars(module).pop(_REPLACED)
     delattr(module, _MATCH)
     delattr(module, _OWNER)
 
@@ -175,9 +185,7 @@ def suspended_forwards(model: nn.Module, *, owner: str, keeps: Kind | None = Non
         yield
     finally:
         for module, cls, match in swapped:
-            setattr(module, _MATCH, match)
-            setattr(module, _OWNER, owner)
-            module.__class__ = cls
+            _install(module, cls, match, owner)
 
 
 def match_of(module: nn.Module) -> Any:
@@ -320,7 +328,7 @@ def _class_for(kind: Kind, base: Any) -> Any:
         return current(self, *args, **kwargs) if result is NotImplemented else result
 
     members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_probed": probed}
-    return subclass_of(base, Swapped, {**members, **(kind.members or {"forward": forward})})
+    return subclass_of(base, Swapped, members if kind.attribute else {**members, "forward": forward})
 
 
 def _blank(kind: Kind, base: Any) -> nn.Module:

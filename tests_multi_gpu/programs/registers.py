@@ -170,6 +170,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from norms()
     yield from gated_norms()
     yield from convolutions()
+    yield from experts()
 
 
 def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -291,6 +292,47 @@ def convolutions() -> Iterator[tuple[str, Callable[[], Any]]]:
             kernels.causal_convolution_bwd(x, *given, needs_weight=True, activation="silu")
 
         yield f"convolution, {str(dtype)[6:]}, {taps} taps{', packed' * is_packed}{', bias' * has_bias}", call
+
+
+GATES = {
+    "SwiGLU": kernels.GateOptions(activation="silu"),
+    "GeGLU": kernels.GateOptions(activation="gelu_tanh"),
+    "squared ReLU": kernels.GateOptions(activation="relu_squared", is_gated=False),
+    "limited": kernels.GateOptions(activation="silu", limit=10.0),
+    "limited after": kernels.GateOptions(activation="silu", limit=7.0, limits_activation=True),
+    "gpt-oss": kernels.GateOptions(activation="silu", is_interleaved=True, limit=7.0, slope=1.702, offset=1.0),
+}
+
+
+def experts() -> Iterator[tuple[str, Callable[[], Any]]]:
+    choices = itertools.product(DTYPES, GATES, (768, 1408, 2880, 14336), (False, True), (False, True))
+    for dtype, gate, F, has_bias, has_low in choices:
+
+        def call(
+            dtype: torch.dtype = dtype, gate: str = gate, F: int = F, has_bias: bool = has_bias, low: bool = has_low
+        ) -> None:
+            T, K, E, D, H = TOKENS, 8, 128, 2880, F * (1 + GATES[gate].is_gated)
+            like, index = vector(dtype, 1), vector(torch.int64, T * K).view(T, K)
+            rows = vector(torch.int32, T * K)
+            routing = kernels.Routing(rows, rows.view(T, K), vector(torch.int32, E), index.view(-1))
+            x_TD, h_SH, a_SF, y_SD, w_TK = (
+                like.new_empty(shape) for shape in ((T, D), (T * K, H), (T * K, F), (T * K, D), (T, K))
+            )
+            bias = kernels.WeightedBias(like.new_empty(E, D), index, w_TK) if has_bias else None
+            given: dict[str, Any] = {
+                "options": GATES[gate], "bias_EH": like.new_empty(E, H) if has_bias else None
+            }  # fmt: skip
+            kernels.gather_rows(x_TD, routing)
+            kernels.gate_fwd(h_SH, w_TK, routing, low=kernels.LowRank(h_SH, 0.5) if low else None, **given)
+            of_a = kernels.LowRank(a_SF, 0.5) if low else None
+            kernels.gate_bwd(a_SF, h_SH, w_TK, routing, needs_y=not low, low=of_a, **given)
+            kernels.combine_rows(y_SD, routing, low=kernels.LowRank(y_SD, 0.5) if low else None, bias=bias)
+            if bias is not None:
+                kernels.sum_of_experts(y_SD, routing, weight_TK=w_TK)
+                kernels.sum_of_experts(h_SH, routing)
+                kernels.product_with_bias(x_TD, bias, routing)
+
+        yield f"experts, {str(dtype)[6:]}, {gate}, {F}{', bias' * has_bias}{', LoRA' * has_low}", call
 
 
 if __name__ == "__main__":
