@@ -79,6 +79,13 @@ class _Kept(NamedTuple):
     up_low_Sr: Tensor | None = None
     down_low_Sr: Tensor | None = None
 
+    @classmethod
+    def of_op(cls, found: list[Tensor], tensors: ExpertTensors) -> _Kept:
+        """Returns what an op has returned, which has no None in a list."""
+        present = iter(found)
+        lows = (tensors.up_a_ErD, tensors.down_a_ErF)
+        return cls(*(next(present) for _ in range(5)), *(None if a is None else next(present) for a in lows))
+
     @property
     def routing(self) -> Routing:
         return Routing(self.pair_S, self.row_TK, self.ends_E, self.expert_S)
@@ -217,7 +224,8 @@ class _Experts(torch.autograd.Function):
         ctx: Any, options: ExpertOptions, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, *given: Tensor | None
     ) -> Tensor:
         if torch.compiler.is_compiling():
-            y, *kept = torch.ops.liger_dist.experts(hidden_TD, index_TK, weight_TK, [*given], *_packed(options))
+            y, *found = torch.ops.liger_dist.experts(hidden_TD, index_TK, weight_TK, [*given], *_packed(options))
+            kept = _Kept.of_op(found, ExpertTensors(*given))  # type: ignore[arg-type]
         else:
             y, kept = _forward(hidden_TD, index_TK, weight_TK, ExpertTensors(*given), options)  # type: ignore[arg-type]
         ctx.options = options
