@@ -30,6 +30,7 @@ class Model:
     trains: Literal["all", "head", "backbone"] = "all"
     lora: Literal["", "LoRA", "DoRA"] = ""
     """PEFT's layer on lm_head"""
+    lora_on_experts: bool = False
     saved: str = ""
     """name of the adapter that trains lm_head as a whole, PEFT's ``modules_to_save``; empty for none"""
     quantised: bool = False
@@ -40,7 +41,7 @@ class Model:
 
     def obstacle(self) -> str | None:
         """Why this machine cannot build it."""
-        needs_peft = bool(self.lora or self.saved)
+        needs_peft = bool(self.lora or self.saved or self.lora_on_experts)
         return "PEFT is not installed" if needs_peft and importlib.util.find_spec("peft") is None else None
 
     def build(self, *, dtype: torch.dtype, heads: int) -> nn.Module:
@@ -57,21 +58,24 @@ class Model:
             )
         if self.quantised:
             model.lm_head = QuantisedLinear()
-        if self.lora or self.saved:
+        if self.lora or self.saved or self.lora_on_experts:
             self._add_peft(model, dtype)
         return model  # type: ignore[no-any-return]
 
     def _add_peft(self, model: Any, dtype: torch.dtype) -> None:
         import peft
 
-        if self.lora:
+        if self.lora_on_experts:
+            parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            settings = peft.LoraConfig(target_modules=["q_proj"], target_parameters=parameters, r=2)
+        elif self.lora:
             settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, use_dora=self.lora == "DoRA")
         else:
             settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
         # PEFT changes the base model in place; it is what gets wrapped.
         peft.get_peft_model(model, settings, adapter_name=self.saved or "default")
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or (self.lora_on_experts and "lora_A" in name):
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
         model.to(dtype)
 
@@ -145,6 +149,11 @@ MODEL: dict[str, Model] = {
     "multi-token prediction": Model(mtp=2),
     "multi-token prediction, tied": Model(mtp=1, tied=True),
     "further losses, checkpointed": Model(predicts=Prediction(depth=2, checkpointed=True, unused="last")),
+    "experts": Model(family="qwen3_moe"),
+    "experts, tied": Model(family="qwen3_moe", tied=True),
+    "experts with biases": Model(family="gpt_oss"),
+    "LoRA on experts": Model(family="qwen3_moe", lora_on_experts=True),
+    "LoRA on experts with biases": Model(family="gpt_oss", lora_on_experts=True),
     "qwen2": Model(family="qwen2"),
     "gemma2": Model(family="gemma2"),
     "tied qwen2": Model(family="qwen2", tied=True),
@@ -408,6 +417,7 @@ FROZEN_MODELS = ("frozen backbone", "frozen head", "saved head", *LORA)
 REFUSED_MODELS = ("quantised head",)
 FURTHER = ("further losses", "further losses, tied", "further losses, checkpointed")
 MTP = ("multi-token prediction", "multi-token prediction, tied")
+EXPERTS = ("experts", "experts, tied", "experts with biases", "LoRA on experts", "LoRA on experts with biases")
 DATAS = (
     "empty rank",
     "num_items_in_batch",
@@ -470,6 +480,13 @@ def _cells() -> list[Cell]:
             datas = ("empty rank", "num_items_in_batch", "global mean", "packed")
             cells += [replace(usual, data=data) for data in datas]
             cells += [replace(usual, use=use) for use in ("many chunks", "two forwards", "checkpointing")]
+            cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
+    for cell in (ONE, *PRINCIPAL, _fsdp1(), _fsdp2(head="root")):
+        is_flat = cell.layout.get("use_orig_params") is False
+        cells += [replace(cell, model=model) for model in (EXPERTS[:3] if is_flat else EXPERTS)]
+        for usual in (replace(cell, model=model) for model in (EXPERTS[0], *(() if is_flat else (EXPERTS[3],)))):
+            cells += [replace(usual, data=data) for data in ("empty rank", "packed")]
+            cells += [replace(usual, use=use) for use in ("checkpointing", "two forwards")]
             cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]

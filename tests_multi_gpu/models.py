@@ -47,6 +47,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """families with recurrent or convolution layers, and what their tiny configs have beside the usual sizes"""
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 8, "norm_topk_prob": True},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 6, "sliding_window": 4, "attn_implementation": "eager"},
+}
+"""families with experts, and what their tiny configs have beside the usual sizes"""
+
+
 def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: int = 2) -> Any:
     from transformers import Gemma2Config, LlamaConfig, Qwen2Config, T5Config
 
@@ -67,6 +74,8 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
         )
     if family in HYBRIDS:
         return _make_hybrid(family, tied)
+    if family in MIXTURES:
+        return _make_mixture(family, tied, heads)
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
     extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
     return classes[family](
@@ -94,6 +103,27 @@ def _make_hybrid(family: str, tied: bool) -> Any:
     if family != "mamba2":
         sizes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **HYBRIDS[family])
+
+
+def _make_mixture(family: str, tied: bool, heads: int) -> Any:
+    """The experts are the model's own, one after the other: the truth."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family](
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if heads > 2 else 1,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        pad_token_id=0,
+        experts_implementation="eager",
+        **MIXTURES[family],
+    )
 
 
 def make_model(
