@@ -25,7 +25,7 @@ from .fused_head.model_loss import FULL_LOGITS, FusedLoss
 from .fused_head.probe import probe_recipe
 from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_head.wrapper_redirect import WrapperRedirect
-from .fused_layers import LayerReport, restore_layers, swap_layers
+from .fused_layers import LayerReport, refuse_merged_weights, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
 from .fused_layers.recurrent import RECURRENT, RecurrentLayers, find_recurrent_layers
 from .fused_layers.swap import suspended_forwards
@@ -350,6 +350,8 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
             layers=found.structure.layers,
             compiled=_compiled_layers(found.structure, strategy),
         )
+    if strategy.name == "fsdp1":
+        refuse_merged_weights(model)
     attention = AttentionSelection(NOT_WANTED)
     if config.varlen_attention:
         recurrent_layers = () if found.recurrent is None else found.structure.layers

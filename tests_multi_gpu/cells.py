@@ -254,17 +254,21 @@ class Cell:
     @property
     def tolerance(self) -> float:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
+        if self.engine == "transformers":
+            return 1e-6 if self.dtype == torch.float64 else 1e-4
         return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters; DeepSpeed takes no fp64."""
         is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.single
+        # torch divides gradients of a group of one rank twice by the divisor that transformers sets, in fp64.
+        is_single = is_single or "fsdp_size" in self.layout
         return torch.float32 if is_single else torch.float64
 
     def build(self) -> nn.Module:
         """The cell's model, the same on every rank."""
-        heads = 4 if self.layout.get("plan") == "transformers" else 2
+        heads = 4 if self.layout.get("plan") == "transformers" or "tp_size" in self.layout else 2
         return self.built.build(dtype=self.dtype, heads=heads)
 
     def obstacle(self) -> str | None:
@@ -278,6 +282,12 @@ class Cell:
             return "DeepSpeed's CPU optimizer is not built here"
         if self.engine == "fsdp1" and is_offloaded and not on_gpu:
             return "FSDP1 pins offloaded memory, which needs an accelerator"
+        if self.engine == "transformers":
+            from transformers import distributed
+
+            fields = getattr(distributed.DistributedConfig, "__dataclass_fields__", {})
+            if "ep_size" not in fields:
+                return "this transformers has no expert parallelism"
         if self.layout.get("plan") == "transformers":
             if importlib.util.find_spec("transformers.distributed.tensor_parallel") is None:
                 return "this transformers shards lm_head by another class than those since 5.11"
@@ -289,7 +299,15 @@ class Cell:
 
 
 USUAL = ("untied", "uneven", "training")
-NAMES = {"none": "one process", "ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "tp": "TP", "zero": "ZeRO"}
+NAMES = {
+    "none": "one process",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "tp": "TP",
+    "zero": "ZeRO",
+    "transformers": "transformers",
+}
 WORDS: dict[tuple[str, Any], str] = {
     ("by_others", True): "by others",
     ("by_others", False): "",
@@ -312,6 +330,9 @@ WORDS: dict[tuple[str, Any], str] = {
     ("plain_backward", True): "loss.backward()",
     ("quantized_gradients", True): "quantised gradients",
     ("plan", "transformers"): "the model's own plan",
+    **{("fsdp_size", size): f"fsdp {size}" for size in (2, 4)},
+    ("tp_size", 2): "TP 2",
+    ("ep_size", 2): "ep 2",
     ("plan", "sequence"): "sequence-parallel input",
 }
 
@@ -390,6 +411,13 @@ PRINCIPAL = [
     Cell(engine="tp", world=4),
 ]
 """One layout of each kind: these meet every model, kind of data and use."""
+
+EXPERT_PARALLEL = [
+    Cell(engine="transformers", layout={"tp_size": 2, "ep_size": 2}),
+    Cell(engine="transformers", layout={"fsdp_size": 2, "ep_size": 2}),
+    Cell(engine="transformers", layout={"fsdp_size": 4, "ep_size": 2}, world=4),
+]
+"""Experts on two ranks, as transformers dispatches tokens to them."""
 
 FROZEN = [
     _fsdp1(by_others=False, frozen="replicate"),
@@ -486,8 +514,14 @@ def _cells() -> list[Cell]:
         cells += [replace(cell, model=model) for model in (EXPERTS[:3] if is_flat else EXPERTS)]
         for usual in (replace(cell, model=model) for model in (EXPERTS[0], *(() if is_flat else (EXPERTS[3],)))):
             cells += [replace(usual, data=data) for data in ("empty rank", "packed")]
-            cells += [replace(usual, use=use) for use in ("checkpointing", "two forwards")]
+            # DeepSpeed gathers these families' layers of experts as one, for a single forward before each backward.
+            is_one = cell.layout.get("stage") == 3
+            cells += [replace(usual, use=use) for use in ("checkpointing", *(() if is_one else ("two forwards",)))]
             cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
+    for cell in (replace(cell, model="experts") for cell in EXPERT_PARALLEL):
+        cells += [cell, replace(cell, model="experts with biases")]
+        cells += [replace(cell, use=use) for use in ("checkpointing", "two forwards")]
+        cells += [replace(cell, data="packed"), replace(cell, data="empty rank")]
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())

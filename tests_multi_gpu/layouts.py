@@ -246,7 +246,7 @@ class TensorParallel(Session):
             self.root = self.wrap("tp")
             return
         if plan == "transformers":
-            self.inner = loaded_with_a_plan(self.inner)
+            self.inner = loaded(self.inner, tp_plan="auto")
             self.root = self.wrap("tp")
         else:
             self.root = self.wrap("auto")
@@ -254,8 +254,24 @@ class TensorParallel(Session):
             parallelize_sequences(self.inner, mesh)
 
 
-def loaded_with_a_plan(model: Any) -> nn.Module:
-    """The same weights, read from a checkpoint by transformers with its own tensor-parallel plan."""
+class ShardedByTransformers(Session):
+    """Loaded with a ``DistributedConfig``: experts on the ranks of a group, all else sharded or replicated."""
+
+    def shard(self) -> None:
+        from transformers.distributed import DistributedConfig
+
+        sizes = dict(self.cell.layout)
+        ranks_of_a_batch = sizes.get("tp_size", 1)
+        self.data_rank, self.data_world = self.data_rank // ranks_of_a_batch, self.data_world // ranks_of_a_batch
+        if "tp_size" in sizes:
+            sizes["tp_plan"] = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
+        options = {"distributed_config": DistributedConfig(**sizes), "experts_implementation": "eager"}
+        self.inner = loaded(self.inner, **options)
+        self.root = self.wrap("auto")
+
+
+def loaded(model: Any, **options: Any) -> nn.Module:
+    """The same weights, read from a checkpoint by transformers."""
     from transformers import AutoModelForCausalLM
 
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -263,11 +279,11 @@ def loaded_with_a_plan(model: Any) -> nn.Module:
     if dist.get_rank() == 0:
         model.save_pretrained(folders[0])
     dist.barrier()
-    loaded = AutoModelForCausalLM.from_pretrained(
-        folders[0], tp_plan="auto", dtype=next(model.parameters()).dtype, attn_implementation="eager"
+    found = AutoModelForCausalLM.from_pretrained(
+        folders[0], dtype=next(model.parameters()).dtype, attn_implementation="eager", **options
     )
-    assert isinstance(loaded, nn.Module)
-    return loaded
+    assert isinstance(found, nn.Module)
+    return found
 
 
 def parallelize_sequences(model: Any, mesh: DeviceMesh) -> None:
@@ -345,7 +361,8 @@ def zero_settings(layout: Any) -> dict[str, Any]:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
-    zero: dict[str, Any] = {"stage": layout["stage"]}
+    # Otherwise DeepSpeed keeps all parameters of a tiny model whole.
+    zero: dict[str, Any] = {"stage": layout["stage"], "stage3_param_persistence_threshold": 0}
     if layout.get("quantized_gradients"):
         zero["zero_quantized_gradients"] = True
     if layout.get("offload"):
@@ -369,4 +386,5 @@ SESSIONS: dict[str, type[Session]] = {
     "fsdp2": FSDP2,
     "tp": TensorParallel,
     "zero": Zero,
+    "transformers": ShardedByTransformers,
 }

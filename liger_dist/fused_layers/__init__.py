@@ -15,6 +15,7 @@ from liger_dist.model.stand_ins import torch_defaults
 from liger_dist_kernels import Backend
 
 from .experts import EXPERTS, LOW_RANK_EXPERTS
+from .experts import refuse_merged_weights as refuse_merged_weights
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
 from .gated_norm import GATED_NORM
 from .lora import LOW_RANK, link_siblings

@@ -35,6 +35,7 @@ from .swap import (
     PROBE_SCALES,
     Kind,
     LeftAloneError,
+    Swapped,
     agrees,
     has_hooks,
     has_settings,
@@ -406,6 +407,23 @@ def _compute_low_rank(
         return NotImplemented
     own = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
     return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, own), **kwargs)
+
+
+def refuse_merged_weights(model: nn.Module) -> None:
+    """Refuses LoRA on parameters that PEFT merges into them in each forward, for FSDP1.
+
+    Raises:
+        LigerDistError: with the name of the first one.
+    """
+    for name, module in model.named_modules():
+        is_around = "base_layer" in module._modules and hasattr(module, "parameter_name")
+        if is_around and not isinstance(module, Swapped):
+            raise LigerDistError(
+                f"{name} has LoRA on {module.parameter_name}, which PEFT merges into the parameter in each forward, "
+                "and FSDP1's views of its flat parameters do not allow that; use strategy='fsdp2', or have it added by "
+                "grouped products (WrapConfig(layer_kernels=True); liger_dist.explain(model) says where that is not "
+                "possible, and why)."
+            )
 
 
 LOW_RANK_EXPERTS = Kind(
