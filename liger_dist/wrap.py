@@ -350,8 +350,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
             layers=found.structure.layers,
             compiled=_compiled_layers(found.structure, strategy),
         )
-    if strategy.name == "fsdp1":
-        refuse_merged_weights(model)
+    refuse_merged_weights(model, strategy.name)
     attention = AttentionSelection(NOT_WANTED)
     if config.varlen_attention:
         recurrent_layers = () if found.recurrent is None else found.structure.layers

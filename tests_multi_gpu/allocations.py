@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +23,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 class WeightGradients(TorchDispatchMode):
-    """Number of tensors in the shape of ``weight`` that operations allocate."""
+    """Number of tensors in the shape of ``weight`` that operations allocate, without views of it and of ``others``."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, others: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._shape, self._known = weight.shape, {weight.untyped_storage().data_ptr()}
+        self._shape = weight.shape
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in (weight, *others)}
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

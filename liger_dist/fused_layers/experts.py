@@ -409,15 +409,22 @@ def _compute_low_rank(
     return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, own), **kwargs)
 
 
-def refuse_merged_weights(model: nn.Module) -> None:
-    """Refuses LoRA on parameters that PEFT merges into them in each forward, for FSDP1.
+def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
+    """Refuses LoRA that PEFT merges into a parameter in each forward, where it cannot.
 
     Raises:
-        LigerDistError: with the name of the first one.
+        LigerDistError: with the name of the first module.
     """
     for name, module in model.named_modules():
-        is_around = "base_layer" in module._modules and hasattr(module, "parameter_name")
-        if is_around and not isinstance(module, Swapped):
+        if "base_layer" not in module._modules or not hasattr(module, "parameter_name"):
+            continue
+        if "forward" in vars(experts_inside(module)):
+            raise LigerDistError(
+                f"{name} has LoRA on {module.parameter_name} of experts that transformers has put on several ranks "
+                "(ep_size), each of which has some of them; leave target_parameters out, or load the model without "
+                "ep_size."
+            )
+        if strategy == "fsdp1" and not isinstance(module, Swapped):
             raise LigerDistError(
                 f"{name} has LoRA on {module.parameter_name}, which PEFT merges into the parameter in each forward, "
                 "and FSDP1's views of its flat parameters do not allow that; use strategy='fsdp2', or have it added by "

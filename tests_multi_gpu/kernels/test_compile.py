@@ -13,9 +13,10 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.fused_layers.gated_mlp import gated_activation
+from liger_dist.fused_layers.grouped_experts import ExpertOptions, ExpertTensors, experts
 from liger_dist.fused_layers.norm import norm
 from liger_dist.fused_layers.rotary import rotary
-from liger_dist_kernels import NormOptions, RotaryLayout
+from liger_dist_kernels import GateOptions, NormOptions, RotaryLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Inductor needs a C++ compiler on a CPU; what it is given there is the same graph.
@@ -48,6 +49,14 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
     "LayerNorm": ([(2, T, D), (D,), (D,)], lambda x, w, b: norm(x, w, b, options=LAYER)),
     "SwiGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="silu")),
     "GeGLU": ([(2, T, D), (2, T, D)], lambda g, u: gated_activation(g, u, activation="gelu_tanh")),
+    "experts": (
+        [(T, D), (T, 2), (4, 2 * 8, D), (4, D, 8), (4, 2 * 8), (4, D)],
+        lambda x, weight, up, down, up_bias, down_bias: _experts(x, weight, up, down, up_bias, down_bias),
+    ),
+    "experts, LoRA on the second projection": (
+        [(T, D), (T, 2), (4, 2 * 8, D), (4, D, 8), (4, 8, 8), (4, 8, D)],
+        lambda x, weight, up, down, a, b: _experts(x, weight, up, down, down_a_ErF=a, down_b_ErD=b),
+    ),
     "rotary": (
         [(2, T, 3, D), (2, T, 1, D)],
         lambda q, k: rotary((q, k), *TABLES, num_rotated=D, layout=RotaryLayout()),
@@ -96,6 +105,14 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
         lambda x: liger_dist.cross_entropy(x, LABELS, soft_labels=(IDS, PROBS), soft_weight=0.6),
     ),
 }
+
+
+def _experts(
+    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *biases: Tensor, **tensors: Tensor
+) -> Tensor:
+    index = torch.arange(T * 2, device=DEVICE).view(T, 2) % 3
+    options = ExpertOptions(gate=GateOptions(activation="silu"), down_scale=0.5)
+    return experts(x, index, weight, ExpertTensors(up, down, *biases, **tensors), options=options)
 
 
 def _values(output: Any) -> tuple[Tensor, ...]:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 import liger_dist
 from liger_dist.fused_layers.gated_mlp import gated_activation
+from liger_dist.fused_layers.grouped_experts import ExpertOptions, ExpertTensors, experts
 from liger_dist.fused_layers.norm import norm
 from liger_dist.fused_layers.rotary import rotary
-from liger_dist_kernels import NormOptions, RotaryLayout
+from liger_dist_kernels import GateOptions, NormOptions, RotaryLayout
 from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd
 from liger_dist_kernels.divergence_terms import divergence_terms
 from liger_dist_kernels.products import logits_buffer
@@ -58,6 +59,12 @@ def diverge(T: int, divergence: Any) -> None:
     divergence_bwd(student, teacher, ids(T), terms, factor, options=options, out_TV=student, is_padded=True)
 
 
+def compute_experts(T: int) -> None:
+    weights = empty(8, 2 * D, D), empty(8, D, D), empty(8, 2 * D), empty(8, D)
+    options = ExpertOptions(gate=GateOptions(activation="silu"))
+    experts(empty(T, D), ids(T, 2), empty(T, 2), ExpertTensors(*weights), options=options).sum().backward()
+
+
 OPS: dict[str, Callable[[int], Any]] = {
     "mean": head,
     "smoothing, z-loss": lambda T: head(T, label_smoothing=0.1, z_loss=1e-4),
@@ -73,6 +80,7 @@ OPS: dict[str, Callable[[int], Any]] = {
     "JSD": lambda T: diverge(T, "jsd"),
     "RMSNorm": lambda T: norm(empty(T, D), empty(D), options=NormOptions(eps=1e-6)).sum().backward(),
     "gated MLP": lambda T: gated_activation(empty(T, D), empty(T, D), activation="silu").sum().backward(),
+    "experts": compute_experts,
     "rotary": lambda T: rotary(
         (empty(1, T, 8, 64), empty(1, T, 2, 64)), *2 * [torch.empty(1, T, 1, 64, device="meta")], num_rotated=64,
         layout=RotaryLayout(),

@@ -1,0 +1,309 @@
+"""Experts of transformers' models, through ``wrap``: which are computed by grouped products, what stays the model's own,
+and LoRA of PEFT on their parameters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocations import WeightGradients
+from models import make_batch, make_model
+from torch import Tensor, nn
+
+import liger_dist
+from liger_dist.errors import LigerDistError
+from liger_dist.sharding.process_groups import compute_device
+
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FAMILIES = ("qwen3_moe", "gpt_oss")
+
+
+def lines(model: Any) -> list[tuple[str, str]]:
+    return liger_dist.explain(model).layers.lines()
+
+
+def is_swapped(model: Any, words: str = "by grouped products") -> bool:
+    return any(kind == "swapped" and words in line for kind, line in lines(model))
+
+
+def experts_of(model: Any) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def loss_and_gradients(model: Any, seed: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**make_batch(0, seed=seed), use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(wrapped: Any, own: Any, *, tolerance: float = 2e-6) -> None:
+    """Loss and gradients; transformers' loss, norms and softmax go through fp32."""
+    mine, theirs = loss_and_gradients(wrapped), loss_and_gradients(own)
+    assert mine.keys() == theirs.keys()
+    for name, truth in theirs.items():
+        assert float((mine[name] - truth).norm()) <= tolerance * float(truth.norm()) + 1e-12, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_the_models_own_implementations_are_replaced(family: str, implementation: str) -> None:
+    own: Any = make_model(family)
+    model = copy.deepcopy(own)
+    model.set_experts_implementation(implementation)
+    liger_dist.wrap(model)
+    assert is_swapped(model)
+    assert model.config._experts_implementation == implementation
+    assert_same(model, own)
+
+
+def test_another_implementation_is_left_and_may_be_chosen_later() -> None:
+    own: Any = make_model("qwen3_moe")
+    model = copy.deepcopy(own)
+    model.config._experts_implementation = "sonicmoe"
+    liger_dist.wrap(model)
+    assert ("left alone", "Qwen3MoeExperts (experts): its implementation is sonicmoe") in lines(model)
+    # Grouped products take no fp64.
+    own.float()
+    model = liger_dist.wrap(copy.deepcopy(own))
+    calls = counted()
+    loss_and_gradients(model)
+    assert calls() == 0
+    model.set_experts_implementation("grouped_mm")
+    assert_same(model, own, tolerance=1e-5)
+    assert calls() == 2
+
+
+def counted() -> Callable[[], int]:
+    """Counts calls of transformers' grouped_mm."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    seen = []
+    own = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return own(*args, **kwargs)
+
+    ALL_EXPERTS_FUNCTIONS["grouped_mm"] = count
+    return lambda: len(seen)
+
+
+@pytest.fixture(autouse=True)
+def _restored_functions() -> Any:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    before = dict(ALL_EXPERTS_FUNCTIONS)
+    yield
+    for name in before:
+        ALL_EXPERTS_FUNCTIONS[name] = before[name]
+
+
+def test_unwrap_copies_and_pickles() -> None:
+    own: Any = make_model("qwen3_moe")
+    model = copy.deepcopy(own)
+    liger_dist.wrap(model)
+    assert_same(copy.deepcopy(model), own)
+    assert_same(pickle.loads(pickle.dumps(model)), own)
+    liger_dist.unwrap(model)
+    for module in experts_of(model):
+        assert type(module) is type(experts_of(own)[0])
+        assert module.config is model.config
+    assert_same(model, own)
+    liger_dist.wrap(model)
+    assert_same(model, own)
+
+
+def test_hooks_see_the_experts() -> None:
+    model: Any = liger_dist.wrap(make_model("qwen3_moe"))
+    shapes: list[Any] = []
+    for module in experts_of(model):
+        module.register_forward_hook(lambda module, args, output: shapes.append((args[1].shape[1], output.shape)))
+    loss_and_gradients(model)
+    assert shapes == [(2, (36, 16))] * 2
+
+
+def test_a_changed_activation_is_computed_by_the_model() -> None:
+    own: Any = make_model("qwen3_moe")
+    model: Any = liger_dist.wrap(copy.deepcopy(own))
+    for one in (model, own):
+        for module in experts_of(one):
+            module.act_fn = nn.GELU()
+    assert_same(model, own)
+
+
+class Doubled(nn.Module):
+    """An activation that is none of those known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.tanh(x)
+
+
+def test_an_unknown_activation_is_left() -> None:
+    own: Any = make_model("qwen3_moe")
+    for module in experts_of(own):
+        module.act_fn = Doubled()
+    model = liger_dist.wrap(copy.deepcopy(own))
+    assert ("left alone", "Qwen3MoeExperts (experts): its activation is not a known one") in lines(model)
+    assert_same(model, own)
+
+
+def test_a_norm_after_each_expert_is_left() -> None:
+    own: Any = make_model("qwen3_moe")
+    for module in experts_of(own):
+        module.has_post_expert_norm = True
+    model = liger_dist.wrap(copy.deepcopy(own))
+    assert any("it has a norm after each expert" in line for _, line in lines(model))
+
+
+def test_experts_that_compute_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: Any = make_model("qwen3_moe")
+    cls: Any = type(experts_of(own)[0])
+
+    def without_weights(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return cls.forward.__wrapped__(self, hidden_states, top_k_index, torch.ones_like(top_k_weights))
+
+    class Other(cls):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return without_weights(self, *args, **kwargs)
+
+    Other.forward.__wrapped__ = without_weights  # type: ignore[attr-defined]
+    for module in experts_of(own):
+        module.__class__ = Other
+    model = liger_dist.wrap(copy.deepcopy(own))
+    assert any("it does not compute the weighted sum of its experts" in line for _, line in lines(model))
+    assert_same(model, own)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "LoRA"])
+def test_compiled_layers_take_experts_as_an_operator(family: str, lora: bool) -> None:
+    own: Any = with_lora(family) if lora else make_model(family)
+    model = copy.deepcopy(own)
+    base = model.get_base_model() if lora else model
+    for layer in base.model.layers:
+        layer.mlp.compile(backend="aot_eager", fullgraph=True)
+        layer.compile(backend="aot_eager")
+    liger_dist.wrap(model)
+    assert is_swapped(model, "LoRA by grouped products" if lora else "by grouped products")
+    assert_same(model, own)
+
+
+def with_lora(family: str, parameters: list[str] = PARAMETERS, **settings: Any) -> Any:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": parameters} | settings
+    model = get_peft_model(make_model(family), LoraConfig(**options))
+    drawn(model)
+    return model.double()
+
+
+def drawn(model: Any) -> None:
+    generator = torch.Generator(compute_device()).manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("parameters", "settings"),
+    [
+        (PARAMETERS, {}),
+        (PARAMETERS[:1], {"r": 3}),
+        (PARAMETERS[1:], {"r": 8, "lora_alpha": 1}),
+        (PARAMETERS, {"use_rslora": True}),
+    ],
+    ids=["both", "first, rank 3", "second, rank 8", "rank-stabilized"],
+)
+def test_lora_on_experts(family: str, parameters: list[str], settings: dict[str, Any]) -> None:
+    own = with_lora(family, parameters, **settings)
+    model = copy.deepcopy(own)
+    liger_dist.wrap(model)
+    assert is_swapped(model, "ParamWrapper: LoRA by grouped products")
+    assert_same(model, own)
+    with model.disable_adapter(), own.disable_adapter():
+        assert_same_loss(model, own)
+    for one in (model, own):
+        one.merge_adapter()
+    assert_same_loss(model, own)
+    for one in (model, own):
+        one.unmerge_adapter()
+    assert_same(model, own)
+    assert_same(pickle.loads(pickle.dumps(model)), own)
+    liger_dist.unwrap(model)
+    assert_same(model, own)
+
+
+def assert_same_loss(wrapped: Any, own: Any) -> None:
+    with torch.no_grad():
+        mine, theirs = (float(model(**make_batch(0), use_cache=False).loss) for model in (wrapped, own))
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_two_adapters_of_which_one_or_both_are_active() -> None:
+    from peft import LoraConfig
+
+    own = with_lora("qwen3_moe")
+    own.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=PARAMETERS))
+    drawn(own)
+    own.double()
+    own.set_adapter("other")
+    model = copy.deepcopy(own)
+    liger_dist.wrap(model)
+    assert_same(model, own)
+    for active in ("default", ["default", "other"]):
+        for one in (model, own):
+            one.base_model.set_adapter(active)
+        assert_same(model, own)
+
+
+def test_no_weight_is_merged() -> None:
+    """No tensor of the shape of all experts' weights is made beside them, forward or backward; PEFT makes them."""
+    own = with_lora("qwen3_moe")
+    model = liger_dist.wrap(copy.deepcopy(own))
+    for one, is_merged in ((model, False), (own, True)):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = next(p for n, p in one.named_parameters() if n.endswith(name))
+            with WeightGradients(weight, one.parameters()) as made:
+                loss_and_gradients(one)
+            assert bool(made.count) == is_merged, name
+
+
+def test_lora_on_experts_that_peft_merges_is_refused_under_fsdp1() -> None:
+    from liger_dist.fused_layers import refuse_merged_weights
+
+    model = with_lora("qwen3_moe")
+    with pytest.raises(LigerDistError, match=r"(?s)mlp.experts has LoRA on down_proj, .*strategy='fsdp2'"):
+        refuse_merged_weights(model, "fsdp1")
+    refuse_merged_weights(model, "fsdp2")
+
+
+def test_routing_weights_of_another_dtype() -> None:
+    """Routers may return fp32 weights for bf16 experts."""
+    model: Any = liger_dist.wrap(make_model("qwen3_moe", dtype=torch.bfloat16))
+    module = experts_of(model)[0]
+    x = torch.randn(5, 16, device=compute_device(), dtype=torch.bfloat16)
+    index = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 5], [1, 2]], device=compute_device())
+    weight = torch.rand(5, 2, device=compute_device()).requires_grad_()
+    y = module(x, index, weight)
+    assert y.dtype == torch.bfloat16
+    (d_weight,) = torch.autograd.grad(y.float().sum(), [weight])
+    assert d_weight.dtype == torch.float32
+    half = weight.detach().bfloat16().requires_grad_()
+    assert torch.autograd.grad(module(x, index, half).float().sum(), [half])[0].dtype == torch.bfloat16
+
+
+def test_inputs_of_another_dtype_run_the_models_own() -> None:
+    own: Any = make_model("qwen3_moe", dtype=torch.bfloat16)
+    own.set_experts_implementation("grouped_mm")
+    model = liger_dist.wrap(copy.deepcopy(own))
+    x = torch.randn(5, 16, device=compute_device())
+    index = torch.tensor([[0, 1]] * 5, device=compute_device())
+    weight = torch.rand(5, 2, device=compute_device())
+    assert torch.equal(experts_of(model)[0](x, index, weight), experts_of(own)[0](x, index, weight))
