@@ -10,6 +10,8 @@ import torch
 from cells import (
     CELLS,
     DATAS,
+    EXPERT_PARALLEL,
+    EXPERTS,
     FROZEN,
     FROZEN_MODELS,
     FURTHER,
@@ -82,6 +84,10 @@ class Matrix:
             ),
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
+            "## Experts\n",
+            self._table([*principal, *EXPERT_PARALLEL], EXPERT_COLUMNS),
+            "Experts are computed by [grouped products](experts.md); those with biases are gpt-oss's. Rows of\n"
+            "transformers are models that it loads with a `DistributedConfig`, with experts on two ranks.\n",
             "## Replicated frozen weights\n",
             self._table(FROZEN, FROZEN_COLUMNS),
             "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that\n"
@@ -118,6 +124,12 @@ class Matrix:
         return str(self._sentences.index(sentence) + 1)
 
 
+EXPERT_COLUMNS = {
+    **{m: lambda c, m=m: replace(c, model=m) for m in EXPERTS},
+    **{d: lambda c, d=d: replace(c, model="experts", data=d) for d in ("empty rank", "packed")},
+    **{u: lambda c, u=u: replace(c, model="experts", use=u) for u in ("checkpointing", "two forwards")},
+    "accumulation": lambda c: replace(c, model="experts", accumulation=2),
+}
 FROZEN_COLUMNS = {
     **{m: lambda c, m=m: replace(c, model=m) for m in ("untied", *FROZEN_MODELS)},
     "accumulation": lambda c: replace(c, model="LoRA on the head", accumulation=2),

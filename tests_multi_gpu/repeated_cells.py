@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cells import FURTHER, GRID, HSDP, MTP, PRECISION, PRINCIPAL, USUAL, Cell, _fsdp1, _fsdp2, _zero
+from cells import EXPERTS, FURTHER, GRID, HSDP, MTP, PRECISION, PRINCIPAL, USUAL, Cell, _fsdp1, _fsdp2, _zero
 
 REPEATS = [
     _fsdp1(use_orig_params=False),
@@ -36,6 +36,11 @@ def repeats(cell: Cell) -> bool:
         is_plain = (cell.data, cell.use) == USUAL[1:] and cell.accumulation == 1
         is_principal = cell.engine == "none" or (cell.engine == "fsdp2" and not layout)
         return not (is_principal or (is_plain and cell.model in (FURTHER[0], MTP[0])))
+    if cell.model in EXPERTS:
+        is_plain = (cell.data, cell.use) == USUAL[1:] and cell.accumulation == 1
+        is_principal = cell.engine == "none" or (cell.engine == "fsdp2" and not layout)
+        is_stored_otherwise = not any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS)
+        return not (is_principal or (is_plain and is_stored_otherwise and "tied" not in cell.model))
     if any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS):
         return not (usual or cell.model == "tied" or cell.data == "empty rank")
     if cell.engine == "ddp" and not cell.layout and cell.data in ("shift_labels", "packed, by lengths", "padded"):

@@ -265,7 +265,8 @@ def test_two_adapters_of_which_one_or_both_are_active() -> None:
 
 def test_no_weight_is_merged() -> None:
     """No tensor of the shape of all experts' weights is made beside them, forward or backward; PEFT makes them."""
-    own = with_lora("qwen3_moe")
+    # Of another rank than any size of the model.
+    own = with_lora("qwen3_moe", r=20)
     model = liger_dist.wrap(copy.deepcopy(own))
     for one, is_merged in ((model, False), (own, True)):
         for name in ("gate_up_proj", "down_proj"):
