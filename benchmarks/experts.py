@@ -29,8 +29,9 @@ from .harness import Candidate, arguments, measure, save, show
 
 LAYERS = 4
 QWEN, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-20b"
-TOKENS = {QWEN: (2, 4096), GPT_OSS: (8, 1024)}
-"""gpt-oss attends by its eager function, which has all scores of a sequence in memory"""
+TOKENS = (2, 4096)
+ATTENTION = {QWEN: "sdpa", GPT_OSS: "flex_attention"}
+"""sdpa has no sinks, and the eager function all scores of a sequence in memory"""
 
 
 def config_of(shape: str) -> Any:
@@ -58,7 +59,9 @@ def make_model(shape: str) -> Any:
 
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model: Any = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(
+            config_of(shape), dtype=torch.bfloat16, attn_implementation=ATTENTION[shape]
+        )
     return model.train()
 
 
@@ -97,7 +100,7 @@ def step(model: Any, ids: Tensor) -> None:
 def steps(shape: str, rounds: int) -> list[Any]:
     """Whole steps, beside Hugging Face's with compiled layers."""
     model = make_model(shape)
-    ids = torch.randint(model.config.vocab_size, TOKENS[shape], device="cuda")
+    ids = torch.randint(model.config.vocab_size, TOKENS, device="cuda")
     models = {
         "Hugging Face, layers compiled": hugging_face(model),
         "before, layers compiled": ours(model, compiled=True, experts=False),
@@ -130,7 +133,7 @@ def with_lora(shape: str, *, on_experts: bool) -> Any:
 def lora(rounds: int) -> list[Any]:
     """LoRA on the projections of attention, without and with LoRA on experts."""
     plain, experts = with_lora(QWEN, on_experts=False), with_lora(QWEN, on_experts=True)
-    ids = torch.randint(151936, TOKENS[QWEN], device="cuda")
+    ids = torch.randint(151936, TOKENS, device="cuda")
     models = {
         "liger_dist": ours(plain, compiled=False),
         "liger_dist, LoRA on experts": ours(experts, compiled=False),

@@ -151,6 +151,8 @@ NAMES: dict[tuple[str, str], str] = {
         "accelerate.state",
         "AcceleratorState._shared_state",
     ): "accelerate.py does not refuse wrappers around sharded models",
+    ("transformers.integrations.moe", "ExpertsInterface.register"): "experts.py computes no experts",
+    ("peft.tuners.lora.layer", "ParamWrapper"): "experts.py adds no LoRA on experts: PEFT merges it in each forward",
     ("peft.tuners.lora", "LoraLayer.get_base_layer"): "peft.py takes a LoRA layer for a quantised lm_head",
     ("peft.utils.other", "ModulesToSaveWrapper"): "peft.py does not find the lm_head that PEFT trains",
     ("peft.tuners.lora.dora", "DoraLinearLayer"): "peft.py cannot tell DoRA from other variants",
@@ -230,8 +232,12 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         "reentrant_layers.py does not refuse FSDP1 with reentrant checkpointing: ranks call different collectives",
     ),
     "transformers.configuration_utils": (
-        ("_attn_implementation",),
-        "attention_selection.py cannot select an attention for one model instance",
+        ("_attn_implementation", "_experts_implementation"),
+        "attention_selection.py and experts.py cannot select an implementation for one model instance",
+    ),
+    "transformers.integrations.moe": (
+        ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate"),
+        "experts.py does not know what a module of experts computes",
     ),
     "peft.peft_model": (
         ("active_peft_config", "is_prompt_learning", "base_model"),
@@ -242,7 +248,10 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         ("peft_config", "active_adapter"),
         "unreduced.py does not see adapters that are added to a sharded model: nothing averages them",
     ),
-    "peft.tuners.lora.layer": (("lora_A", "lora_variant"), "peft.py cannot tell LoRA from other tuners"),
+    "peft.tuners.lora.layer": (
+        ("lora_A", "lora_variant", "parameter_name", "num_experts"),
+        "peft.py cannot tell LoRA from other tuners, and experts.py not on which parameter it is",
+    ),
     "peft.utils.other": (
         ("modules_to_save", "original_module", "token_adapter", "get_merged_weights"),
         "peft.py does not find the lm_head that PEFT trains",
