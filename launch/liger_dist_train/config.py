@@ -154,6 +154,7 @@ class TrainConfig(TrainOptions):
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
             )
         self._check_teacher()
+        self._check_experts()
         self._check_optimizer()
         if self.mlp_tile_tokens and (self.compile or self.float8 or not self.layer_kernels):
             raise LigerDistError(
@@ -200,6 +201,26 @@ class TrainConfig(TrainOptions):
             raise LigerDistError("--early_stopping_patience and --keep_best need held-out data; give --eval_data.")
         if self.keep_best and not self.checkpoint_every:
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
+
+    def _check_experts(self) -> None:
+        """Refuses options that models which transformers has sharded do not have."""
+        others = {
+            "lora_rank": self.lora_rank,
+            "float8": self.float8,
+            "cpu_offload": self.cpu_offload,
+            "compile": self.compile,
+            "mtp": self.mtp,
+            "teacher": self.teacher,
+            "mlp_tile_tokens": self.mlp_tile_tokens,
+        }
+        given = [f"--{name} {value}" for name, value in others.items() if value]
+        given += ["--lm_head vocab_parallel"] if self.lm_head != "gather" else []
+        given += [] if self.reshard_after_forward else ["--reshard_after_forward false"]
+        if (self.ep or 1) > 1 and given:
+            raise LigerDistError(
+                f"--ep is {self.ep} with {', '.join(given)}, which models with experts on several ranks do not have; "
+                "leave one of them out."
+            )
 
     def _check_optimizer(self) -> None:
         if self.optimizer == "muon" and (self.lora_rank or self.strategy in ("fsdp1", "deepspeed")):
@@ -298,7 +319,7 @@ ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
     **dict.fromkeys(
-        ("dp_replicate", "dp_shard", "tp", "sp", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
+        ("dp_replicate", "dp_shard", "tp", "sp", "ep", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
     ),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step", "sample_tokens"), 1),
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),

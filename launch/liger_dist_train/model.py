@@ -27,8 +27,9 @@ from liger_dist.sharding.base import Strategy
 
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
+from .expert_parallel import random_model, shard_experts
 from .optimizer import clean
-from .options import PRESETS
+from .options import MIXTURES, PRESETS
 from .parallel_dims import ParallelDims
 
 LOADED_AT_ONCE = 2**30
@@ -64,17 +65,22 @@ def find_config(config: TrainConfig, vocab_size: int) -> Any:
 
 
 def _config_of_preset(config: TrainConfig, vocab_size: int) -> Any:
-    """Makes the config of a Llama, or of Qwen3.5: three gated delta nets for each attention."""
+    """Makes the config of a Llama, of Qwen3.5 (three gated delta nets for each attention), or of Qwen3's mixtures."""
     hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[config.model]
-    is_hybrid = config.model.startswith("qwen3_5")
-    of_hybrids = {
-        "head_dim": hidden_size // heads,
-        "linear_num_key_heads": key_value_heads,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": hidden_size // heads,
-        "linear_value_head_dim": hidden_size // heads,
-    }
-    return CONFIG_MAPPING["qwen3_5_text" if is_hybrid else "llama"](
+    kind, more = "llama", dict[str, Any]()
+    if config.model.startswith("qwen3_5"):
+        kind = "qwen3_5_text"
+        more = {
+            "head_dim": hidden_size // heads,
+            "linear_num_key_heads": key_value_heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": hidden_size // heads,
+            "linear_value_head_dim": hidden_size // heads,
+        }
+    if config.model in MIXTURES:
+        kind, names = "qwen3_moe", ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "head_dim")
+        more = dict(zip(names, MIXTURES[config.model], strict=True)) | {"norm_topk_prob": True}
+    return CONFIG_MAPPING[kind](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -84,7 +90,7 @@ def _config_of_preset(config: TrainConfig, vocab_size: int) -> Any:
         max_position_embeddings=config.sequence_length,
         bos_token_id=None,
         eos_token_id=None,
-        **(of_hybrids if is_hybrid else {}),
+        **more,
     )
 
 
@@ -150,16 +156,21 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         in_shards = config.load_in_4bit and dims.strategy == "fsdp2" and config.frozen == "shard" and not config.dora
         with sharded_loading() if in_shards else nullcontext():
             model = read_model(config, weights_dtype(config) if config.load_in_4bit else torch.float32)
+    model_config = model.config
+    if dims.expert_parallel > 1:
+        model = shard_experts(model, config, dims)
     reason = reason_against_compiling(config, dims.strategy, model)
     if reason is None:
         compile_layers(model)
     if config.activation_checkpointing:
         _checkpoint_activations(model, offload=config.offload_checkpoints)
-    strategy = strategy_of(config, dims, dims.mesh(device().type))
+    strategy: Any = "auto" if dims.expert_parallel > 1 else strategy_of(config, dims, dims.mesh(device().type))
     with _zeros_in_lora_layers(model):
         wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
     if has_weights and not is_full_first:
         load_pretrained(wrapped, lambda: read_model(config, weights_dtype(config)))
+    elif dims.expert_parallel > 1:
+        load_pretrained(wrapped, lambda: random_model(config, model_config))
     if rank() == 0:
         explanation = explain(wrapped)
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
@@ -172,6 +183,8 @@ def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Modul
     storage."""
     if config.load_in_4bit:
         return "weights are quantized"
+    if (config.ep or 1) > 1:
+        return "a layer with experts on several ranks waits for the numbers of tokens"
     if config.compile is not None:
         return None if config.compile else "--compile false"
     if strategy == "deepspeed":

@@ -46,7 +46,11 @@ PRESETS = {
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
     "qwen3_5_tiny": (128, 352, 4, 4, 2),
+    "qwen3_moe_tiny": (128, 352, 4, 4, 2),
+    "qwen3_30b_a3b": (2048, 6144, 48, 32, 4),
 }
+# MLP size of an expert, experts, experts of a token, head size
+MIXTURES = {"qwen3_moe_tiny": (96, 8, 2, 32), "qwen3_30b_a3b": (768, 128, 8, 128)}
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,7 @@ class TrainOptions:
 
     model: str = option(
         "tiny",
-        "preset (tiny, small, 160m, 1b, 8b, qwen3_5_tiny), folder of a pretrained model, config.json, or NAME of the "
-        "hub",
+        f"preset ({', '.join(PRESETS)}), folder of a pretrained model, config.json, or NAME of the hub",
     )
     tokenizer: Optional[str] = option(None, "folder or NAME of a tokenizer; default: that of --model")
     chat_template: Optional[str] = option(None, "file with a Jinja template, instead of the tokenizer's own")
@@ -140,6 +143,7 @@ class TrainOptions:
     dp_replicate: Optional[int] = option(None, "fsdp1, fsdp2: replicas of the model (HSDP); default: 1")
     dp_shard: Optional[int] = option(None, "fsdp1, fsdp2: ranks that share a replica; default: all that remain")
     tp: Optional[int] = option(None, "fsdp2, tp: ranks that share lm_head's rows and see the same tokens")
+    ep: Optional[int] = option(None, "fsdp2: ranks that share the experts of each layer; tokens are sent to them")
     sp: Optional[int] = option(None, "fsdp2: ranks that hold shards of the same sequences")
     deepspeed: Optional[str] = option(None, "deepspeed: its JSON, such as launch/deepspeed/zero3.json")
     lm_head: Literal["gather", "vocab_parallel"] = option(

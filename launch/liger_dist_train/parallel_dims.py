@@ -28,6 +28,8 @@ class ParallelDims:
     shard: int
     tensor_parallel: int
     sequence_parallel: int = 1
+    expert_parallel: int = 1
+    """ranks that share the experts of a layer; they read different data"""
 
     @property
     def same_data(self) -> int:
@@ -101,6 +103,8 @@ class ParallelDims:
             "tensor-parallel": self.tensor_parallel,
             "sequence-parallel": self.sequence_parallel,
         }
+        if self.expert_parallel > 1:
+            return f"fsdp2 on {self.world_size}, experts on {self.expert_parallel}"
         return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}"
 
 
@@ -142,4 +146,23 @@ def parallel_dims_of(config: TrainConfig, world_size: int) -> ParallelDims:
             f"{shown} needs {replicate * shard * same_data} processes but {world_size} are running; choose sizes "
             f"whose product is {world_size}, or start other processes."
         )
-    return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel, sequence_parallel)
+    expert_parallel = _expert_parallel(config, strategy, shard, same_data)
+    return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel, sequence_parallel, expert_parallel)
+
+
+def _expert_parallel(config: TrainConfig, strategy: str, shard: int, same_data: int) -> int:
+    """Raises:
+    LigerDistError: ``--ep`` does not fit the other sizes.
+    """
+    size = config.ep or 1
+    if size > 1 and (strategy != "fsdp2" or same_data > 1):
+        raise LigerDistError(
+            f"--ep is {size} with --strategy {strategy}, --tp {config.tp} and --sp {config.sp}; expected fsdp2, and "
+            "neither of the others."
+        )
+    if shard % size:
+        raise LigerDistError(
+            f"--ep is {size} but {shard} ranks share the parameters; choose one of their divisors, or start other "
+            "processes."
+        )
+    return size

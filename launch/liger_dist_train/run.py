@@ -24,6 +24,7 @@ from .data_loader import check_sources, find_tokenization, load_data
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import on_rank_zero, rank, total, world_size
 from .engine import Engine, TorchEngine
+from .expert_loads import ExpertLoads
 from .fault_tolerance import (
     Interruption,
     Watchdog,
@@ -220,6 +221,7 @@ class Loop:
     ) -> None:
         self._trainer, self._checkpoints, self._metrics, self._samples = trainer, checkpoints, metrics, samples
         self._flops, self._watchdog = flops, watchdog
+        self._loads = ExpertLoads(trainer.engine.model)
         self._stops_early = False
 
     def run(self) -> str | None:
@@ -250,6 +252,8 @@ class Loop:
                 broken = trainer.engine.broken_weights()
                 check_weights(trainer.progress.step, broken, None, self._published_step)
                 self._save(in_background=False)
+        if rank() == 0:
+            self._loads.write(Path(config.output_dir))
         if trainer.progress.step >= trainer.num_steps:
             return None
         return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
@@ -275,6 +279,7 @@ class Loop:
         numbers = _read(loss, norm, *trainer.mtp_losses())
         row: dict[str, Any] = {"step": step, **dict(zip(("loss", "grad_norm"), numbers, strict=False))}
         row |= {f"mtp_loss/{depth}": number for depth, number in enumerate(numbers[2:], 1)}
+        row |= self._loads.read()
         # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
         # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
         is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))

@@ -1,0 +1,123 @@
+"""How the tokens of a run are spread over experts: numbers for ``metrics.jsonl``, ``experts.json`` and ``experts.png``.
+
+Counts stay on the device until they are read. A forward that is computed again for activation checkpointing counts
+again, so that all numbers are shares.
+
+Legend: L layers with experts, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.model.peft import base_model_of
+
+from .distributed import device, total_on_device
+from .metrics import NUMBERS_OF_EXPERTS
+from .output_folder import write_text
+
+_PAIRS, _ENTROPY = "_liger_dist_train_pairs", "_liger_dist_train_entropy"
+"""attributes of modules of experts and of routers: pairs of token and expert, and the sum of entropies with its number
+of tokens"""
+
+
+class ExpertLoads:
+    """Counts the tokens of each expert in training forwards; made after the model has been wrapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Args:
+            model: wrapped, also inside DDP, FSDP1 or a DeepSpeed engine.
+        """
+        inner: Any = base_model_of(getattr(model, "module", model))
+        text = inner.config.get_text_config()
+        counts = [getattr(text, name, None) for name in NUMBERS_OF_EXPERTS]
+        self.num_experts = next((count for count in counts if isinstance(count, int) and count > 1), 0)
+        kinds = {type(module) for module in inner.modules() if _records_router(module)}
+        recorders = [_recorder(cls) for cls in kinds]
+        self._experts = [m for m in inner.modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
+        self._routers: list[nn.Module] = []
+        for module in self._experts if self.num_experts else ():
+            setattr(module, _PAIRS, torch.zeros(self.num_experts + 1, device=device()))
+            module.register_forward_pre_hook(_count_pairs)
+        for target, index in dict.fromkeys(recorders) if self._experts else ():
+            for module in (m for m in inner.modules() if isinstance(m, target)):
+                if index == 0:
+                    setattr(module, _ENTROPY, torch.zeros(2, device=device()))
+                    module.register_forward_hook(_add_entropy)
+                    self._routers.append(module)
+        self._total_LE: Tensor | None = None
+
+    def read(self) -> dict[str, float]:
+        """Computes the entries of ``metrics.jsonl`` for the forwards since the last call, over all ranks; none for a
+        model without experts. One all-reduce."""
+        if not (self._experts and self.num_experts):
+            return {}
+        pairs = torch.stack([getattr(module, _PAIRS) for module in self._experts])
+        entropies = [getattr(module, _ENTROPY) for module in self._routers]
+        flat = total_on_device(torch.cat([pairs.flatten(), *entropies]).double())
+        pairs, entropies_R2 = flat[: pairs.numel()].view_as(pairs), flat[pairs.numel() :].view(-1, 2)
+        for module in self._experts:
+            getattr(module, _PAIRS).zero_()
+        for module in self._routers:
+            getattr(module, _ENTROPY).zero_()
+        counts_LE = pairs[:, :-1]
+        self._total_LE = counts_LE if self._total_LE is None else self._total_LE + counts_LE
+        loads_LE = counts_LE / counts_LE.mean(1, keepdim=True)
+        numbers = [loads_LE.max(), loads_LE.min(), pairs[:, -1].sum() / pairs.sum()]
+        if self._routers:
+            numbers.append((entropies_R2[:, 0] / entropies_R2[:, 1]).mean())
+        names = ("experts/max_load", "experts/min_load", "experts/dropped", "experts/router_entropy")
+        return dict(zip(names, torch.stack(numbers).tolist(), strict=False))
+
+    def write(self, folder: Path) -> None:
+        """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot."""
+        if self._total_LE is None:
+            return
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        loads = (self._total_LE / self._total_LE.mean(1, keepdim=True)).cpu()
+        write_text(folder / "experts.json", json.dumps({"loads": loads.tolist()}) + "\n")
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        image = axes.imshow(loads, aspect="auto", interpolation="nearest", vmin=0.0)
+        axes.set(xlabel="expert", ylabel="layer with experts")
+        figure.colorbar(image, label="tokens, relative to the mean of the layer")
+        figure.savefig(folder / "experts.png", dpi=120)
+        pyplot.close(figure)
+
+
+def _records_router(module: nn.Module) -> bool:
+    recorded = getattr(module, "_can_record_outputs", None)
+    return isinstance(recorded, dict) and hasattr(recorded.get("router_logits"), "target_class")
+
+
+def _recorder(cls: Any) -> tuple[type[nn.Module], int]:
+    """Returns the class of a model's routers, and which of their outputs are the logits, as transformers has it."""
+    recorder = cls._can_record_outputs["router_logits"]
+    return recorder.target_class, recorder.index
+
+
+def _count_pairs(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and len(args) > 1:
+        pairs: Tensor = getattr(module, _PAIRS)
+        index = args[1].detach().reshape(-1)
+        # What names no expert is counted after the last one.
+        index = torch.where((index < 0) | (index >= pairs.shape[0] - 1), pairs.shape[0] - 1, index).long()
+        pairs.scatter_add_(0, index, torch.ones_like(index, dtype=pairs.dtype))
+
+
+def _add_entropy(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.is_grad_enabled():
+        logits = (output[0] if isinstance(output, tuple) else output).detach().float().flatten(0, -2)
+        logs = logits.log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum()
+        sums: Tensor = getattr(module, _ENTROPY)
+        sums += torch.stack([entropy, entropy.new_full((), logits.shape[0])])

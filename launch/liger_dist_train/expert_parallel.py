@@ -1,0 +1,72 @@
+"""Experts on several ranks, by transformers' expert parallelism: tokens are sent to the rank of their experts and back.
+A model without storage is sharded, and then given values from a full model on rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from liger_dist import LigerDistError
+
+from .config import TrainConfig
+from .distributed import device
+from .parallel_dims import ParallelDims
+
+
+def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Module:
+    """Shards a model without storage: experts over the ranks of a group, and over the groups; all else over all ranks,
+    as under FSDP2. Its parameters get storage and no values, its buffers values.
+
+    Raises:
+        LigerDistError: transformers has no rule for the model's experts, or the ranks do not divide them.
+    """
+    from transformers.distributed import DistributedConfig, initialize_distributed_mesh
+
+    check_experts(model, dims)
+    distributed = DistributedConfig(
+        dp_replicate_size=dims.replicate,
+        fsdp_size=dims.shard,
+        ep_size=dims.expert_parallel,
+        fsdp_mixed_precision=config.dtype == "bfloat16",
+    )
+    _, mesh = initialize_distributed_mesh(distributed)
+    sharded: Any = type(model).maybe_distribute_model(model, distributed, mesh)
+    # What reads the config later would shard once more.
+    del sharded.config.distributed_config
+    sharded.to_empty(device=device())
+    with torch.no_grad():
+        for module in sharded.modules():
+            if module._non_persistent_buffers_set:
+                sharded._init_weights(module)
+    found: nn.Module = sharded
+    return found
+
+
+def check_experts(model: Any, dims: ParallelDims) -> None:
+    """Raises:
+    LigerDistError: see :func:`shard_experts`.
+    """
+    rules = [name for name, style in (getattr(model, "ep_plan", None) or {}).items() if style == "ep_dispatch_experts"]
+    if not rules:
+        raise LigerDistError(
+            f"--ep is {dims.expert_parallel} but transformers has no rule for experts of {type(model).__name__}; leave "
+            "it out."
+        )
+    counts = {module.num_experts for name, module in model.named_modules() if name.endswith(".experts")}
+    for count in counts:
+        if count % dims.expert_parallel:
+            raise LigerDistError(
+                f"--ep is {dims.expert_parallel} but {type(model).__name__} has {count} experts, which these ranks do "
+                "not divide; choose a divisor."
+            )
+
+
+def random_model(config: TrainConfig, model_config: Any) -> nn.Module:
+    """Makes a full model of random fp32 values, by its own rule and ``--seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    return model

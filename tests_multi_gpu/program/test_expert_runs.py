@@ -1,0 +1,176 @@
+"""Runs of the training program with mixtures of experts: presets, experts on several ranks, utilisation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Workers
+from models import make_model
+from training_runs import config_for, losses_of, metrics_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from liger_dist import LigerDistError
+from liger_dist_train.config import TrainConfig
+from liger_dist_train.export import export
+from liger_dist_train.metrics import Flops
+from liger_dist_train.model import find_config, shell
+from liger_dist_train.parallel_dims import parallel_dims_of
+from liger_dist_train.run import train
+
+SHORT: dict[str, Any] = {
+    "sequence_length": 32,
+    "global_batch_size": 8,
+    "eval_batches": 1,
+    "eval_every": 2,
+    "steps": 4,
+    "checkpoint_every": 2,
+    "warmup_steps": 0,
+    "learning_rate": 1e-3,
+}
+
+
+def run(config: TrainConfig) -> None:
+    train(config)
+
+
+def write_experts(cache: Path, folder: Path) -> Path:
+    """A pretrained mixture with the tokenizer in ``cache``."""
+    model: Any = make_model("qwen3_moe", dtype=torch.float32)
+    model.resize_token_embeddings(601)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    base = write_experts(cache, folder / "base")
+    config = config_for(data, cache, folder / "run", strategy="none", **SHORT, model=str(base))
+    train(config)
+    return config
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 2})])
+def test_a_run_on_several_ranks_is_that_of_one_process(
+    ranks: int, sizes: dict[str, int], alone: TrainConfig, workers_2: Workers, workers_4: Workers, tmp_path: Path
+) -> None:
+    workers = workers_2 if ranks == 2 else workers_4
+    sizes = {"batch_size": 8 // ranks, **sizes}
+    config = replace(alone, strategy="fsdp2", output_dir=str(tmp_path / "run"), **sizes)  # type: ignore[arg-type]
+    workers.run(run, replace(config, stop_at_step=2))
+    workers.run(run, replace(config, resume=True))
+    for mine, expected in zip(metrics_of(tmp_path / "run"), metrics_of(Path(alone.output_dir)), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(expected[name], rel=2e-4), f"{name} of step {mine['step']}"
+        assert mine["experts/dropped"] == 0
+        for name in ("max_load", "min_load", "router_entropy"):
+            assert mine[f"experts/{name}"] == pytest.approx(expected[f"experts/{name}"], rel=2e-3), name
+    settings = (tmp_path / "run" / "checkpoints" / "step-00000004" / "model" / "config.json").read_text()
+    assert "distributed_config" not in json.loads(settings)
+    export(tmp_path / "run", tmp_path / "exported", step=None)
+    export(Path(alone.output_dir), tmp_path / "expected", step=None)
+    mine, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        for name in ("exported", "expected")
+    )
+    assert mine.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((mine[name] - value).abs().max()) < 2e-3, name
+
+
+def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
+    folder = Path(alone.output_dir)
+    loads = torch.tensor(json.loads((folder / "experts.json").read_text())["loads"])
+    assert loads.shape == (2, 6)
+    assert torch.allclose(loads.mean(1), torch.ones(2))
+    assert (folder / "experts.png").stat().st_size > 0
+    for row in metrics_of(folder):
+        assert row["experts/min_load"] <= 1 <= row["experts/max_load"] <= 3
+        assert 0 < row["experts/router_entropy"] <= torch.tensor(6.0).log() + 1e-3
+
+
+def test_loads_do_not_depend_on_checkpointing(alone: TrainConfig, tmp_path: Path) -> None:
+    train(replace(alone, output_dir=str(tmp_path / "run"), activation_checkpointing=True))
+    for mine, expected in zip(metrics_of(tmp_path / "run"), metrics_of(Path(alone.output_dir)), strict=True):
+        for name in (name for name in expected if name.startswith("experts/")):
+            assert mine[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_random_experts_on_several_ranks_learn(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    changes = {"model": "qwen3_moe_tiny", "strategy": "fsdp2", "ep": 2, "learning_rate": 1e-2}
+    config = config_for(data, cache, tmp_path / "run", **(SHORT | changes))
+    workers_2.run(run, config)
+    losses = losses_of(tmp_path / "run")
+    assert losses[0] == pytest.approx(torch.tensor(601.0).log().item(), abs=0.3)
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ep": 2, "lora_rank": 4}, "--ep is 2 with --lora_rank 4, which models with experts"),
+        ({"ep": 2, "float8": "tensorwise", "dtype": "bfloat16"}, "--ep is 2 with --float8 tensorwise"),
+        ({"ep": 2, "lm_head": "vocab_parallel"}, "--ep is 2 with --lm_head vocab_parallel"),
+        ({"ep": 0}, "--ep is 0; expected 1 or more"),
+    ],
+)
+def test_wrong_options_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LigerDistError, match=sentence):
+        TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ep": 2, "strategy": "fsdp1"}, "--ep is 2 with --strategy fsdp1"),
+        ({"ep": 2, "tp": 2}, "--tp 2 and --sp None; expected fsdp2, and neither"),
+        ({"ep": 3}, "--ep is 3 but 4 ranks share the parameters; choose one of their divisors"),
+    ],
+)
+def test_wrong_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LigerDistError, match=sentence):
+        parallel_dims_of(TrainConfig(**changes), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "transformers has no rule for experts of LlamaForCausalLM"),
+        ({"model": "qwen3_moe_tiny", "ep": 4}, ""),
+        ({"model": "experts", "ep": 4}, "--ep is 4 but Qwen3MoeForCausalLM has 6 experts, which these ranks do"),
+    ],
+)
+def test_models_without_fitting_experts_are_refused(
+    changes: dict[str, Any], sentence: str, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    from liger_dist_train.expert_parallel import check_experts
+
+    if changes.get("model") == "experts":
+        changes = changes | {"model": str(write_experts(cache, tmp_path / "base"))}
+    config = config_for(data, cache, tmp_path / "run", **{"ep": 2, "strategy": "fsdp2", **changes})
+    model = shell(config, find_config(config, 601))
+    dims = parallel_dims_of(config, 4)
+    if not sentence:
+        check_experts(model, dims)
+        return
+    with pytest.raises(LigerDistError, match=sentence):
+        check_experts(model, dims)
+
+
+def test_the_preset_is_the_released_shape_and_its_active_parameters_count(tmp_path: Path) -> None:
+    config = TrainConfig(model="qwen3_30b_a3b", sequence_length=4096)
+    model_config = find_config(config, 151936)
+    model = shell(config, model_config)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert numbers == pytest.approx(30.5e9, rel=0.01)
+    flops = Flops.of(model, model_config, config)
+    embedding = 151936 * 2048
+    assert flops.per_token / 6 + embedding == pytest.approx(3.35e9, rel=0.01)
+    assert AutoConfig.for_model("qwen3_moe").num_experts == 128
