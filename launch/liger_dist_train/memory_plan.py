@@ -21,6 +21,7 @@ from liger_dist_train.head_cost import HeadShapes, head_costs
 
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
+from .expert_needs import Mixture
 from .model import FULL_FIRST, reason_against_compiling
 from .optimizer import matrices_of_layers
 from .parallel_dims import ParallelDims
@@ -104,7 +105,7 @@ def plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, model_config: Any, teacher_config: Any = None
 ) -> Plans:
     """Plans a model without storage: trained parameters and their gradients in fp32, states of the optimizer, decoder
-    layers of attention or a gated delta net and a gated MLP, with LoRA layers or not.
+    layers of attention or a gated delta net and a gated MLP or experts, with LoRA layers or not.
 
     Args:
         teacher_config: of a teacher's model; None without one.
@@ -114,11 +115,10 @@ def plan(
     """
     structure = find_structure(model)
     text = model_config.get_text_config()
-    width = getattr(text, "intermediate_size", None)
-    is_known = bool(structure.layers) and isinstance(width, int) and not getattr(text, "num_experts", None)
+    is_known = bool(structure.layers) and all(_has_known_mlp(layer, text) for layer in structure.layers)
     if not is_known or (is_recurrent(model) and not DeltaNet.is_in(text)):
         raise LigerDistError(
-            "--dry_run knows decoder layers of attention or a gated delta net and a gated MLP, and "
+            "--dry_run knows decoder layers of attention or a gated delta net and a gated MLP or experts, and "
             f"{type(model).__name__} has others; measure a step instead (peak_memory_bytes in metrics.jsonl)."
         )
     heads = ["gather", "vocab_parallel"] if dims.strategy == "fsdp2" and dims.parameter_shards > 1 else ["gather"]
@@ -130,6 +130,14 @@ def plan(
         plans = [replace(plan, teacher=held) for plan in plans]
     assumption = "gated delta nets as flash-linear-attention computes them; transformers' own code needs more"
     return Plans(dims, plans, assumption if DeltaNet.is_in(text) else "")
+
+
+def _has_known_mlp(layer: nn.Module, text: Any) -> bool:
+    """True for a gated MLP of the config's width, and for experts in one parameter."""
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in layer.named_modules())
+    if has_experts:
+        return Mixture.of(layer, text) is not None and not DeltaNet.is_in(text)
+    return isinstance(getattr(text, "intermediate_size", None), int)
 
 
 def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: Any) -> int:
@@ -203,6 +211,11 @@ def _plan(
     )
     size = FP32 if a.dtype == "float32" else 2
     layers = [Held.of(module, config, dims.strategy) for module in structure.layers]
+    mixtures = [Mixture.of(module, text) for module in structure.layers]
+    if (config.ep or 1) > 1:
+        # Experts of other ranks are never here.
+        elsewhere = [0 if found is None else found.elsewhere(config) for found in mixtures]
+        layers = [replace(one, trained=one.trained - less) for one, less in zip(layers, elsewhere, strict=True)]
     layer = max(layers, key=lambda found: found.numbers)
     of_muon = matrices_of_layers(model, config)
     held = replace(
@@ -399,9 +412,10 @@ class DeltaNet:
 
 def needs_of_layers(a: TrainConfig, strategy: str, text: Any, layers: Sequence[nn.Module]) -> list[LayerNeeds]:
     """Estimates the activations of each layer from the config of the model's text part."""
-    of_attention = needs_of_a_layer(a, strategy, text)
+    mixtures = [Mixture.of(layer, text) for layer in layers]
     if not DeltaNet.is_in(text):
-        return [of_attention] * len(layers)
+        return [needs_of_a_layer(a, strategy, text, mixture) for mixture in mixtures]
+    of_attention = needs_of_a_layer(a, strategy, text)
     size, T, D = FP32 if a.dtype == "float32" else 2, a.batch_size * a.sequence_length, text.hidden_size
     net = DeltaNet.of(text)
     # The projections share their input, which is kept.
@@ -427,12 +441,16 @@ def _of_gated_attention(text: Any, layer: nn.Module) -> int:
     return (queries + keys if "q_norm" in parts else 0) + (3 * queries if is_gated else 0)
 
 
-def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
-    """Estimates a layer's activations from the config of the model's text part. docs/benchmarks.md has measurements."""
+def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture | None = None) -> LayerNeeds:
+    """Estimates a layer's activations from the config of the model's text part. docs/benchmarks.md has measurements.
+
+    Args:
+        mixture: its experts; None for an MLP.
+    """
     size = 4 if a.dtype == "float32" else 2
     S, T = a.sequence_length, a.batch_size * a.sequence_length
     D: int = text.hidden_size
-    F: int = text.intermediate_size
+    F: int = text.intermediate_size if mixture is None else mixture.width
     heads: int = text.num_attention_heads
     queries = heads * (getattr(text, "head_dim", None) or D // heads)
     is_masked = not a.attend_across_documents and a.attention == "sdpa"
@@ -450,6 +468,9 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any) -> LayerNeeds:
     has_scores = a.attention == "eager" or (size == 4 and a.attention in (None, "sdpa"))
     scores = heads * square * size if has_scores else 0
     passing = 2 * T * F * size
+    if mixture is not None:
+        numbers += mixture.kept(a, D)
+        passing = T * size * mixture.passing(D)
     if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < T:
         # Of a tile: gate, up, their product, its gradient. Of the weights: gradients of a tile, and their sum in fp32.
         passing = 4 * a.mlp_tile_tokens * F * size + 3 * D * F * (size + FP32)

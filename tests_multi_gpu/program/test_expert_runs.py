@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from liger_dist import LigerDistError
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.export import export
+from liger_dist_train.memory_plan import plan
 from liger_dist_train.metrics import Flops
 from liger_dist_train.model import find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
@@ -174,3 +175,25 @@ def test_the_preset_is_the_released_shape_and_its_active_parameters_count(tmp_pa
     embedding = 151936 * 2048
     assert flops.per_token / 6 + embedding == pytest.approx(3.35e9, rel=0.01)
     assert AutoConfig.for_model("qwen3_moe").num_experts == 128
+
+
+def test_a_plan_knows_experts(data: Path, cache: Path, tmp_path: Path) -> None:
+    config = config_for(data, cache, tmp_path, model="qwen3_moe_tiny", strategy="fsdp2")
+    model_config = find_config(config, 601)
+    model = shell(config, model_config)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    found = {}
+    for name, changes in {"plain": {}, "ep": {"ep": 2}, "own": {"layer_kernels": False}}.items():
+        one = replace(config, **changes)
+        found[name] = plan(one, parallel_dims_of(one, 2), model, model_config).plans[0]
+        assert found[name].parameters == pytest.approx(4 * numbers / 2, rel=1e-3)
+    # Half of the experts of two gathered layers, and of the gradient of one as computed and as reduced, in fp32.
+    layers = 4
+    assert found["plain"].gathered - found["ep"].gathered == 4 * 4 * of_experts // layers // 2
+    assert found["plain"].activations < found["ep"].activations
+    assert found["plain"].activations < found["own"].activations
+    tokens, wider = 2 * 64, replace(config)
+    more = model_config.to_dict() | {"num_experts_per_tok": 3}
+    of_three = plan(wider, parallel_dims_of(wider, 2), model, type(model_config)(**more)).plans[0]
+    assert of_three.activations - found["plain"].activations == layers * tokens * 4 * 3 * 96

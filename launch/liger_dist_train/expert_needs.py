@@ -1,0 +1,72 @@
+"""What layers with experts add to a memory plan.
+
+Legend: D hidden, F features of an expert, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .config import TrainConfig
+from .metrics import EXPERTS_OF_A_TOKEN
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts of a layer."""
+
+    experts: int
+    of_a_token: int
+    features: int
+    shared: int
+    """features of MLPs that all tokens take"""
+    numbers: int
+    """of the parameters of all experts"""
+
+    @classmethod
+    def of(cls, layer: nn.Module, text: Any) -> Mixture | None:
+        """Finds the experts of a layer; None for a layer without, or where the config does not say how many experts a
+        token is sent to."""
+        counts = (getattr(text, name, None) for name in EXPERTS_OF_A_TOKEN)
+        of_a_token = next((count for count in counts if isinstance(count, int)), None)
+        for name, module in layer.named_modules():
+            down = module._parameters.get("down_proj")
+            if down is None or down.dim() != 3 or of_a_token is None:
+                continue
+            block = layer.get_submodule(name.rpartition(".")[0])
+            linears = (part for part in block.modules() if isinstance(part, nn.Linear))
+            wide = [part.out_features for part in linears if part.in_features == text.hidden_size]
+            numbers = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            features = down.numel() // (down.shape[0] * text.hidden_size)
+            return cls(down.shape[0], of_a_token, features, sum(size for size in wide if size > 1) // 2, numbers)
+        return None
+
+    @property
+    def width(self) -> int:
+        """Features of an MLP that keeps as much of each token."""
+        return self.of_a_token * self.features + self.shared
+
+    def kept(self, a: TrainConfig, hidden_size: int) -> int:
+        """Counts what is kept of each token beside gate and up: the input of the experts, and logits of the router, as
+        they are and as probabilities in fp32. Experts on other ranks get copies of the tokens, and their outputs are
+        kept for the gradient of the router. Without layer kernels, also sorted tokens, activations and outputs."""
+        D, K, F = hidden_size, self.of_a_token, self.features
+        numbers = D + 3 * self.experts
+        if (a.ep or 1) > 1:
+            numbers += 2 * K * D
+        if not a.layer_kernels:
+            numbers += K * (3 * D + 2 * F)
+        return numbers
+
+    def passing(self, hidden_size: int) -> int:
+        """Counts what the backward of the experts has of each token at once: gradients of outputs and activations, the
+        activations, and the gradients of gate and up."""
+        return self.of_a_token * (hidden_size + 4 * self.features)
+
+    def elsewhere(self, a: TrainConfig) -> int:
+        """Counts the parameters of experts on other ranks of the group."""
+        size = a.ep or 1
+        return self.numbers - self.numbers // size
