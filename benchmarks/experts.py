@@ -80,7 +80,7 @@ def ours(model: Any, *, compiled: bool, experts: bool = True) -> Any:
         owner = record_of(inner_model(model)).owner
         for module in model.modules():
             if isinstance(module, Swapped) and module._liger_dist_kind in (EXPERTS, LOW_RANK_EXPERTS):
-                restore_forward(module, owner=owner)
+                restore_forward(module, owner=owner)  # type: ignore[arg-type]
     return model
 
 

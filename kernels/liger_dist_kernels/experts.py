@@ -12,7 +12,7 @@ Arithmetic is fp32 (fp64 for fp64 rows), rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -200,9 +200,7 @@ def _gate_and_up(
 
 
 @triton.jit
-def _store_gate_and_up(
-    d_h_ptr, d_gate, d_up, row, start, F: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
-):
+def _store_gate_and_up(d_h_ptr, d_gate, d_up, row, start, F: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr):
     dtype = d_h_ptr.dtype.element_ty
     if LAYOUT == "interleaved":
         offs = 2 * start + tl.arange(0, 2 * BLOCK_F)
@@ -283,12 +281,12 @@ def _gate_bwd_kernel(
         tl.store(d_weight_ptr + pair, tl.sum(total, 0).to(d_weight_ptr.dtype.element_ty))
 
 
-def _gate_arguments(h_SH: Tensor, options: GateOptions, low_scale: float) -> tuple[list[object], dict[str, object]]:
+def _gate_arguments(h_SH: Tensor, options: GateOptions, low_scale: float) -> tuple[list[Any], dict[str, Any]]:
     """Returns what both kernels of the gate get after their tensors, by position and by name."""
     dtype, F = h_SH.dtype, options.features(h_SH.shape[1])
     values = (low_scale, options.limit or 0.0, options.slope, options.offset)
     limits = "none" if options.limit is None else "activation" if options.limits_activation else "gate"
-    constants = {
+    constants: dict[str, Any] = {
         "F": F,
         "LAYOUT": "one" if not options.is_gated else "interleaved" if options.is_interleaved else "halves",
         "FP64": dtype == torch.float64,
@@ -338,7 +336,7 @@ def gate_fwd(
         values, constants = _gate_arguments(h_SH, options, 0.0 if low is None else low.scale)
         launch(
             _gate_fwd_kernel,
-            (h_SH.shape[0], cdiv(F, constants["BLOCK_F"])),  # type: ignore[arg-type]
+            (h_SH.shape[0], cdiv(F, constants["BLOCK_F"])),
             h_SH,
             h_SH if low is None else low.product,
             h_SH if bias_EH is None else bias_EH,
@@ -384,7 +382,6 @@ def gate_bwd(
         low: is added to ``d_y_SF``.
         needs_y: True to compute the result of the forward again.
     """
-    F = options.features(h_SH.shape[1])
     d_h_SH = torch.empty_like(h_SH)
     d_weight_TK = weight_TK.new_zeros(weight_TK.shape, dtype=statistics_dtype(h_SH.dtype))
     y_SF = torch.empty_like(d_y_SF) if needs_y else None
@@ -397,8 +394,8 @@ def gate_bwd(
         if low is not None:
             d_y = d_y + low.scale * low.product[:end].to(g.dtype)
         d_weight_TK.view(-1)[routing.pair_S[:end].long()] = (d_y * activated * factor).sum(1)
-        gradients = [d_y * weight * factor * d_gate, d_y * weight * activated * d_up]
-        d_h_SH[:end] = _joined(*gradients, options).to(h_SH.dtype)
+        of_gate, of_up = d_y * weight * factor * d_gate, d_y * weight * activated * d_up
+        d_h_SH[:end] = _joined(of_gate, of_up, options).to(h_SH.dtype)
         if y_SF is not None:
             y_SF[:end] = (activated * factor * weight).to(y_SF.dtype)
         return GateGradients(d_h_SH, d_weight_TK, y_SF)
@@ -428,7 +425,9 @@ def gate_bwd(
     return GateGradients(d_h_SH, d_weight_TK, y_SF)
 
 
-def _gate_and_up_in_torch(h_SH: Tensor, routing: Routing, bias_EH: Tensor | None, options: GateOptions) -> tuple[Tensor, Tensor]:
+def _gate_and_up_in_torch(
+    h_SH: Tensor, routing: Routing, bias_EH: Tensor | None, options: GateOptions
+) -> tuple[Tensor, Tensor]:
     """Returns gate and up of the rows of experts in the dtype of arithmetic."""
     end = int(routing.ends_E[-1])
     h = h_SH[:end].to(statistics_dtype(h_SH.dtype))
@@ -452,7 +451,9 @@ def _weights_of_rows(weight_TK: Tensor, routing: Routing, dtype: torch.dtype) ->
 def gate_in_torch(g: Tensor, u: Tensor, options: GateOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the activation, its derivative by the gate, and the factor up with its derivative."""
     limit, is_before = options.limit, options.limit is not None and not options.limits_activation
-    activated, d_gate = activated_with_slope(options.slope * (g.clamp(max=limit) if is_before else g), options.activation)
+    activated, d_gate = activated_with_slope(
+        options.slope * (g.clamp(max=limit) if is_before else g), options.activation
+    )
     activated = activated / options.slope
     if limit is not None:
         d_gate = d_gate * ((g if is_before else activated) <= limit)

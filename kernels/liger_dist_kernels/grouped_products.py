@@ -7,6 +7,8 @@ not initialised.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,7 +47,14 @@ def _is_grouped(x: Tensor, *features: int) -> bool:
     """True if torch has one kernel for all groups. Otherwise each expert's product is one of its own, whose number of
     rows the host reads from the device."""
     is_aligned = all(number * x.element_size() % _ALIGNED_BYTES == 0 for number in features)
-    return x.is_cuda and x.dtype in _GROUPED and is_aligned and x.shape[0] > 0
+    is_supported = x.is_cuda and x.dtype in _GROUPED and _is_new_enough(x.device)
+    return is_supported and is_aligned and x.shape[0] > 0
+
+
+@lru_cache
+def _is_new_enough(device: torch.device) -> bool:
+    """False for GPUs of NVIDIA before Ampere."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _ranges(ends_E: Tensor) -> list[tuple[int, int]]:

@@ -34,6 +34,7 @@ class TrainConfig(TrainOptions):
                 object.__setattr__(self, name, value)
         self._check_ranges()
         self._check_choices()
+        self._check_experts()
         self._check_mtp()
         self._check_data()
         self._check_effect()
@@ -154,7 +155,6 @@ class TrainConfig(TrainOptions):
                 "--offload_checkpoints is true but --activation_checkpointing false, so that there are none; give both."
             )
         self._check_teacher()
-        self._check_experts()
         self._check_optimizer()
         if self.mlp_tile_tokens and (self.compile or self.float8 or not self.layer_kernels):
             raise LigerDistError(
@@ -319,7 +319,18 @@ ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
     **dict.fromkeys(
-        ("dp_replicate", "dp_shard", "tp", "sp", "ep", "world_size", "profile_step", "memory_budget", "mlp_tile_tokens"), 1
+        (
+            "dp_replicate",
+            "dp_shard",
+            "tp",
+            "sp",
+            "ep",
+            "world_size",
+            "profile_step",
+            "memory_budget",
+            "mlp_tile_tokens",
+        ),
+        1,
     ),
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step", "sample_tokens"), 1),
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),

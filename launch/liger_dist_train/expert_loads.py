@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_dist.model.peft import base_model_of
-
 from .distributed import device, total_on_device
 from .metrics import NUMBERS_OF_EXPERTS
 from .output_folder import write_text
@@ -34,19 +32,20 @@ class ExpertLoads:
         Args:
             model: wrapped, also inside DDP, FSDP1 or a DeepSpeed engine.
         """
-        inner: Any = base_model_of(getattr(model, "module", model))
-        text = inner.config.get_text_config()
+        configs: Any = (getattr(module, "config", None) for module in model.modules())
+        text = next(config for config in configs if hasattr(config, "get_text_config")).get_text_config()
         counts = [getattr(text, name, None) for name in NUMBERS_OF_EXPERTS]
         self.num_experts = next((count for count in counts if isinstance(count, int) and count > 1), 0)
-        kinds = {type(module) for module in inner.modules() if _records_router(module)}
+        modules = list(model.modules())
+        kinds = {type(module) for module in modules if _records_router(module)}
         recorders = [_recorder(cls) for cls in kinds]
-        self._experts = [m for m in inner.modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
+        self._experts = [m for m in modules if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
         self._routers: list[nn.Module] = []
         for module in self._experts if self.num_experts else ():
             setattr(module, _PAIRS, torch.zeros(self.num_experts + 1, device=device()))
             module.register_forward_pre_hook(_count_pairs)
         for target, index in dict.fromkeys(recorders) if self._experts else ():
-            for module in (m for m in inner.modules() if isinstance(m, target)):
+            for module in (m for m in modules if isinstance(m, target)):
                 if index == 0:
                     setattr(module, _ENTROPY, torch.zeros(2, device=device()))
                     module.register_forward_hook(_add_entropy)

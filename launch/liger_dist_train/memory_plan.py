@@ -210,12 +210,7 @@ def _plan(
         compile=reason_against_compiling(config, dims.strategy, model) is None,
     )
     size = FP32 if a.dtype == "float32" else 2
-    layers = [Held.of(module, config, dims.strategy) for module in structure.layers]
-    mixtures = [Mixture.of(module, text) for module in structure.layers]
-    if (config.ep or 1) > 1:
-        # Experts of other ranks are never here.
-        elsewhere = [0 if found is None else found.elsewhere(config) for found in mixtures]
-        layers = [replace(one, trained=one.trained - less) for one, less in zip(layers, elsewhere, strict=True)]
+    layers = [_held_by(module, config, dims.strategy, text) for module in structure.layers]
     layer = max(layers, key=lambda found: found.numbers)
     of_muon = matrices_of_layers(model, config)
     held = replace(
@@ -262,6 +257,12 @@ def _plan(
         loss=loss,
         sent=cost.sent_bytes,
     )
+
+
+def _held_by(layer: nn.Module, config: TrainConfig, strategy: str, text: Any) -> Held:
+    """Counts the parameters of a layer, without experts of other ranks, which are never here."""
+    held, mixture = Held.of(layer, config, strategy), Mixture.of(layer, text)
+    return held if mixture is None else replace(held, trained=held.trained - mixture.elsewhere(config))
 
 
 def _at_the_head(

@@ -170,7 +170,7 @@ def _probe(module: Any, match: ExpertsMatch, is_original: bool) -> tuple[list[Te
     inputs, small = _small_case(match)
     leaves = [inputs[0], inputs[2], *small.values()]
     if not is_original:
-        tensors = ExpertTensors(*(None if name is None else small[name] for name in match.names))
+        tensors = _named(match, small)
         options = replace(match.options, backend="reference")
         return [experts(*inputs, tensors, options=options)], leaves
     with ExitStack() as stack:
@@ -231,8 +231,7 @@ def experts_forward(
     match: ExpertsMatch | None = match_of(module)
     if match is None:
         # A caller holds the config of a module that has been restored.
-        result: Tensor = type(module).forward(module, hidden_states, top_k_index, top_k_weights)
-        return result
+        return type(module).forward(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     if not _is_ready(module, match, hidden_states):
         if low_rank:
             raise LigerDistError(
@@ -240,8 +239,7 @@ def experts_forward(
                 "computed with them; call liger_dist.unwrap(model) and wrap it again."
             )
         own = _own_experts(module, match.config.own._experts_implementation)
-        result = own(module, hidden_states, top_k_index, top_k_weights)
-        return result
+        return own(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
     return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
 
@@ -263,7 +261,11 @@ def _with_low_rank(
 
 def _tensors(module: nn.Module, match: ExpertsMatch) -> ExpertTensors:
     # As attributes: FSDP1 keeps full weights there, and not among the parameters.
-    return ExpertTensors(*(None if name is None else getattr(module, name) for name in match.names))
+    return _named(match, {name: getattr(module, name) for name in match.names if name is not None})
+
+
+def _named(match: ExpertsMatch, parameters: dict[str, Tensor]) -> ExpertTensors:
+    return ExpertTensors(*(None if name is None else parameters[name] for name in match.names))  # type: ignore[arg-type]
 
 
 def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> bool:
@@ -340,7 +342,9 @@ def experts_inside(module: Any) -> Any:
 
 def _has_low_rank(module: nn.Module) -> bool:
     """True for PEFT's module around a parameter of experts."""
-    return "base_layer" in module._modules and hasattr(module, "parameter_name") and _is_candidate(experts_inside(module))
+    return (
+        "base_layer" in module._modules and hasattr(module, "parameter_name") and _is_candidate(experts_inside(module))
+    )
 
 
 def _match_low_rank(module: Any, backend: Backend) -> LowRankExpertsMatch:
@@ -375,8 +379,9 @@ def _probe_low_rank(
     leaves = [inputs[0], a.weight, b.weight]
     if not is_original:
         low = LowRankMatrices(module.parameter_name, a.weight, b.weight, _EXPERTS, module.scaling[name])
-        tensors = ExpertTensors(*(None if key is None else small[key] for key in match.names))
-        tensors, options = _with_low_rank(tensors, replace(match.options, backend="reference"), match, [low])
+        tensors, options = _with_low_rank(
+            _named(match, small), replace(match.options, backend="reference"), match, [low]
+        )
         return [experts(*inputs, tensors, options=options)], leaves
     with ExitStack() as stack:
         _enter_small(stack, inside, {key: nn.Parameter(value.detach()) for key, value in small.items()})

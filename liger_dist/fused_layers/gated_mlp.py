@@ -359,7 +359,9 @@ def _activate(gate: Tensor, activation: Activation) -> Tensor:
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     if activation == "relu_squared":
         return F.relu(gate).square()
-    return {"silu": F.silu, "relu": F.relu, "sigmoid": torch.sigmoid}[activation](gate)
+    if activation == "sigmoid":
+        return gate.sigmoid()
+    return F.silu(gate) if activation == "silu" else F.relu(gate)
 
 
 GATED_MLP = Kind(

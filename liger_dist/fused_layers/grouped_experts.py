@@ -231,7 +231,7 @@ class _Experts(torch.autograd.Function):
         ctx.options = options
         ctx.save_for_backward(hidden_TD, index_TK, weight_TK, *given, *kept)
         # Itself: torch 2.11 compiles a function that returns another name of a tensor to one without gradients.
-        return y
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,5 @@
-"""Experts of transformers' models, through ``wrap``: which are computed by grouped products, what stays the model's own,
-and LoRA of PEFT on their parameters."""
+"""Experts of transformers' models, through ``wrap``: which are computed by grouped products, what stays the model's
+own, and LoRA of PEFT on their parameters."""
 
 from __future__ import annotations
 

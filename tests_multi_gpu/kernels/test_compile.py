@@ -107,9 +107,7 @@ OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
 }
 
 
-def _experts(
-    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *biases: Tensor, **tensors: Tensor
-) -> Tensor:
+def _experts(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *biases: Tensor, **tensors: Tensor) -> Tensor:
     index = torch.arange(T * 2, device=DEVICE).view(T, 2) % 3
     options = ExpertOptions(gate=GateOptions(activation="silu"), down_scale=0.5)
     return experts(x, index, weight, ExpertTensors(up, down, *biases, **tensors), options=options)

@@ -105,9 +105,7 @@ def check(x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, opti
     upstream = values(*y.shape, dtype=dtype, seed=30).detach()
     leaves = [x, weight, *(tensor for tensor in tensors if tensor is not None)]
     found = [y, *torch.autograd.grad(y, leaves, upstream)]
-    truths, of_torch = (
-        by_loop(leaves, index, tensors, upstream, options, dtype=of) for of in (torch.float64, dtype)
-    )
+    truths, of_torch = (by_loop(leaves, index, tensors, upstream, options, dtype=of) for of in (torch.float64, dtype))
     names = ["y", "x", "weight", *(name for name, tensor in tensors._asdict().items() if tensor is not None)]
     for name, mine, theirs, truth in zip(names, found, of_torch, truths, strict=True):
         allowed = TOLERANCE[dtype]

@@ -58,7 +58,9 @@ def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return config
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 2})]
+)
 def test_a_run_on_several_ranks_is_that_of_one_process(
     ranks: int, sizes: dict[str, int], alone: TrainConfig, workers_2: Workers, workers_4: Workers, tmp_path: Path
 ) -> None:
@@ -84,6 +86,16 @@ def test_a_run_on_several_ranks_is_that_of_one_process(
     assert mine.keys() == expected.keys()
     for name, value in expected.items():
         assert float((mine[name] - value).abs().max()) < 2e-3, name
+
+
+def test_a_checkpoint_of_experts_on_several_ranks_goes_on_in_one_process(
+    alone: TrainConfig, workers_2: Workers, tmp_path: Path
+) -> None:
+    config = replace(alone, output_dir=str(tmp_path / "run"))
+    workers_2.run(run, replace(config, strategy="fsdp2", ep=2, stop_at_step=2))
+    train(replace(config, resume=True))
+    for mine, expected in zip(losses_of(tmp_path / "run"), losses_of(Path(alone.output_dir)), strict=True):
+        assert mine == pytest.approx(expected, rel=2e-4)
 
 
 def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:

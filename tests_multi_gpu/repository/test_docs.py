@@ -202,6 +202,7 @@ def as_run(words: list[str]) -> list[str]:
         "launch/llama_8b.yaml",
         "launch/llama_8b_long.yaml",
         "launch/qwen3_5_4b.yaml",
+        "launch/qwen3_30b_a3b.yaml",
         "sbatch",
         "kubectl",
         "make",
