@@ -60,6 +60,8 @@ class _Config:
     """Config of a module of experts with another implementation; all else is as in its own."""
 
     def __init__(self, own: Any, implementation: str = NAME) -> None:
+        # Here, and not on import, which does not import transformers; pickles make one, too.
+        _register()
         self.own, self._experts_implementation = own, implementation
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +101,6 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 def _match(module: Any, backend: Backend) -> ExpertsMatch:
-    _register()
     implementation = module.config._experts_implementation
     if implementation not in REPLACED:
         raise LeftAloneError(f"its implementation is {implementation}")

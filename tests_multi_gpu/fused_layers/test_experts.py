@@ -4,8 +4,12 @@ own, and LoRA of PEFT on their parameters."""
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +120,20 @@ def test_unwrap_copies_and_pickles() -> None:
     assert_same(model, own)
     liger_dist.wrap(model)
     assert_same(model, own)
+
+
+def test_a_pickle_is_read_in_another_process(tmp_path: Path) -> None:
+    model: Any = liger_dist.wrap(make_model("qwen3_moe"))
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps((model, make_batch(0))))
+    program = (
+        "import pickle, sys; model, batch = pickle.load(open(sys.argv[1], 'rb')); print(float(model(**batch).loss))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    assert float(said.splitlines()[-1]) == pytest.approx(float(model(**make_batch(0)).loss), rel=1e-6)
 
 
 def test_hooks_see_the_experts() -> None:
