@@ -283,6 +283,8 @@ def build(family: Family) -> nn.Module:
     if family.option == "tied":
         config.tie_word_embeddings = True
     config._attn_implementation = "sdpa" if family.option in BY_MODULE and model_class._supports_sdpa else "eager"
+    # transformers' grouped products take no fp64.
+    config._experts_implementation = "eager"
     model = model_class(config)
     assert isinstance(model, nn.Module)
     return model.to(compute_device())

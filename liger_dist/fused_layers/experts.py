@@ -91,7 +91,7 @@ class ExpertsMatch:
         gate = self.options.gate
         words = f"{gate.activation}(gate) * up" if gate.is_gated else f"{gate.activation}(up)"
         limited = "" if gate.limit is None else f", limited to {gate.limit:g}"
-        return f"down({words}{limited}) by grouped products"
+        return f"experts by grouped products, down({words}{limited})"
 
 
 def _is_candidate(module: nn.Module) -> bool:
