@@ -106,6 +106,7 @@ def test_a_norm_rounds_where_its_model_rounds(backend: Any) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) -> None:
     functions = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
+    functions["relu_squared"] = lambda x: F.relu(x).square()
     for shape in [(2, 3, 51), (5, 1100), (0, 8)]:
         gate_up = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
         with torch.no_grad():
