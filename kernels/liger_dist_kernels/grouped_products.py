@@ -44,7 +44,7 @@ def grouped_outer_product(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> 
 
 
 def _is_grouped(x: Tensor, *features: int) -> bool:
-    """True if torch has one kernel for all groups. Otherwise each expert's product is one of its own, whose number of
+    """True if torch has one kernel for all groups. Otherwise there is a product for each expert, whose number of
     rows the host reads from the device."""
     is_aligned = all(number * x.element_size() % _ALIGNED_BYTES == 0 for number in features)
     is_supported = x.is_cuda and x.dtype in _GROUPED and _is_new_enough(x.device)

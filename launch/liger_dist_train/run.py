@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import shutil
+import sys
 import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
@@ -253,10 +254,17 @@ class Loop:
                 check_weights(trainer.progress.step, broken, None, self._published_step)
                 self._save(in_background=False)
         if rank() == 0:
-            self._loads.write(Path(config.output_dir))
+            self._write_loads(config.output_dir)
         if trainer.progress.step >= trainer.num_steps:
             return None
         return "stopped" if is_asked else "stopped early: the held-out loss is not better any more"
+
+    def _write_loads(self, folder: str) -> None:
+        try:
+            self._loads.write(Path(folder))
+        except (LigerDistError, OSError, ImportError) as error:
+            # What counts is written.
+            print(f"the loads of experts are not written to {folder}: {error}", file=sys.stderr)
 
     def _settle(self, seconds: float) -> None:
         """After the first step: says how long it took with compilation, and leaves what is there to the end."""

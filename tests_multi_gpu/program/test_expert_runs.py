@@ -109,6 +109,17 @@ def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
         assert 0 < row["experts/router_entropy"] <= torch.tensor(6.0).log() + 1e-3
 
 
+def test_a_run_ends_well_where_loads_cannot_be_written(
+    alone: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where matplotlib is missing or a disk is full; what was trained is there."""
+    folder = tmp_path / "run"
+    (folder / "experts.json").mkdir(parents=True)
+    train(replace(alone, output_dir=str(folder), steps=2))
+    assert f"the loads of experts are not written to {folder}" in capsys.readouterr().err
+    assert len(metrics_of(folder)) == 2
+
+
 def test_loads_do_not_depend_on_checkpointing(alone: TrainConfig, tmp_path: Path) -> None:
     train(replace(alone, output_dir=str(tmp_path / "run"), activation_checkpointing=True))
     for mine, expected in zip(metrics_of(tmp_path / "run"), metrics_of(Path(alone.output_dir)), strict=True):
