@@ -454,10 +454,12 @@ def _parameter(own: Tensor, device: torch.device) -> Tensor:
 
 
 def _buffer(own: Tensor, device: torch.device) -> Tensor:
-    if not own.is_meta:
-        return own.detach().clone().to(device)
-    if own.is_floating_point():
+    if own.is_meta and own.is_floating_point():
         return _parameter(own, device)
+    if not own.is_meta:
+        # Parameters are made in fp32: no matmul takes them with a buffer of fp64.
+        dtype = torch.float32 if own.is_floating_point() else own.dtype
+        return own.detach().clone().to(device, dtype)
     return torch.ones(own.shape, device=device, dtype=own.dtype)
 
 

@@ -15,6 +15,7 @@ from families import FAMILIES, Family, Hints, batch_for, build
 from torch import Tensor
 
 import liger_dist
+from liger_dist.fused_layers.recurrent import is_recurrent
 
 LENGTHS = (5, 1, 4, 2)
 TOKENS = sum(LENGTHS)
@@ -100,7 +101,7 @@ def test_documents_are_apart_or_refused(family: Family, found: dict[str, str]) -
         # An index that the family's own code does not have ends a process that uses a GPU.
         model: Any = build(family).eval().cpu()
         batch = batch_for(family, model)
-        model = in_fp64(model, batch)
+        model = in_fp64(model, batch, is_hybrid=family.name in HYBRIDS)
         model(**batch)
     except Exception as error:
         pytest.skip(f"not built by the generic shrinking: {type(error).__name__}: {error}"[:200])
@@ -126,6 +127,17 @@ def test_documents_are_apart_or_refused(family: Family, found: dict[str, str]) -
         loss, gradients = trained(model, rows)
         assert loss == pytest.approx(truth[0], abs=2e-6), name
         assert relative_error(gradients, truth[1]) < 2e-6, name
+
+
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_recurrent_layers_are_found_in_every_dtype(name: str) -> None:
+    """``Module.to`` casts a model's buffers too, and the run without weights computes in fp32."""
+    try:
+        model, _ = made(name)
+    except (StopIteration, OSError, ValueError) as error:
+        pytest.skip(f"not in this transformers, or not built by the generic shrinking: {error}")
+    for dtype in (torch.bfloat16, torch.float64):
+        assert is_recurrent(model.to(dtype)), dtype
 
 
 def test_these_families_have_recurrent_layers_and_no_others(found: dict[str, str]) -> None:
@@ -179,13 +191,15 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def in_fp64(model: Any, batch: dict[str, Any]) -> Any:
-    """The model in fp64 if its code lets fp64 through."""
+def in_fp64(model: Any, batch: dict[str, Any], *, is_hybrid: bool) -> Any:
+    """The model in fp64 if its code lets fp64 through; a hybrid with padding on the left too, where the sum of two masks
+    is -inf in fp64 and the smallest number in fp32."""
     try:
         model.double()(**batch)
+        padded = model(**rows_of_documents()["left"]).logits if is_hybrid else None
     except RuntimeError:
         return model.float()
-    return model
+    return model if padded is None or padded.isfinite().all() else model.float()
 
 
 def one_row(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
