@@ -220,6 +220,17 @@ def number(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, a, b):
+    """Computes ``total + a @ b`` of tiles in the dtype of ``total``; in fp64 without ``tl.dot``, with which a comparison
+    with fp64 autograd failed on an H100 (Triton 3.6)."""
+    if total.dtype == tl.float64:
+        total += tl.sum(a[:, :, None] * b[None, :, :], 1)
+    else:
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+    return total
+
+
+@triton.jit
 def rounded_product(x, y):
     """Computes ``x * y``, rounded before any subtraction. Compilers contract a product and a difference into one
     multiply-add, which keeps the product's rounding error: the largest logit minus itself would not be 0."""

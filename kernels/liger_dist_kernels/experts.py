@@ -1,18 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""What a mixture of experts computes beside its products: the order of tokens by expert, their rows in that order, the
-gated activation times the weight of the router, and the sum over the experts of a token.
+"""What a mixture of experts computes beside its products and its gate: the order of tokens by expert, their rows in
+that order, the sum over the experts of a token, and gradients of biases and of LoRA.
 
-The weight of the router is applied before the down projection, which is linear: its outputs need not be kept for the
-gradient of the router (Guo et al. 2025, SonicMoE, arXiv:2512.14080).
-
-Legend: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts, D hidden, F features of an expert.
-Arithmetic is fp32 (fp64 for fp64 rows), rounded once.
+Legend: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts, D hidden, r rank. Arithmetic is
+fp32 (fp64 for fp64 rows), rounded once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from ._triton_utils import (
     Backend,
+    add_product,
     cdiv,
     host_number,
     launch,
@@ -29,35 +27,10 @@ from ._triton_utils import (
     runs_triton,
     statistics_dtype,
 )
-from .gated_activation import Activation, activate, activated_with_slope
+from .grouped_products import grouped_outer_product
 
 _MOST_COLUMNS = 2048
 """columns that a program reads at once"""
-_MOST_FEATURES = 1024
-"""features of an expert that a program of the gate reads at once"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateOptions:
-    """Options that define the activation of an expert: ``activation(gate) * up``, or that of ``up`` alone."""
-
-    activation: Activation
-    is_gated: bool = True
-    """False for ``activation(up)``"""
-    is_interleaved: bool = False
-    """True if gate and up alternate in the features of their projection; otherwise gate is the first half"""
-    limit: float | None = None
-    """the gate is at most this, and up between plus and minus this"""
-    limits_activation: bool = False
-    """True if the activation of the gate is limited, instead of the gate"""
-    slope: float = 1.0
-    """``activation(slope * gate) / slope``, as in gpt-oss"""
-    offset: float = 0.0
-    """added to up, after its limit"""
-
-    def features(self, projected: int) -> int:
-        """Returns F for a projection of so many features."""
-        return projected // 2 if self.is_gated else projected
 
 
 class Routing(NamedTuple):
@@ -110,6 +83,11 @@ def _gather_kernel(
         tl.store(y_ptr + row * D + offs_d, x, mask=mask_d & (row < end))
 
 
+def weights_of_rows(weight_TK: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Returns the router's weights of the rows of experts."""
+    return weight_TK.reshape(-1)[routing.pair_S[: int(routing.ends_E[-1])].long()].to(dtype)
+
+
 def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") -> Tensor:
     """Returns the rows of the tokens sorted by expert, ``[S, D]``; those without an expert are not initialised."""
     T, K = routing.row_TK.shape
@@ -136,334 +114,12 @@ def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") ->
     return y_SD
 
 
-@triton.jit
-def _gate(g, u, limit, slope, offset, KIND: tl.constexpr, LIMITS: tl.constexpr, IS_GATED: tl.constexpr):
-    """Computes the activation, its derivative by the gate, and the factor up with its derivative."""
-    within = g
-    if LIMITS == "gate":
-        within = tl.minimum(g, limit)
-    activated, d_gate = activate(slope * within, KIND)
-    activated = activated / slope
-    if LIMITS == "gate":
-        d_gate = tl.where(g <= limit, d_gate, 0.0)
-    if LIMITS == "activation":
-        d_gate = tl.where(activated <= limit, d_gate, 0.0)
-        activated = tl.minimum(activated, limit)
-    factor = u + offset
-    d_up = tl.full(u.shape, 1.0, u.dtype)
-    if IS_GATED and LIMITS != "none":
-        factor = tl.minimum(tl.maximum(u, -limit), limit) + offset
-        d_up = tl.where((u >= -limit) & (u <= limit), 1.0, 0.0).to(u.dtype)
-    return activated, d_gate, factor, d_up
-
-
-@triton.jit
-def _add_to(h, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Adds a low-rank product to a projection, in memory too, which the backward reads, and rounded there; and a bias
-    to what is returned."""
-    if HAS_LOW:
-        h += low_scale * tl.load(low_ptr + at, mask=mask, other=0.0).to(h.dtype)
-        rounded = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + at, rounded, mask=mask)
-        h = rounded.to(h.dtype)
-    if HAS_BIAS:
-        h += tl.load(bias_ptr + at_bias, mask=mask, other=0.0).to(h.dtype)
-    return h
-
-
-@triton.jit
-def _gate_and_up(
-    h_ptr, low_ptr, bias_ptr, row, expert, low_scale, start, dtype: tl.constexpr,
-    F: tl.constexpr, LAYOUT: tl.constexpr, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """Loads gate and up; without a gate, the one projection as both."""
-    if LAYOUT == "interleaved":
-        # Loaded as it lies in memory: single elements would take an instruction each.
-        offs = 2 * start + tl.arange(0, 2 * BLOCK_F)
-        mask = offs < 2 * F
-        at, at_bias = row * (2 * F) + offs, expert * (2 * F) + offs
-        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(dtype)
-        h = _add_to(h, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW, HAS_BIAS)
-        g, u = tl.split(tl.reshape(h, (BLOCK_F, 2)))
-    else:
-        WIDTH: tl.constexpr = 2 * F if LAYOUT == "halves" else F
-        offs = start + tl.arange(0, BLOCK_F)
-        mask = offs < F
-        at, at_bias = row * WIDTH + offs, expert * WIDTH + offs
-        g = tl.load(h_ptr + at, mask=mask, other=0.0).to(dtype)
-        g = _add_to(g, h_ptr, low_ptr, bias_ptr, at, at_bias, mask, low_scale, HAS_LOW, HAS_BIAS)
-        u = g
-        if LAYOUT == "halves":
-            u = tl.load(h_ptr + at + F, mask=mask, other=0.0).to(dtype)
-            u = _add_to(u, h_ptr, low_ptr, bias_ptr, at + F, at_bias + F, mask, low_scale, HAS_LOW, HAS_BIAS)
-    return g, u
-
-
-@triton.jit
-def _store_gate_and_up(d_h_ptr, d_gate, d_up, row, start, F: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr):
-    dtype = d_h_ptr.dtype.element_ty
-    if LAYOUT == "interleaved":
-        offs = 2 * start + tl.arange(0, 2 * BLOCK_F)
-        both = tl.reshape(tl.join(d_gate, d_up), (2 * BLOCK_F,))
-        tl.store(d_h_ptr + row * (2 * F) + offs, both.to(dtype), mask=offs < 2 * F)
-    else:
-        WIDTH: tl.constexpr = 2 * F if LAYOUT == "halves" else F
-        offs = start + tl.arange(0, BLOCK_F)
-        tl.store(d_h_ptr + row * WIDTH + offs, d_gate.to(dtype), mask=offs < F)
-        if LAYOUT == "halves":
-            tl.store(d_h_ptr + row * WIDTH + F + offs, d_up.to(dtype), mask=offs < F)
-
-
-@triton.jit
-def _gate_fwd_kernel(
-    h_ptr, low_ptr, bias_ptr, expert_ptr, weight_ptr, pair_ptr, ends_ptr, y_ptr,
-    low_scale, limit, slope, offset,
-    E: tl.constexpr, F: tl.constexpr, LAYOUT: tl.constexpr, FP64: tl.constexpr,
-    KIND: tl.constexpr, LIMITS: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
-    limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
-    low_scale = number(low_scale, dtype)
-    if row < tl.load(ends_ptr + E - 1):
-        weight = tl.load(weight_ptr + tl.load(pair_ptr + row)).to(dtype)
-        expert = tl.load(expert_ptr + row).to(tl.int64)
-        start = tl.program_id(1) * BLOCK_F
-        g, u = _gate_and_up(
-            h_ptr, low_ptr, bias_ptr, row, expert, low_scale, start, dtype, F, LAYOUT, HAS_LOW, HAS_BIAS, BLOCK_F
-        )
-        activated, _, factor, _ = _gate(g, u, limit, slope, offset, KIND, LIMITS, LAYOUT != "one")
-        if LAYOUT != "one":
-            activated = activated * factor
-        offs_f = start + tl.arange(0, BLOCK_F)
-        tl.store(y_ptr + row * F + offs_f, (activated * weight).to(y_ptr.dtype.element_ty), mask=offs_f < F)
-
-
-@triton.jit
-def _gate_bwd_kernel(
-    h_ptr, d_y_ptr, low_ptr, bias_ptr, expert_ptr, weight_ptr, pair_ptr, ends_ptr, d_h_ptr, y_ptr, d_weight_ptr,
-    low_scale, limit, slope, offset,
-    E: tl.constexpr, F: tl.constexpr, LAYOUT: tl.constexpr, FP64: tl.constexpr,
-    KIND: tl.constexpr, LIMITS: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_Y: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
-    limit, slope, offset = number(limit, dtype), number(slope, dtype), number(offset, dtype)
-    low_scale = number(low_scale, dtype)
-    if row < tl.load(ends_ptr + E - 1):
-        pair = tl.load(pair_ptr + row)
-        weight = tl.load(weight_ptr + pair).to(dtype)
-        expert = tl.load(expert_ptr + row).to(tl.int64)
-        total = tl.zeros((BLOCK_F,), dtype)
-        for start in tl.range(0, F, BLOCK_F):
-            offs_f = start + tl.arange(0, BLOCK_F)
-            mask_f = offs_f < F
-            g, u = _gate_and_up(
-                h_ptr, h_ptr, bias_ptr, row, expert, low_scale, start, dtype, F, LAYOUT, False, HAS_BIAS, BLOCK_F
-            )
-            d_y = tl.load(d_y_ptr + row * F + offs_f, mask=mask_f, other=0.0).to(dtype)
-            if HAS_LOW:
-                d_y += low_scale * tl.load(low_ptr + row * F + offs_f, mask=mask_f, other=0.0).to(dtype)
-            activated, d_gate, factor, d_up = _gate(g, u, limit, slope, offset, KIND, LIMITS, LAYOUT != "one")
-            y = activated
-            if LAYOUT != "one":
-                y = activated * factor
-            total += tl.where(mask_f, d_y * y, 0.0)
-            d_y *= weight
-            d_up *= d_y * activated
-            if LAYOUT != "one":
-                d_y *= factor
-            _store_gate_and_up(d_h_ptr, d_y * d_gate, d_up, row, start, F, LAYOUT, BLOCK_F)
-            if NEEDS_Y:
-                tl.store(y_ptr + row * F + offs_f, (y * weight).to(y_ptr.dtype.element_ty), mask=mask_f)
-        tl.store(d_weight_ptr + pair, tl.sum(total, 0).to(d_weight_ptr.dtype.element_ty))
-
-
-def _gate_arguments(h_SH: Tensor, options: GateOptions, low_scale: float) -> tuple[list[Any], dict[str, Any]]:
-    """Returns what both kernels of the gate get after their tensors, by position and by name."""
-    dtype, F = h_SH.dtype, options.features(h_SH.shape[1])
-    values = (low_scale, options.limit or 0.0, options.slope, options.offset)
-    limits = "none" if options.limit is None else "activation" if options.limits_activation else "gate"
-    constants: dict[str, Any] = {
-        "F": F,
-        "LAYOUT": "one" if not options.is_gated else "interleaved" if options.is_interleaved else "halves",
-        "FP64": dtype == torch.float64,
-        "KIND": options.activation,
-        "LIMITS": limits,
-        "BLOCK_F": min(next_power_of_2(F), _MOST_FEATURES),
-        "num_warps": 4,
-    }
-    return [host_number(value, dtype) for value in values], constants
-
-
 @dataclass(frozen=True)
 class LowRank:
     """A low-rank product that is added to the one of the weights, ``product + scale * product_low``."""
 
     product: Tensor
     scale: float
-
-
-def gate_fwd(
-    h_SH: Tensor,
-    weight_TK: Tensor,
-    routing: Routing,
-    *,
-    options: GateOptions,
-    bias_EH: Tensor | None = None,
-    low: LowRank | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Computes ``activation(gate) * up`` times the weight of the router, ``[S, F]``.
-
-    Args:
-        h_SH: gate and up, in the layout of ``options``; a product ``low`` is added to it in place.
-        weight_TK: weights of the router.
-    """
-    F = options.features(h_SH.shape[1])
-    y_SF = h_SH.new_empty(h_SH.shape[0], F)
-    if not runs_triton(h_SH, backend):
-        end = int(routing.ends_E[-1])
-        if low is not None:
-            h_SH += low.product * low.scale
-        g, u = _gate_and_up_in_torch(h_SH, routing, bias_EH, options)
-        activated, _, factor, _ = gate_in_torch(g, u, options)
-        y_SF[:end] = (activated * factor * _weights_of_rows(weight_TK, routing, g.dtype)[:, None]).to(y_SF.dtype)
-        return y_SF
-    if y_SF.numel() > 0:
-        values, constants = _gate_arguments(h_SH, options, 0.0 if low is None else low.scale)
-        launch(
-            _gate_fwd_kernel,
-            (h_SH.shape[0], cdiv(F, constants["BLOCK_F"])),
-            h_SH,
-            h_SH if low is None else low.product,
-            h_SH if bias_EH is None else bias_EH,
-            routing.expert_S,
-            weight_TK,
-            routing.pair_S,
-            routing.ends_E,
-            y_SF,
-            *values,
-            E=routing.ends_E.shape[0],
-            HAS_LOW=low is not None,
-            HAS_BIAS=bias_EH is not None,
-            **constants,
-        )
-    return y_SF
-
-
-class GateGradients(NamedTuple):
-    """Gradients of the gate's inputs."""
-
-    d_h_SH: Tensor
-    d_weight_TK: Tensor
-    """of the weights of the router, fp32 (fp64 for fp64 rows); zeros for pairs without an expert"""
-    y_SF: Tensor | None
-    """result of the forward, where it was requested"""
-
-
-def gate_bwd(
-    d_y_SF: Tensor,
-    h_SH: Tensor,
-    weight_TK: Tensor,
-    routing: Routing,
-    *,
-    options: GateOptions,
-    needs_y: bool,
-    bias_EH: Tensor | None = None,
-    low: LowRank | None = None,
-    backend: Backend = "auto",
-) -> GateGradients:
-    """Computes the gradients of :func:`gate_fwd`.
-
-    Args:
-        low: is added to ``d_y_SF``.
-        needs_y: True to compute the result of the forward again.
-    """
-    d_h_SH = torch.empty_like(h_SH)
-    d_weight_TK = weight_TK.new_zeros(weight_TK.shape, dtype=statistics_dtype(h_SH.dtype))
-    y_SF = torch.empty_like(d_y_SF) if needs_y else None
-    if not runs_triton(h_SH, backend):
-        end = int(routing.ends_E[-1])
-        g, u = _gate_and_up_in_torch(h_SH, routing, bias_EH, options)
-        activated, d_gate, factor, d_up = gate_in_torch(g, u, options)
-        weight = _weights_of_rows(weight_TK, routing, g.dtype)[:, None]
-        d_y = d_y_SF[:end].to(g.dtype)
-        if low is not None:
-            d_y = d_y + low.scale * low.product[:end].to(g.dtype)
-        d_weight_TK.view(-1)[routing.pair_S[:end].long()] = (d_y * activated * factor).sum(1)
-        of_gate, of_up = d_y * weight * factor * d_gate, d_y * weight * activated * d_up
-        d_h_SH[:end] = _joined(of_gate, of_up, options).to(h_SH.dtype)
-        if y_SF is not None:
-            y_SF[:end] = (activated * factor * weight).to(y_SF.dtype)
-        return GateGradients(d_h_SH, d_weight_TK, y_SF)
-    if d_y_SF.numel() > 0:
-        values, constants = _gate_arguments(h_SH, options, 0.0 if low is None else low.scale)
-        launch(
-            _gate_bwd_kernel,
-            (h_SH.shape[0],),
-            h_SH,
-            d_y_SF,
-            d_y_SF if low is None else low.product,
-            h_SH if bias_EH is None else bias_EH,
-            routing.expert_S,
-            weight_TK,
-            routing.pair_S,
-            routing.ends_E,
-            d_h_SH,
-            d_h_SH if y_SF is None else y_SF,
-            d_weight_TK,
-            *values,
-            E=routing.ends_E.shape[0],
-            HAS_LOW=low is not None,
-            HAS_BIAS=bias_EH is not None,
-            NEEDS_Y=needs_y,
-            **constants,
-        )
-    return GateGradients(d_h_SH, d_weight_TK, y_SF)
-
-
-def _gate_and_up_in_torch(
-    h_SH: Tensor, routing: Routing, bias_EH: Tensor | None, options: GateOptions
-) -> tuple[Tensor, Tensor]:
-    """Returns gate and up of the rows of experts in the dtype of arithmetic."""
-    end = int(routing.ends_E[-1])
-    h = h_SH[:end].to(statistics_dtype(h_SH.dtype))
-    if bias_EH is not None:
-        h = h + bias_EH.to(h.dtype)[routing.expert_S[:end].long()]
-    if not options.is_gated:
-        return h, h
-    return (h[:, ::2], h[:, 1::2]) if options.is_interleaved else tuple(h.chunk(2, 1))  # type: ignore[return-value]
-
-
-def _joined(gate: Tensor, up: Tensor, options: GateOptions) -> Tensor:
-    if not options.is_gated:
-        return gate
-    return torch.stack([gate, up], 2).flatten(1) if options.is_interleaved else torch.cat([gate, up], 1)
-
-
-def _weights_of_rows(weight_TK: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    return weight_TK.reshape(-1)[routing.pair_S[: int(routing.ends_E[-1])].long()].to(dtype)
-
-
-def gate_in_torch(g: Tensor, u: Tensor, options: GateOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the activation, its derivative by the gate, and the factor up with its derivative."""
-    limit, is_before = options.limit, options.limit is not None and not options.limits_activation
-    activated, d_gate = activated_with_slope(
-        options.slope * (g.clamp(max=limit) if is_before else g), options.activation
-    )
-    activated = activated / options.slope
-    if limit is not None:
-        d_gate = d_gate * ((g if is_before else activated) <= limit)
-        activated = activated if is_before else activated.clamp(max=limit)
-    ones = torch.ones_like(u)
-    if not options.is_gated:
-        return activated, d_gate, ones, ones
-    if limit is None:
-        return activated, d_gate, u + options.offset, ones
-    return activated, d_gate, u.clamp(-limit, limit) + options.offset, (u.abs() <= limit).to(u.dtype)
 
 
 @triton.jit
@@ -581,7 +237,7 @@ def sum_of_experts(
         end = int(routing.ends_E[-1])
         y = y_SD[:end].to(dtype)
         if weight_TK is not None:
-            y = y * _weights_of_rows(weight_TK, routing, dtype)[:, None]
+            y = y * weights_of_rows(weight_TK, routing, dtype)[:, None]
         sums = y.new_zeros(E, D).index_add_(0, routing.expert_S[:end].long(), y)
         return sums.to(y_SD.dtype)
     sum_ED = y_SD.new_empty(E, D)
@@ -602,6 +258,69 @@ def sum_of_experts(
         num_warps=4,
     )
     return sum_ED
+
+
+@triton.jit
+def _outer_product_kernel(
+    low_ptr, x_ptr, pair_ptr, ends_ptr, product_ptr, scale, stride_xt, D,
+    K: tl.constexpr, RANK: tl.constexpr, FP64: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros((BLOCK_R, BLOCK_D), dtype)
+    while start < end:
+        rows = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+        is_row = rows < end
+        token = (tl.load(pair_ptr + rows, mask=is_row, other=0) // K).to(tl.int64)
+        at, mask = rows[None, :] * RANK + offs_r[:, None], (offs_r < RANK)[:, None] & is_row[None, :]
+        low = tl.load(low_ptr + at, mask=mask, other=0.0)
+        at, mask = token[:, None] * stride_xt + offs_d[None, :], is_row[:, None] & (offs_d < D)[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        total = add_product(total, low, x)
+        start += BLOCK_S
+    product = (total * number(scale, dtype)).to(product_ptr.dtype.element_ty)
+    at = (expert * RANK + offs_r)[:, None] * D + offs_d[None, :]
+    tl.store(product_ptr + at, product, mask=(offs_r < RANK)[:, None] & (offs_d < D)[None, :])
+
+
+def outer_products_with_tokens(
+    low_Sr: Tensor, x_TD: Tensor, routing: Routing, *, scale: float, backend: Backend = "auto"
+) -> Tensor:
+    """Sums the outer products of the rows of each expert and their tokens, times ``scale``: ``[E, r, D]``, zeros for
+    experts without rows. The tokens are read where they are, most of them from the cache of the GPU."""
+    if not runs_triton(x_TD, backend):
+        x_SD = gather_rows(x_TD, routing, backend="reference")
+        return grouped_outer_product(low_Sr, x_SD, routing.ends_E) * scale
+    E, (_, rank), D = routing.ends_E.shape[0], low_Sr.shape, x_TD.shape[1]
+    product_ErD = x_TD.new_empty(E, rank, D)
+    is_fp64 = x_TD.dtype == torch.float64
+    block_s, most_ranks, most_columns = (16, 16, 16) if is_fp64 else (64, 64, 128)
+    block_r, block_d = (min(max(next_power_of_2(n), 16), most) for n, most in ((rank, most_ranks), (D, most_columns)))
+    launch(
+        _outer_product_kernel,
+        (E, cdiv(D, block_d), cdiv(rank, block_r)),
+        low_Sr,
+        x_TD,
+        routing.pair_S,
+        routing.ends_E,
+        product_ErD,
+        host_number(scale, x_TD.dtype),
+        x_TD.stride(0),
+        D,
+        K=routing.row_TK.shape[1],
+        RANK=rank,
+        FP64=is_fp64,
+        BLOCK_S=block_s,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return product_ErD
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from liger_dist_kernels import (
     Backend,
     GateOptions,
     LowRank,
+    LowRankFactors,
     Routing,
     WeightedBias,
     combine_rows,
@@ -31,6 +32,7 @@ from liger_dist_kernels import (
     gather_rows,
     grouped_outer_product,
     grouped_product,
+    outer_products_with_tokens,
     product_with_bias,
     route,
     sum_of_experts,
@@ -71,7 +73,7 @@ class _Kept(NamedTuple):
     """What the forward keeps for the backward, beside its inputs."""
 
     h_SH: Tensor
-    """gate and up, without bias"""
+    """gate and up, without bias and LoRA"""
     pair_S: Tensor
     row_TK: Tensor
     ends_E: Tensor
@@ -104,17 +106,15 @@ def _projection(x_SI: Tensor, weight: Tensor, ends_E: Tensor, *, is_transposed: 
     return grouped_product(x_SI, weight if is_transposed else weight.transpose(1, 2), ends_E)
 
 
-def _low_rank(x_SI: Tensor, a: Tensor | None, b: Tensor | None, scale: float, ends_E: Tensor) -> LowRank | None:
-    """Returns LoRA's product, and its factor ``x @ A.T`` in :attr:`_LowRank.low_Sr`; None without LoRA."""
+def _low_rank(x_SI: Tensor, a: Tensor | None, b: Tensor | None, scale: float, ends_E: Tensor) -> LowRankFactors | None:
+    """Returns the factors of LoRA's product; None without LoRA."""
     if a is None or b is None:
         return None
-    low_Sr = grouped_product(x_SI, a.transpose(1, 2), ends_E)
-    return _LowRank(grouped_product(low_Sr, b, ends_E), scale, low_Sr)
+    return LowRankFactors(grouped_product(x_SI, a.transpose(1, 2), ends_E), b, scale)
 
 
-@dataclass(frozen=True)
-class _LowRank(LowRank):
-    low_Sr: Tensor
+def _multiplied(low: LowRankFactors | None, ends_E: Tensor) -> LowRank | None:
+    return None if low is None else LowRank(grouped_product(low.low_Sr, low.matrix_ErO, ends_E), low.scale)
 
 
 def _forward(
@@ -133,8 +133,8 @@ def _forward(
     down_low = _low_rank(a_SF, tensors.down_a_ErF, tensors.down_b_ErD, options.down_scale, ends)
     del a_SF
     bias = None if tensors.down_bias_ED is None else WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
-    sum_TD = combine_rows(y_SD, routing, low=down_low, bias=bias, backend=backend)
-    lows = (low.low_Sr if isinstance(low, _LowRank) else None for low in (up_low, down_low))
+    sum_TD = combine_rows(y_SD, routing, low=_multiplied(down_low, ends), bias=bias, backend=backend)
+    lows = (None if low is None else low.low_Sr for low in (up_low, down_low))
     return sum_TD, _Kept(h_SH, *routing, *lows)
 
 
@@ -151,67 +151,51 @@ def _backward(
     """Computes the gradients of hidden states, weights of the router and parameters; None where not needed."""
     routing, backend, is_transposed = kept.routing, options.backend, options.is_transposed
     ends, wanted = routing.ends_E, ExpertTensors(*needs.tensors)  # type: ignore[arg-type]
+    of_up: dict[str, Any] = {"scale": options.up_scale, "backend": backend}
+    of_down: dict[str, Any] = {"scale": options.down_scale, "backend": backend}
     found: dict[str, Tensor] = {}
     d_y_SD = gather_rows(d_sum_TD, routing, backend=backend)
     d_a_SF = _projection(d_y_SD, tensors.down, ends, is_transposed=not is_transposed)
-    d_low = _low_rank_backward(d_y_SD, "down", tensors, kept, options, wanted, found)
+    d_down_low = _low_rank(d_y_SD, tensors.down_b_ErD, tensors.down_a_ErF, options.down_scale, ends)
+    if kept.down_low_Sr is not None and wanted.down_b_ErD:
+        found["down_b_ErD"] = outer_products_with_tokens(kept.down_low_Sr, d_sum_TD, routing, **of_down)
     gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
+    if kept.up_low_Sr is not None and tensors.up_b_ErH is not None:
+        gate["low"] = LowRankFactors(kept.up_low_Sr, tensors.up_b_ErH, options.up_scale)
     needs_a = bool(wanted.down or wanted.down_a_ErF)
-    gradients = gate_bwd(d_a_SF, kept.h_SH, weight_TK, routing, needs_y=needs_a, low=d_low, **gate)
+    gradients = gate_bwd(d_a_SF, kept.h_SH, weight_TK, routing, needs_y=needs_a, d_low=d_down_low, **gate)
     del d_a_SF
     d_h_SH, d_weight_TK, a_SF = gradients
     if a_SF is not None:
         if wanted.down:
             found["down"] = _weight_gradient(a_SF, d_y_SD, ends, is_transposed=is_transposed)
-        if isinstance(d_low, _LowRank) and wanted.down_a_ErF:
-            found["down_a_ErF"] = grouped_outer_product(d_low.low_Sr, a_SF, ends) * options.down_scale
+        if d_down_low is not None and wanted.down_a_ErF:
+            found["down_a_ErF"] = grouped_outer_product(d_down_low.low_Sr, a_SF, ends) * options.down_scale
     if tensors.down_bias_ED is not None:
         if wanted.down_bias_ED:
             found["down_bias_ED"] = sum_of_experts(d_y_SD, routing, weight_TK=weight_TK, backend=backend)
         if needs.weight:
             bias = WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
             d_weight_TK += product_with_bias(d_sum_TD, bias, routing, backend=backend)
-    del d_y_SD, a_SF, gradients, d_low
+    del d_y_SD, a_SF, gradients, d_down_low
     if wanted.up_bias_EH:
         found["up_bias_EH"] = sum_of_experts(d_h_SH, routing, backend=backend)
-    low = _low_rank_backward(d_h_SH, "up", tensors, kept, options, wanted, found)
-    if wanted.up or wanted.up_a_ErD:
+    d_up_low = _low_rank(d_h_SH, tensors.up_b_ErH, tensors.up_a_ErD, options.up_scale, ends)
+    if d_up_low is not None and kept.up_low_Sr is not None:
+        if wanted.up_b_ErH:
+            found["up_b_ErH"] = grouped_outer_product(kept.up_low_Sr, d_h_SH, ends) * options.up_scale
+        if wanted.up_a_ErD:
+            found["up_a_ErD"] = outer_products_with_tokens(d_up_low.low_Sr, hidden_TD, routing, **of_up)
+    if wanted.up:
         x_SD = gather_rows(hidden_TD, routing, backend=backend)
-        if wanted.up:
-            found["up"] = _weight_gradient(x_SD, d_h_SH, ends, is_transposed=is_transposed)
-        if isinstance(low, _LowRank) and wanted.up_a_ErD:
-            found["up_a_ErD"] = grouped_outer_product(low.low_Sr, x_SD, ends) * options.up_scale
+        found["up"] = _weight_gradient(x_SD, d_h_SH, ends, is_transposed=is_transposed)
         del x_SD
     d_hidden_TD = None
     if needs.hidden:
         d_x_SD = _projection(d_h_SH, tensors.up, ends, is_transposed=not is_transposed)
-        d_hidden_TD = combine_rows(d_x_SD, routing, low=low, backend=backend)
+        d_hidden_TD = combine_rows(d_x_SD, routing, low=_multiplied(d_up_low, ends), backend=backend)
     of_tensors = [found.get(name) if is_wanted else None for name, is_wanted in wanted._asdict().items()]
     return [d_hidden_TD, d_weight_TK.to(weight_TK.dtype) if needs.weight else None, *of_tensors]
-
-
-def _low_rank_backward(
-    d_SO: Tensor,
-    part: str,
-    tensors: ExpertTensors,
-    kept: _Kept,
-    options: ExpertOptions,
-    wanted: ExpertTensors,
-    found: dict[str, Tensor],
-) -> LowRank | None:
-    """Adds the gradient of a projection's B to ``found``, and returns LoRA's part of the gradient of its input."""
-    if part == "up":
-        names, low_Sr, scale = ("up_a_ErD", "up_b_ErH"), kept.up_low_Sr, options.up_scale
-    else:
-        names, low_Sr, scale = ("down_a_ErF", "down_b_ErD"), kept.down_low_Sr, options.down_scale
-    a, b = (getattr(tensors, name) for name in names)
-    if low_Sr is None:
-        return None
-    ends = kept.ends_E
-    if getattr(wanted, names[1]):
-        found[names[1]] = grouped_outer_product(low_Sr, d_SO, ends) * scale
-    d_low_Sr = grouped_product(d_SO, b.transpose(1, 2), ends)
-    return _LowRank(grouped_product(d_low_Sr, a, ends), scale, d_low_Sr)
 
 
 def _weight_gradient(x_SI: Tensor, d_SO: Tensor, ends_E: Tensor, *, is_transposed: bool) -> Tensor:

@@ -192,11 +192,11 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def in_fp64(model: Any, batch: dict[str, Any], *, is_hybrid: bool) -> Any:
-    """The model in fp64 if its code lets fp64 through; a hybrid with padding on the left too, where the sum of two masks
-    is -inf in fp64 and the smallest number in fp32."""
+    """The model in fp64 if its code lets fp64 through; a hybrid with padding on the left too, where two masks add up to
+    -inf in fp64 alone."""
     try:
         model.double()(**batch)
-        padded = model(**rows_of_documents()["left"]).logits if is_hybrid else None
+        padded = model(**rows_of_documents()["left"], use_cache=False).logits if is_hybrid else None
     except RuntimeError:
         return model.float()
     return model if padded is None or padded.isfinite().all() else model.float()

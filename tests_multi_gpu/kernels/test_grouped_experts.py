@@ -77,18 +77,20 @@ def case(
     tokens: int = T,
     top_k: int = K,
     hidden: int = D,
+    features: int = FEATURES,
+    rank: int = RANK,
 ) -> tuple[Tensor, Tensor, Tensor, ExpertTensors]:
     """Inputs of a call. Expert 2 has no token, and some pairs have no expert, as on another rank."""
-    H = FEATURES * (1 + options.gate.is_gated)
-    shapes = {"up": (H, hidden), "down": (hidden, FEATURES)}
+    H = features * (1 + options.gate.is_gated)
+    shapes = {"up": (H, hidden), "down": (hidden, features)}
     if options.is_transposed:
         shapes = {name: shape[::-1] for name, shape in shapes.items()}  # type: ignore[misc]
     if has_bias:
         shapes |= {"up_bias_EH": (H,), "down_bias_ED": (hidden,)}  # type: ignore[dict-item]
     if "up" in lora:
-        shapes |= {"up_a_ErD": (RANK, hidden), "up_b_ErH": (RANK, H)}
+        shapes |= {"up_a_ErD": (rank, hidden), "up_b_ErH": (rank, H)}
     if "down" in lora:
-        shapes |= {"down_a_ErF": (RANK, FEATURES), "down_b_ErD": (RANK, hidden)}
+        shapes |= {"down_a_ErF": (rank, features), "down_b_ErD": (rank, hidden)}
     tensors = {name: values(E, *shape, dtype=dtype, seed=n) for n, (name, shape) in enumerate(shapes.items())}
     generator = torch.Generator().manual_seed(9)
     index = torch.stack([torch.randperm(E + 1, generator=generator)[:top_k] for _ in range(tokens)] or [torch.empty(0)])
@@ -161,6 +163,15 @@ def test_every_gate_and_layout(gate: str, dtype: torch.dtype, backend: Any) -> N
 def test_few_tokens_and_every_number_of_experts(tokens: int, top_k: int, backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
     check(*case(options, dtype=torch.float64, has_bias=True, tokens=tokens, top_k=top_k), options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gate", ["SwiGLU", "gpt-oss"])
+@pytest.mark.parametrize("rank", [3, 16, 72])
+def test_low_rank_products_of_several_tiles(rank: int, gate: str, backend: Any) -> None:
+    """More rows, features and ranks than a program computes at once; rows of several experts in one program."""
+    options = ExpertOptions(gate=GATES[gate], up_scale=0.5, down_scale=0.7, backend=backend)
+    check(*case(options, dtype=torch.float32, lora="up and down", tokens=24, features=136, rank=rank), options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -323,9 +323,13 @@ def experts() -> Iterator[tuple[str, Callable[[], Any]]]:
                 "options": GATES[gate], "bias_EH": like.new_empty(E, H) if has_bias else None
             }  # fmt: skip
             kernels.gather_rows(x_TD, routing)
-            kernels.gate_fwd(h_SH, w_TK, routing, low=kernels.LowRank(h_SH, 0.5) if low else None, **given)
-            of_a = kernels.LowRank(a_SF, 0.5) if low else None
-            kernels.gate_bwd(a_SF, h_SH, w_TK, routing, needs_y=not low, low=of_a, **given)
+            if low:
+                low_Sr = like.new_empty(T * K, 16)
+                given["low"] = kernels.LowRankFactors(low_Sr, like.new_empty(E, 16, H), 0.5)
+                kernels.outer_products_with_tokens(low_Sr, x_TD, routing, scale=0.5)
+            of_a = kernels.LowRankFactors(low_Sr, like.new_empty(E, 16, F), 0.5) if low else None
+            kernels.gate_fwd(h_SH, w_TK, routing, **given)
+            kernels.gate_bwd(a_SF, h_SH, w_TK, routing, needs_y=True, d_low=of_a, **given)
             kernels.combine_rows(y_SD, routing, low=kernels.LowRank(y_SD, 0.5) if low else None, bias=bias)
             if bias is not None:
                 kernels.sum_of_experts(y_SD, routing, weight_TK=w_TK)
