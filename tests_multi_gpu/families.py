@@ -183,7 +183,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 whose text config has all of its fields, some of them with another value."""
 OF_MANY_FAMILIES = (
     *("biases", "biases of attention", "biases of MLPs", "a window", "windows in some layers", "YaRN", "tied"),
-    *("router losses", "next tokens"),
+    *("router losses", "next tokens", "soft-capped logits", "multipliers", "shared keys"),
 )
 """options that run with ``make test-all`` and ``make families`` only"""
 BY_MODULE = ("both directions", "both directions of images")

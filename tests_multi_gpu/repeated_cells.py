@@ -43,10 +43,13 @@ def repeats(cell: Cell) -> bool:
         return not (is_principal or (is_plain and is_stored_otherwise and "tied" not in cell.model))
     if any((cell.engine, layout) == (other.engine, other.layout) for other in REPEATS):
         return not (usual or cell.model == "tied" or cell.data == "empty rank")
-    if cell.engine == "ddp" and not cell.layout and cell.data in ("shift_labels", "packed, by lengths", "padded"):
-        return True  # DDP's weight is that of one process.
-    if cell.layout.get("axes") == GRID and cell.use in ("many chunks", "soft labels", "MLP tiles, checkpointing"):
-        return True
+    is_usual_use = cell.use in (USUAL[2], "num_items_in_batch", "global mean")
+    if cell.engine == "ddp" and not cell.layout and cell.data != "empty rank":
+        # DDP's weight is that of one process.
+        return not is_usual_use or cell.data != USUAL[1]
+    if (cell.layout.get("axes") == GRID or cell.engine == "tp") and cell.accumulation == 1 and cell.world == 4:
+        # Rows of the head's shard as without FSDP on two ranks, and tokens as under FSDP2.
+        return not is_usual_use or (cell.data not in (USUAL[1], "empty rank"))
     if cell.accumulation > 1 and cell.engine in ("fsdp1", "fsdp2") and cell.by_others:
         return layout.get("head") != "own" or "axes" in layout or "reshard" in layout
     if cell.world == 4 and any(replace(cell, world=2).where == other.where for other in PRINCIPAL if other.world == 2):

@@ -221,8 +221,8 @@ def number(x, dtype: tl.constexpr):
 
 @triton.jit
 def add_product(total, a, b):
-    """Computes ``total + a @ b`` of tiles in the dtype of ``total``; in fp64 without ``tl.dot``, with which a comparison
-    with fp64 autograd failed on an H100 (Triton 3.6)."""
+    """Computes ``total + a @ b`` of tiles in the dtype of ``total``; in fp64 without ``tl.dot``, with which a test
+    failed on an H100 (Triton 3.6)."""
     if total.dtype == tl.float64:
         total += tl.sum(a[:, :, None] * b[None, :, :], 1)
     else:

@@ -147,8 +147,10 @@ def test_every_gate_and_layout(gate: str, dtype: torch.dtype, backend: Any) -> N
         pytest.skip("a rounded gate may be on the other side of its limit, where the gradient is another")
     loras = ("", "up", "down", "up and down")
     for is_transposed, has_bias, lora in product((False, True), (False, True), loras):
-        # Each option with each other, without all of them together.
-        if dtype != torch.float64 and (is_transposed, has_bias) != (False, True):
+        # No kernel sees whether weights are transposed.
+        if (dtype, backend) != (torch.float64, "reference") and is_transposed:
+            continue
+        if dtype != torch.float64 and not has_bias:
             continue
         options = ExpertOptions(
             gate=GATES[gate], is_transposed=is_transposed, up_scale=0.5, down_scale=0.7, backend=backend

@@ -15,7 +15,9 @@ from test_docs import BLOCK, FILE_BLOCK
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["adding_a_kernel", "adding_a_layout", "adding_a_host"])
+@pytest.mark.parametrize(
+    "page", ["adding_a_kernel", "adding_a_host", pytest.param("adding_a_layout", marks=pytest.mark.slow)]
+)
 def test_the_files_of_a_page_work(page: str, tmp_path: Path) -> None:
     for folder in ("liger_dist", "kernels", "launch", "tests_multi_gpu"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
