@@ -29,10 +29,9 @@ from .harness import Candidate, arguments, measure, save, show
 
 LAYERS = 4
 QWEN, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-20b"
-TOKENS = {QWEN: (2, 4096), GPT_OSS: (32, 256)}
-ATTENTION = {QWEN: "sdpa", GPT_OSS: "eager"}
-"""torch's sdpa has no sinks, compiled layers with flex_attention are compiled anew in each call, and the eager function
-is quadratic: 8192 tokens in sequences so short that experts are most of a step"""
+TOKENS = (2, 4096)
+EAGER_TOKENS = (8, 1024)
+"""the eager function of attention has all scores of a sequence in memory"""
 
 
 def config_of(shape: str) -> Any:
@@ -55,13 +54,13 @@ def config_of(shape: str) -> Any:
     )
 
 
-def make_model(shape: str) -> Any:
+def make_model(shape: str, attention: str = "sdpa") -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device("cuda"):
         model: Any = AutoModelForCausalLM.from_config(
-            config_of(shape), dtype=torch.bfloat16, attn_implementation=ATTENTION[shape]
+            config_of(shape), dtype=torch.bfloat16, attn_implementation=attention
         )
     return model.train()
 
@@ -98,10 +97,10 @@ def step(model: Any, ids: Tensor) -> None:
         parameter.grad = None
 
 
-def steps(shape: str, rounds: int) -> list[Any]:
-    """Whole steps, beside Hugging Face's with compiled layers."""
-    model = make_model(shape)
-    ids = torch.randint(model.config.vocab_size, TOKENS[shape], device="cuda")
+def steps(shape: str, rounds: int, attention: str = "sdpa") -> list[Any]:
+    """Full steps, beside Hugging Face's with compiled layers."""
+    model = make_model(shape, attention)
+    ids = torch.randint(model.config.vocab_size, EAGER_TOKENS if attention == "eager" else TOKENS, device="cuda")
     models = {
         "Hugging Face, layers compiled": hugging_face(model),
         "before, layers compiled": ours(model, compiled=True, experts=False),
@@ -113,7 +112,7 @@ def steps(shape: str, rounds: int) -> list[Any]:
         with torch.no_grad():
             print(f"{shape}, {name}: loss {float(one(input_ids=ids, labels=ids, use_cache=False).loss):.5f}")
     candidates = [Candidate(name, partial(step, one, ids)) for name, one in models.items()]
-    rows = measure(f"{shape}, {LAYERS} layers, 8192 tokens", candidates, rounds=rounds)
+    rows = measure(f"{shape}, {LAYERS} layers, {attention}, 8192 tokens", candidates, rounds=rounds)
     by_name = {row.name: row.median_ms for row in rows}
     for row in rows:
         row.figures["GiB"] = row.extra_mib / 1024
@@ -134,7 +133,7 @@ def with_lora(shape: str, *, on_experts: bool) -> Any:
 def lora(rounds: int) -> list[Any]:
     """LoRA on the projections of attention, without and with LoRA on experts."""
     plain, experts = with_lora(QWEN, on_experts=False), with_lora(QWEN, on_experts=True)
-    ids = torch.randint(151936, TOKENS[QWEN], device="cuda")
+    ids = torch.randint(151936, TOKENS, device="cuda")
     models = {
         "liger_dist": ours(plain, compiled=False),
         "liger_dist, LoRA on experts": ours(experts, compiled=False),
@@ -154,7 +153,7 @@ def lora(rounds: int) -> list[Any]:
 
 def layer(shape: str, rounds: int) -> list[Any]:
     """The experts of one layer."""
-    model = make_model(shape)
+    model = make_model(shape, "sdpa" if shape == QWEN else "eager")
     own = model.model.layers[0].mlp.experts
     wrapped = ours(model, compiled=False).model.layers[0].mlp.experts
     compiled = with_same_weights(model).model.layers[0].mlp.experts
@@ -189,6 +188,7 @@ def layer(shape: str, rounds: int) -> list[Any]:
     rows = measure(f"experts of one layer of {shape}, 8192 tokens", candidates, rounds=rounds)
     for row in rows:
         row.figures["kept MiB"] = kept.get(row.name, float("nan"))
+        row.figures["GiB"] = row.extra_mib / 1024
     return rows
 
 
@@ -207,7 +207,8 @@ PROBLEMS: dict[str, Callable[[int], list[Any]]] = {
     "layer of gpt-oss": partial(layer, GPT_OSS),
     "steps of Qwen3": partial(steps, QWEN),
     "LoRA": lora,
-    "steps of gpt-oss": partial(steps, GPT_OSS),
+    "steps of gpt-oss, flex": partial(steps, GPT_OSS, attention="flex_attention"),
+    "steps of gpt-oss, eager": partial(steps, GPT_OSS, attention="eager"),
 }
 
 

@@ -26,7 +26,7 @@ from .plots import (
     plot_time,
     plot_vocabularies,
 )
-from .report_texts import ADAPTERS, HYBRIDS, MTP
+from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Benchmarks
@@ -366,6 +366,18 @@ def adapters_section(problems: Problems) -> str:
     return timed_section(ADAPTERS, problems, columns, "way")
 
 
+def experts_section(problems: Problems) -> str:
+    """One table for each shape and way of attention."""
+    columns = {
+        "GiB": ("GiB above the weights", ".2f"),
+        "kept MiB": ("kept MiB", ".0f"),
+        "of Hugging Face": ("of Hugging Face", ".2f"),
+        "of before": ("of before, compiled", ".2f"),
+        "of without": ("of without", ".2f"),
+    }
+    return timed_section(EXPERTS, problems, columns, "way")
+
+
 def mtp_section(problems: Problems) -> str:
     """One table of all depths."""
     columns = {
@@ -453,6 +465,7 @@ PARTS: tuple[Part, ...] = (
     ("sequences", {"sequences": plot_sequences}, sequences_section),
     ("hybrids", {"hybrids": plot_sequences}, hybrids_section),
     ("adapters", {"adapters": partial(plot_sequences, memory="peak GiB")}, adapters_section),
+    ("experts", {"experts": partial(plot_sequences, memory="GiB")}, experts_section),
     ("mtp", {"mtp": partial(plot_sequences, memory="GiB")}, mtp_section),
     ("long_context", {"long_context": plot_steps}, long_section),
     ("log_probs", {"log_probs": plot_ratios}, policies_section),

@@ -21,6 +21,17 @@ GPUs](adapters.md) says which way to use.
 
 ![Milliseconds and memory of every way](plots/adapters.png)
 """
+EXPERTS = """## Mixtures of experts
+
+Forward and backward of four layers of released shapes, with their lm_head, random weights in bf16, 8192 tokens, without
+an optimizer; and of one layer's experts. `before`: this library with transformers' experts by `grouped_mm`. `kept MiB`:
+what the experts' forward keeps for the backward. `GiB`: peak memory above the weights. LoRA has rank 16, on the
+projections of attention (`of without`) and on experts too. Where layers are compiled with flex_attention, they are
+compiled anew in some calls, until torch gives up; the eager function of attention takes most of its steps. ScatterMoE
+and SonicMoE could not be installed beside this torch. [Mixtures of experts](experts.md) explains what is computed.
+
+![Milliseconds and memory of every way](plots/experts.png)
+"""
 MTP = """## Multi-token prediction
 
 Forward and backward of Llama-3.2-1B's shape (tied, random weights in bf16), 2 x 4096 tokens, without an optimizer.
