@@ -59,9 +59,11 @@ def diverge(T: int, divergence: Any) -> None:
     divergence_bwd(student, teacher, ids(T), terms, factor, options=options, out_TV=student, is_padded=True)
 
 
-def compute_experts(T: int) -> None:
-    weights = empty(8, 2 * D, D), empty(8, D, D), empty(8, 2 * D), empty(8, D)
-    options = ExpertOptions(gate=GateOptions(activation="silu"))
+def compute_experts(T: int, rank: int = 0) -> None:
+    weights: tuple[Tensor, ...] = (empty(8, 2 * D, D), empty(8, D, D), empty(8, 2 * D), empty(8, D))
+    if rank:
+        weights += empty(8, rank, D), empty(8, rank, 2 * D), empty(8, rank, D), empty(8, rank, D)
+    options = ExpertOptions(gate=GateOptions(activation="silu"), up_scale=0.5, down_scale=0.5)
     experts(empty(T, D), ids(T, 2), empty(T, 2), ExpertTensors(*weights), options=options).sum().backward()
 
 
@@ -81,6 +83,7 @@ OPS: dict[str, Callable[[int], Any]] = {
     "RMSNorm": lambda T: norm(empty(T, D), empty(D), options=NormOptions(eps=1e-6)).sum().backward(),
     "gated MLP": lambda T: gated_activation(empty(T, D), empty(T, D), activation="silu").sum().backward(),
     "experts": compute_experts,
+    "experts, LoRA": lambda T: compute_experts(T, rank=16),
     "rotary": lambda T: rotary(
         (empty(1, T, 8, 64), empty(1, T, 2, 64)), *2 * [torch.empty(1, T, 1, 64, device="meta")], num_rotated=64,
         layout=RotaryLayout(),
