@@ -199,7 +199,7 @@ def _gate(g, u, numbers, FLAGS: tl.constexpr):
     offset = number(numbers.offset, g.dtype)
     within = g
     if FLAGS.LIMITS == "gate":
-        within = tl.minimum(g, limit)
+        within = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     KIND: tl.constexpr = FLAGS.KIND
     activated, d_gate = activate(slope * within, KIND)
     activated = activated / slope
@@ -207,13 +207,14 @@ def _gate(g, u, numbers, FLAGS: tl.constexpr):
         d_gate = tl.where(g <= limit, d_gate, 0.0)
     if FLAGS.LIMITS == "activation":
         d_gate = tl.where(activated <= limit, d_gate, 0.0)
-        activated = tl.minimum(activated, limit)
+        activated = tl.minimum(activated, limit, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.full(u.shape, 1.0, u.dtype)
     d_up = factor
     if FLAGS.LAYOUT != "one":
         factor = u + offset
         if FLAGS.LIMITS != "none":
-            factor = tl.minimum(tl.maximum(u, -limit), limit) + offset
+            factor = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+            factor = tl.minimum(factor, limit, propagate_nan=tl.PropagateNan.ALL) + offset
             d_up = tl.where((u >= -limit) & (u <= limit), 1.0, 0.0).to(u.dtype)
     return activated, d_gate, factor, d_up
 
@@ -470,9 +471,15 @@ def _gate_and_up_in_torch(
     h = _with_low_rank(h_SH, low, routing)
     if bias_EH is not None:
         h = h + bias_EH.to(h.dtype)[routing.expert_S[: len(h)].long()]
+    return split_projection(h, options)
+
+
+def split_projection(h_SH: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
+    """Returns gate and up of a first projection; without a gate, the projection as both."""
     if not options.is_gated:
-        return h, h
-    return (h[:, ::2], h[:, 1::2]) if options.is_interleaved else tuple(h.chunk(2, 1))  # type: ignore[return-value]
+        return h_SH, h_SH
+    gate, up = (h_SH[:, ::2], h_SH[:, 1::2]) if options.is_interleaved else h_SH.chunk(2, 1)
+    return gate, up
 
 
 def _joined(gate: Tensor, up: Tensor, options: GateOptions) -> Tensor:

@@ -66,6 +66,8 @@ class ExpertLoads:
         for module in self._routers:
             getattr(module, _ENTROPY).zero_()
         counts_LE = pairs[:, :-1]
+        if not counts_LE.any():
+            return {}
         self._total_LE = counts_LE if self._total_LE is None else self._total_LE + counts_LE
         loads_LE = counts_LE / counts_LE.mean(1, keepdim=True)
         numbers = [loads_LE.max(), loads_LE.min(), pairs[:, -1].sum() / pairs.sum()]
@@ -94,7 +96,8 @@ class ExpertLoads:
 
 
 def _records_router(module: nn.Module) -> bool:
-    recorded = getattr(module, "_can_record_outputs", None)
+    # Of the class: a PeftModel passes on the attributes of its base model.
+    recorded = getattr(type(module), "_can_record_outputs", None)
     return isinstance(recorded, dict) and hasattr(recorded.get("router_logits"), "target_class")
 
 

@@ -61,12 +61,12 @@ class Mixture:
             numbers += K * (3 * D + 2 * F)
         return numbers
 
-    def passing(self, hidden_size: int) -> int:
+    def in_backward(self, hidden_size: int) -> int:
         """Counts what the backward of the experts has of each token at once: gradients of outputs and activations, the
         activations, and the gradients of gate and up."""
         return self.of_a_token * (hidden_size + 4 * self.features)
 
-    def elsewhere(self, a: TrainConfig) -> int:
+    def of_other_ranks(self, a: TrainConfig) -> int:
         """Counts the parameters of experts on other ranks of the group."""
         size = a.ep or 1
         return self.numbers - self.numbers // size

@@ -46,8 +46,10 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
 
 
 def check_experts(model: Any, dims: ParallelDims) -> None:
-    """Raises:
-    LigerDistError: see :func:`shard_experts`.
+    """Checks that the experts of a model can be on several ranks.
+
+    Raises:
+        LigerDistError: see :func:`shard_experts`.
     """
     rules = [name for name, style in (getattr(model, "ep_plan", None) or {}).items() if style == "ep_dispatch_experts"]
     if not rules:

@@ -262,7 +262,7 @@ def _plan(
 def _held_by(layer: nn.Module, config: TrainConfig, strategy: str, text: Any) -> Held:
     """Counts the parameters of a layer, without experts of other ranks, which are never here."""
     held, mixture = Held.of(layer, config, strategy), Mixture.of(layer, text)
-    return held if mixture is None else replace(held, trained=held.trained - mixture.elsewhere(config))
+    return held if mixture is None else replace(held, trained=held.trained - mixture.of_other_ranks(config))
 
 
 def _at_the_head(
@@ -471,7 +471,7 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture 
     passing = 2 * T * F * size
     if mixture is not None:
         numbers += mixture.kept(a, D)
-        passing = T * size * mixture.passing(D)
+        passing = T * size * mixture.in_backward(D)
     if a.mlp_tile_tokens is not None and a.mlp_tile_tokens < T:
         # Of a tile: gate, up, their product, its gradient. Of the weights: gradients of a tile, and their sum in fp32.
         passing = 4 * a.mlp_tile_tokens * F * size + 3 * D * F * (size + FP32)

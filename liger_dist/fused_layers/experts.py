@@ -28,7 +28,7 @@ from liger_dist.model.peft import only_plain_adapter
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
-from liger_dist_kernels.expert_gate import gate_in_torch
+from liger_dist_kernels.expert_gate import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
 from .swap import (
@@ -62,10 +62,13 @@ class _Config:
     def __init__(self, own: Any, implementation: str = NAME) -> None:
         # Here, and not on import, which does not import transformers; pickles make one, too.
         _register()
-        self.own, self._experts_implementation = own, implementation
+        vars(self).update(own=own, _experts_implementation=implementation)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["own"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.own, name, value)
 
     def __reduce__(self) -> Any:
         return _Config, (self.own, self._experts_implementation)
@@ -82,6 +85,8 @@ class ExpertsMatch:
     """the model's own"""
     config: _Config
     """what the swapped module has as its config"""
+    apply_gate: Any
+    """function that the module calls for its gate: of its class, or patched on the instance"""
     activation: tuple[nn.Module, dict[str, Any]] | None
     """module of the activation, with its settings; None where the experts' class computes it"""
     settings: dict[str, Any]
@@ -123,6 +128,7 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
             names=names,
             implementation=implementation,
             config=_Config(module.config),
+            apply_gate=_gate_function(module),
             activation=None if activation is None else (activation, settings_of(activation)),
             settings=settings_of(module),
         )
@@ -132,9 +138,11 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
 
 
 def _gates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
-    """Yields options of the gate that agree with the module's activation, at small and large values."""
+    """Yields options of the gate that agree with the module's activation, at small and large values, some of them
+    beyond each number that could be a limit."""
     generator = torch.Generator().manual_seed(0)
-    values = [scale * torch.randn(64, 2 * _FEATURES, generator=generator).double() for scale in PROBE_SCALES]
+    scales = (*PROBE_SCALES, *(4 * number for number in _numbers_of(module)))
+    values = [scale * torch.randn(64, 2 * _FEATURES, generator=generator).double() for scale in scales]
     with torch.no_grad():
         truths = [module._apply_gate(x) if is_gated else module.act_fn(x) for x in values]
     for options in _candidates(module, is_gated=is_gated):
@@ -143,15 +151,19 @@ def _gates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
 
 
 def _close(options: GateOptions, x: Tensor, truth: Tensor) -> bool:
-    g, u = (x, x) if not options.is_gated else (x[:, ::2], x[:, 1::2]) if options.is_interleaved else x.chunk(2, 1)
-    activated, _, factor, _ = gate_in_torch(g, u, options)
+    activated, _, factor, _ = gate_in_torch(*split_projection(x, options), options)
     found = activated * factor
     return found.shape == truth.shape and bool((found - truth).norm() <= TOLERANCE * truth.norm())
 
 
+def _numbers_of(module: nn.Module) -> list[float]:
+    """Returns the positive numbers on a module, which may be limits and slopes."""
+    return sorted({float(v) for v in settings_of(module).values() if type(v) in (int, float) and 0 < v < 1e8})
+
+
 def _candidates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
     """Yields options, of which limits and slopes are numbers on the module."""
-    numbers = sorted({float(v) for v in settings_of(module).values() if type(v) in (int, float) and 0 < v < 1e4})
+    numbers = _numbers_of(module)
     for activation in ACTIVATIONS:
         plain = GateOptions(activation=activation, is_gated=is_gated)
         if not is_gated:
@@ -231,18 +243,33 @@ def experts_forward(
     """
     match: ExpertsMatch | None = match_of(module)
     if match is None:
-        # A caller holds the config of a module that has been restored.
-        return type(module).forward(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return _not_swapped(module)(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     if not _is_ready(module, match, hidden_states):
         if low_rank:
             raise LigerDistError(
-                f"the experts of a {type(module).__name__} have changed since liger_dist.wrap, and LoRA on them is "
-                "computed with them; call liger_dist.unwrap(model) and wrap it again."
+                f"the implementation, the activation or the settings of a {type(module).__name__} have changed since "
+                "liger_dist.wrap, and LoRA on it is computed with it; call liger_dist.unwrap(model) and wrap it again."
             )
         own = _own_experts(module, match.config.own._experts_implementation)
         return own(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
     return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
+
+
+def _not_swapped(module: Any) -> Any:
+    """Returns the function of a module that has been restored, or that never was swapped.
+
+    Raises:
+        LigerDistError: a config names this implementation.
+    """
+    config = module.config.own if isinstance(module.config, _Config) else module.config
+    if config._experts_implementation == NAME:
+        raise LigerDistError(
+            f"the experts of a {type(module).__name__} have the implementation {NAME!r}, which liger_dist.wrap selects "
+            "for the modules that it has probed; call model.set_experts_implementation('grouped_mm'), and "
+            "liger_dist.wrap(model)."
+        )
+    return _own_experts(module, config._experts_implementation)
 
 
 def _with_low_rank(
@@ -275,14 +302,25 @@ def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> 
     is_chosen = match.config.own._experts_implementation == match.implementation
     if not is_chosen or is_transformed() or hidden_states.dim() != 2:
         return False
-    if not torch.compiler.is_compiling():
-        if not has_settings(module, match.settings):
+    if _gate_function(module) is not match.apply_gate or not _are_as_matched(module, match.settings):
+        return False
+    if match.activation is not None:
+        part, settings = match.activation
+        if module._modules.get("act_fn") is not part or has_hooks(part) or not _are_as_matched(part, settings):
             return False
-        if match.activation is not None:
-            part, settings = match.activation
-            if module._modules.get("act_fn") is not part or has_hooks(part) or not has_settings(part, settings):
-                return False
     return supports(hidden_states, _tensors(module, match))
+
+
+def _gate_function(module: Any) -> Any:
+    method = getattr(module, "_apply_gate", None)
+    return getattr(method, "__func__", method)
+
+
+def _are_as_matched(module: nn.Module, settings: dict[str, Any]) -> bool:
+    if torch.compiler.is_compiling():
+        # The compiler guards each that is read, and compiles again after a change.
+        return all(getattr(module, name, None) == value for name, value in settings.items())
+    return has_settings(module, settings)
 
 
 def _register() -> None:
@@ -407,7 +445,8 @@ def _compute_low_rank(
     if name is None or not isinstance(of_experts, ExpertsMatch):
         return NotImplemented
     a, b = (module._modules[part]._modules[name] for part in ("lora_A", "lora_B"))
-    if has_hooks(a) or has_hooks(b) or not _is_ready(inside, of_experts, hidden_states):
+    is_patched = "forward" in vars(inside)
+    if is_patched or has_hooks(a) or has_hooks(b) or not _is_ready(inside, of_experts, hidden_states):
         return NotImplemented
     if not (is_local(a.weight) and is_local(b.weight)):
         return NotImplemented

@@ -151,14 +151,14 @@ def _backward(
     """Computes the gradients of hidden states, weights of the router and parameters; None where not needed."""
     routing, backend, is_transposed = kept.routing, options.backend, options.is_transposed
     ends, wanted = routing.ends_E, ExpertTensors(*needs.tensors)  # type: ignore[arg-type]
-    of_up: dict[str, Any] = {"scale": options.up_scale, "backend": backend}
-    of_down: dict[str, Any] = {"scale": options.down_scale, "backend": backend}
     found: dict[str, Tensor] = {}
     d_y_SD = gather_rows(d_sum_TD, routing, backend=backend)
     d_a_SF = _projection(d_y_SD, tensors.down, ends, is_transposed=not is_transposed)
     d_down_low = _low_rank(d_y_SD, tensors.down_b_ErD, tensors.down_a_ErF, options.down_scale, ends)
     if kept.down_low_Sr is not None and wanted.down_b_ErD:
-        found["down_b_ErD"] = outer_products_with_tokens(kept.down_low_Sr, d_sum_TD, routing, **of_down)
+        found["down_b_ErD"] = outer_products_with_tokens(
+            kept.down_low_Sr, d_sum_TD, routing, scale=options.down_scale, backend=backend
+        )
     gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
     if kept.up_low_Sr is not None and tensors.up_b_ErH is not None:
         gate["low"] = LowRankFactors(kept.up_low_Sr, tensors.up_b_ErH, options.up_scale)
@@ -185,7 +185,9 @@ def _backward(
         if wanted.up_b_ErH:
             found["up_b_ErH"] = grouped_outer_product(kept.up_low_Sr, d_h_SH, ends) * options.up_scale
         if wanted.up_a_ErD:
-            found["up_a_ErD"] = outer_products_with_tokens(d_up_low.low_Sr, hidden_TD, routing, **of_up)
+            found["up_a_ErD"] = outer_products_with_tokens(
+                d_up_low.low_Sr, hidden_TD, routing, scale=options.up_scale, backend=backend
+            )
     if wanted.up:
         x_SD = gather_rows(hidden_TD, routing, backend=backend)
         found["up"] = _weight_gradient(x_SD, d_h_SH, ends, is_transposed=is_transposed)
@@ -246,13 +248,16 @@ def experts(
     Args:
         index_TK: experts of each token, integers. Those of ``E`` or more name no expert and count nothing.
         weight_TK: their weights, any floating dtype.
-        tensors: parameters, in the dtype of ``hidden_TD``; any dtype under autocast.
+        tensors: parameters, in the dtype of ``hidden_TD``; any dtype under autocast. Any strides, but for projections
+            of which the last or last but one is 1.
     """
     device_type, dtype = hidden_TD.device.type, hidden_TD.dtype
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     x_TD = hidden_TD.to(dtype).contiguous()
-    given = (None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    given = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    # Products take weights of other layouts; kernels read all others.
+    given[2:] = [None if tensor is None else tensor.contiguous() for tensor in given[2:]]
     y = _Experts.apply(options, x_TD, index_TK.contiguous(), weight_TK.contiguous(), *given)  # type: ignore[no-untyped-call]
     result: Tensor = y.to(hidden_TD.dtype)
     return result

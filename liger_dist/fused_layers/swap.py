@@ -165,7 +165,10 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
     swapped: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
     module.__class__ = with_base(type(module), swapped, swapped._liger_dist_base)
     if _REPLACED in vars(module):
-        vars(module)[swapped._liger_dist_kind.attribute] = vars(module).pop(_REPLACED)
+        name, replaced = swapped._liger_dist_kind.attribute, vars(module).pop(_REPLACED)
+        # Unless something else has been assigned since.
+        if vars(module)[name] is getattr(match_of(module), name):
+            vars(module)[name] = replaced
     delattr(module, _MATCH)
     delattr(module, _OWNER)
 

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,117 @@ def test_hooks_see_the_experts() -> None:
     assert shapes == [(2, (36, 16))] * 2
 
 
-def test_a_changed_activation_is_computed_by_the_model() -> None:
-    own: Any = make_model("qwen3_moe")
+def change_limit(module: Any) -> None:
+    module.limit = 0.2
+
+
+def change_activation(module: Any) -> None:
+    module.act_fn = nn.Tanh()
+
+
+def hook_activation(module: Any) -> None:
+    module.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def patch_gate(module: Any) -> None:
+    module._apply_gate = lambda x: x.chunk(2, -1)[0].tanh() * x.chunk(2, -1)[1]
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "limit": ("gpt_oss", change_limit, "eager"),
+    "activation": ("qwen3_moe", change_activation, "eager"),
+    "hook": ("qwen3_moe", hook_activation, "eager"),
+    "gate": ("qwen3_moe", patch_gate, "batched_mm"),
+}
+
+
+@pytest.mark.parametrize("when", ["not compiled", "before the first call", "after it"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_wrap_is_computed_by_the_model(change: str, when: str) -> None:
+    if (change, when) == ("hook", "after it"):
+        pytest.skip("torch.compile does not look for hooks of later")
+    torch._dynamo.reset()
+    family, apply, implementation = CHANGES[change]
+    own: Any = make_model(family)
+    own.set_experts_implementation(implementation)
     model: Any = liger_dist.wrap(copy.deepcopy(own))
+    if when != "not compiled":
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    if when == "after it":
+        assert_same(model, own)
     for one in (model, own):
         for module in experts_of(one):
-            module.act_fn = nn.GELU()
+            apply(module)
     assert_same(model, own)
+
+
+def test_a_patched_forward_inside_lora_runs() -> None:
+    own = with_lora("qwen3_moe")
+    model = liger_dist.wrap(copy.deepcopy(own))
+    for one in (model, own):
+        for module in one.modules():
+            if "down_proj" in module._parameters:
+                module.forward = partial(doubled_experts, module.forward)
+    assert_same(model, own)
+
+
+def doubled_experts(forward: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    return 2 * forward(hidden_states, top_k_index, top_k_weights)
+
+
+def limited(module: Any, x: Tensor) -> Tensor:
+    g, u = x.chunk(2, -1)
+    limit = module.swiglu_limit
+    y: Tensor = module.act_fn(g.clamp(max=limit)) * u.clamp(-limit, limit)
+    return y
+
+
+def one_after_the_other(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    total = torch.zeros_like(hidden_states)
+    for expert in range(module.num_experts):
+        token, k = torch.where(top_k_index == expert)
+        y = limited(module, hidden_states[token] @ module.gate_up_proj[expert].T) @ module.down_proj[expert].T
+        total = total.index_add(0, token, y * top_k_weights[token, k, None])
+    return total
+
+
+@pytest.mark.parametrize("limit", [0.5, 2e3, 1e6])
+def test_a_limit_of_any_size_is_found(limit: float) -> None:
+    from transformers.integrations.moe import use_experts_implementation
+
+    own: Any = make_model("qwen3_moe")
+    cls: Any = type(experts_of(own)[0])
+    members = {"_apply_gate": limited, "forward": one_after_the_other}
+    kind: Any = use_experts_implementation(type("Limited", (cls,), members))
+    for module in experts_of(own):
+        module.__class__ = kind
+        module.swiglu_limit = limit
+        # So large that most gates are beyond it.
+        module.gate_up_proj.data *= 20 * limit
+    model = liger_dist.wrap(copy.deepcopy(own))
+    assert any(f"limited to {limit:g}" in line for state, line in lines(model) if state == "swapped"), lines(model)
+    assert_same(model, own, tolerance=1e-5)
+
+
+def test_the_name_of_the_implementation_alone_is_refused() -> None:
+    liger_dist.wrap(make_model("qwen3_moe"))
+    model: Any = make_model("qwen3_moe")
+    model.set_experts_implementation("liger_dist")
+    with pytest.raises(LigerDistError, match=r"set_experts_implementation\('grouped_mm'\)"):
+        model(**make_batch(0))
+
+
+def test_what_is_written_to_the_config_stays() -> None:
+    model: Any = liger_dist.wrap(make_model("qwen3_moe"))
+    first, second = experts_of(model)
+    first.config.note = "noted"
+    other = copy.deepcopy(model.config)
+    second.config = other
+    liger_dist.unwrap(model)
+    assert first.config is model.config
+    assert model.config.note == "noted"
+    assert second.config is other
 
 
 class Doubled(nn.Module):

@@ -177,6 +177,22 @@ def test_low_rank_products_of_several_tiles(rank: int, gate: str, backend: Any) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_every_input_may_have_other_strides(backend: Any) -> None:
+    options = ExpertOptions(gate=GATES["SwiGLU"], up_scale=0.5, down_scale=0.7, backend=backend)
+    x, index, weight, tensors = case(options, dtype=torch.float32, has_bias=True, lora="up and down")
+
+    def strided(tensor: Tensor) -> Tensor:
+        every_other = tensor.detach().repeat_interleave(2, -1)[..., ::2]
+        assert not every_other.is_contiguous()
+        return every_other.requires_grad_()
+
+    # Weights of products have one dim of stride 1.
+    others = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in tensors[:2]]
+    others += [strided(tensor) for tensor in tensors[2:]]
+    check(strided(x), index.T.contiguous().T, strided(weight), ExpertTensors(*others), options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_token(backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
     x, index, weight, tensors = case(options, dtype=torch.float32, has_bias=True, lora="up and down", tokens=0)

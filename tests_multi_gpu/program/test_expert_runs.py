@@ -58,6 +58,19 @@ def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return config
 
 
+def test_lora_beside_experts_has_their_loads(
+    alone: TrainConfig, data: Path, cache: Path, workers_2: Workers, tmp_path: Path
+) -> None:
+    config = replace(alone, output_dir=str(tmp_path / "one"), lora_rank=4)
+    train(config)
+    two = replace(config, strategy="fsdp2", batch_size=4, output_dir=str(tmp_path / "two"))
+    workers_2.run(run, two)
+    for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-4)
+        assert one["experts/max_load"] >= 1 >= one["experts/min_load"]
+        assert other["experts/router_entropy"] == pytest.approx(one["experts/router_entropy"], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     ("ranks", "sizes"), [(2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 2})]
 )
