@@ -193,6 +193,22 @@ def test_every_input_may_have_other_strides(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_limit_hides_no_nan(gate: str, backend: Any) -> None:
+    options = ExpertOptions(gate=GATES[gate], backend=backend)
+    x, index, weight, tensors = case(options, dtype=torch.float32)
+    with torch.no_grad():
+        x[0] = torch.nan
+    y = experts(x, index, weight, tensors, options=options)
+    has_expert = bool((index[0] < E).any())
+    assert has_expert
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()
+    (d_up,) = torch.autograd.grad(y.sum(), [tensors.up])
+    assert d_up[index[0][index[0] < E]].isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_token(backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
     x, index, weight, tensors = case(options, dtype=torch.float32, has_bias=True, lora="up and down", tokens=0)
