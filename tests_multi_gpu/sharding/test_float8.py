@@ -15,7 +15,7 @@ from harness import Workers
 from models import full, make_batch
 from safetensors.torch import load_file
 from training_runs import config_for, losses_of
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from truth import relative_error
 
 import liger_dist
@@ -227,6 +227,26 @@ def kinds_beside_a_router() -> tuple[str, str]:
     mlp.router = torch.nn.Linear(64, 48)
     liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
     return type(mlp.router).__name__, type(mlp.up_proj).__name__
+
+
+def test_experts_stay_in_the_compute_dtype(workers_2: Workers) -> None:
+    for kinds, line in workers_2.run(kinds_beside_experts):
+        assert kinds == ("Float8Linear", "DTensor", "DTensor")
+        assert line == "2 x Qwen3MoeExperts: experts by grouped products, down(silu(gate) * up)"
+
+
+def kinds_beside_experts() -> tuple[tuple[str, ...], str]:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    config = Qwen3MoeConfig(vocab_size=101, num_key_value_heads=2, head_dim=16, **sizes, **experts)
+    model = Qwen3MoeForCausalLM(config)
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
+    wrapped(**make_batch(dist.get_rank()), use_cache=False).loss.backward()
+    layer = wrapped.model.layers[0]
+    assert all(parameter.grad is not None for parameter in layer.mlp.parameters())
+    kinds = (layer.self_attn.q_proj, layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj)
+    lines = liger_dist.explain(wrapped).layers.lines()
+    return tuple(type(kind).__name__ for kind in kinds), next(line for _, line in lines if "Experts" in line)
 
 
 @pytest.mark.skipif(

@@ -23,6 +23,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama, one key head": {"model_type": "llama", "num_key_value_heads": 1},
     "Qwen2, two key heads": {"model_type": "qwen2", "num_key_value_heads": 2},
     "Mistral, windows": {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 4},
+    "Qwen3-MoE, experts": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "experts_implementation": "eager",
+    },
 }
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sp 2": ((2,), ("sp",)),
