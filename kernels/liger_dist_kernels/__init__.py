@@ -16,7 +16,7 @@ from .cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from .cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from .divergence import Divergence as Divergence
 from .divergence import DivergenceOptions as DivergenceOptions
-from .expert_gate import GateOptions as GateOptions
+from .expert_activation import GateOptions as GateOptions
 from .expert_gate import LowRankFactors as LowRankFactors
 from .expert_gate import gate_bwd as gate_bwd
 from .expert_gate import gate_fwd as gate_fwd

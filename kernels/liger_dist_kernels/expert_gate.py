@@ -13,7 +13,6 @@ of its first projection (2 * F with a gate), r rank. Arithmetic is fp32 (fp64 fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,9 @@ from ._triton_utils import (
     runs_triton,
     statistics_dtype,
 )
+from .expert_activation import GateOptions, gate_in_torch, join_projection, split_projection
 from .experts import Routing, weights_of_rows
-from .gated_activation import Activation, activate, activated_with_slope
+from .gated_activation import activate
 from .grouped_products import grouped_product
 
 _MOST_FEATURES = 1024
@@ -43,29 +43,6 @@ _TILE_ROWS, _TILE_FEATURES, _TILE_FEATURES_OF_FP64 = 16, 128, 32
 0.43 ms; with 64 features 0.27 and 0.57, with 32 rows of 64 0.22 and 0.55)"""
 _FEWEST_RANKS, _MOST_RANKS = 16, 64
 """ranks that a program multiplies at once"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateOptions:
-    """Options that define the activation of an expert: ``activation(gate) * up``, or that of ``up`` alone."""
-
-    activation: Activation
-    is_gated: bool = True
-    """False for ``activation(up)``"""
-    is_interleaved: bool = False
-    """True if gate and up alternate in the features of their projection; otherwise gate is the first half"""
-    limit: float | None = None
-    """the gate is at most this, and up between plus and minus this"""
-    limits_activation: bool = False
-    """True if the activation of the gate is limited, instead of the gate"""
-    slope: float = 1.0
-    """``activation(slope * gate) / slope``, as in gpt-oss"""
-    offset: float = 0.0
-    """added to up, after its limit"""
-
-    def features(self, projected: int) -> int:
-        """Returns F for a projection of so many features."""
-        return projected // 2 if self.is_gated else projected
 
 
 class LowRankFactors(NamedTuple):
@@ -426,7 +403,7 @@ def gate_bwd(
         d_y = _with_low_rank(d_y_SF, d_low, routing)
         d_weight_TK.view(-1)[routing.pair_S[:end].long()] = (d_y * activated * factor).sum(1)
         of_gate, of_up = d_y * weight * factor * d_gate, d_y * weight * activated * d_up
-        d_h_SH[:end] = _joined(of_gate, of_up, options).to(h_SH.dtype)
+        d_h_SH[:end] = join_projection(of_gate, of_up, options).to(h_SH.dtype)
         if y_SF is not None:
             y_SF[:end] = (activated * factor * weight).to(y_SF.dtype)
         return GateGradients(d_h_SH, d_weight_TK, y_SF)
@@ -472,35 +449,3 @@ def _gate_and_up_in_torch(
     if bias_EH is not None:
         h = h + bias_EH.to(h.dtype)[routing.expert_S[: len(h)].long()]
     return split_projection(h, options)
-
-
-def split_projection(h_SH: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
-    """Returns gate and up of a first projection; without a gate, the projection as both."""
-    if not options.is_gated:
-        return h_SH, h_SH
-    gate, up = (h_SH[:, ::2], h_SH[:, 1::2]) if options.is_interleaved else h_SH.chunk(2, 1)
-    return gate, up
-
-
-def _joined(gate: Tensor, up: Tensor, options: GateOptions) -> Tensor:
-    if not options.is_gated:
-        return gate
-    return torch.stack([gate, up], 2).flatten(1) if options.is_interleaved else torch.cat([gate, up], 1)
-
-
-def gate_in_torch(g: Tensor, u: Tensor, options: GateOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the activation, its derivative by the gate, and the factor up with its derivative."""
-    limit, is_before = options.limit, options.limit is not None and not options.limits_activation
-    activated, d_gate = activated_with_slope(
-        options.slope * (g.clamp(max=limit) if is_before else g), options.activation
-    )
-    activated = activated / options.slope
-    if limit is not None:
-        d_gate = d_gate * ((g if is_before else activated) <= limit)
-        activated = activated if is_before else activated.clamp(max=limit)
-    ones = torch.ones_like(u)
-    if not options.is_gated:
-        return activated, d_gate, ones, ones
-    if limit is None:
-        return activated, d_gate, u + options.offset, ones
-    return activated, d_gate, u.clamp(-limit, limit) + options.offset, (u.abs() <= limit).to(u.dtype)

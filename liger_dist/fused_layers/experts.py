@@ -28,7 +28,7 @@ from liger_dist.model.peft import only_plain_adapter
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
-from liger_dist_kernels.expert_gate import gate_in_torch, split_projection
+from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
 from .swap import (

@@ -106,11 +106,13 @@ def _projection(x_SI: Tensor, weight: Tensor, ends_E: Tensor, *, is_transposed: 
     return grouped_product(x_SI, weight if is_transposed else weight.transpose(1, 2), ends_E)
 
 
-def _low_rank(x_SI: Tensor, a: Tensor | None, b: Tensor | None, scale: float, ends_E: Tensor) -> LowRankFactors | None:
-    """Returns the factors of LoRA's product; None without LoRA."""
-    if a is None or b is None:
+def _low_rank(
+    x_SI: Tensor, first_ErI: Tensor | None, second_ErO: Tensor | None, scale: float, ends_E: Tensor
+) -> LowRankFactors | None:
+    """Returns the factors of LoRA's product, or of its gradient, for which B comes first; None without LoRA."""
+    if first_ErI is None or second_ErO is None:
         return None
-    return LowRankFactors(grouped_product(x_SI, a.transpose(1, 2), ends_E), b, scale)
+    return LowRankFactors(grouped_product(x_SI, first_ErI.transpose(1, 2), ends_E), second_ErO, scale)
 
 
 def _multiplied(low: LowRankFactors | None, ends_E: Tensor) -> LowRank | None:

@@ -167,7 +167,7 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
     if _REPLACED in vars(module):
         name, replaced = swapped._liger_dist_kind.attribute, vars(module).pop(_REPLACED)
         # Unless something else has been assigned since.
-        if vars(module)[name] is getattr(match_of(module), name):
+        if vars(module).get(name) is getattr(match_of(module), name):
             vars(module)[name] = replaced
     delattr(module, _MATCH)
     delattr(module, _OWNER)

@@ -16,7 +16,8 @@ ROWS = ("packed", "packed, by lengths", "padded")
 USES = ("checkpointing", "MLP tiles", "two forwards")
 WITH_KERNELS = ("qwen3_5_text, fp32", "lfm2, fp32")
 """models that kernels compute, their convolutions included"""
-AMONG_KEPT = (("lfm2, fp32", "packed"), ("mamba2", "packed"))
+UNDER_FSDP2 = (("lfm2, fp32", "packed"), ("falcon_h1", "packed"))
+"""families and rows that ``make test`` runs under FSDP2 too"""
 HYBRID_MODELS = {family: Model(family=family) for family in HYBRIDS}
 HYBRID_MODELS |= {name: Model(family=name.split(",")[0], single=True) for name in WITH_KERNELS}
 """as models of cells; their mixers compute in fp32 in fp64 models, too"""
@@ -27,14 +28,14 @@ the second step, where the convolution alone agrees within 1e-7"""
 
 def cells() -> list[Any]:
     """Every family and kind of rows in every principal layout. ``make test`` runs Qwen3.5 in fp32 packed in each, and
-    each other combination of a family and rows on one process, and one of another family under FSDP2."""
+    each other combination of a family and rows on one process, and two other families under FSDP2."""
     found = []
     for layout in (ONE, *PRINCIPAL):
         for family in HYBRID_MODELS:
             for rows in ROWS:
                 cell = replace(layout, model=family, data=rows)
                 is_first = family == WITH_KERNELS[0] and rows == "packed"
-                is_kept = is_first or layout is ONE or (layout == PRINCIPAL[4] and (family, rows) in AMONG_KEPT)
+                is_kept = is_first or layout is ONE or (layout == PRINCIPAL[4] and (family, rows) in UNDER_FSDP2)
                 found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
         for use in USES:
             cell = replace(layout, model="qwen3_5_text", data="packed", use=use)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from harness import Workers
-from models import make_model
+from models import make_batch, make_model
 from training_runs import config_for, losses_of, metrics_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import liger_dist
 from liger_dist import LigerDistError
 from liger_dist_train.config import TrainConfig
+from liger_dist_train.expert_loads import ExpertLoads
 from liger_dist_train.export import export
 from liger_dist_train.memory_plan import plan
 from liger_dist_train.metrics import Flops
@@ -58,9 +61,7 @@ def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return config
 
 
-def test_lora_beside_experts_has_their_loads(
-    alone: TrainConfig, data: Path, cache: Path, workers_2: Workers, tmp_path: Path
-) -> None:
+def test_lora_beside_experts_has_their_loads(alone: TrainConfig, workers_2: Workers, tmp_path: Path) -> None:
     config = replace(alone, output_dir=str(tmp_path / "one"), lora_rank=4)
     train(config)
     two = replace(config, strategy="fsdp2", batch_size=4, output_dir=str(tmp_path / "two"))
@@ -120,6 +121,17 @@ def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
     for row in metrics_of(folder):
         assert row["experts/min_load"] <= 1 <= row["experts/max_load"] <= 3
         assert 0 < row["experts/router_entropy"] <= torch.tensor(6.0).log() + 1e-3
+
+
+def test_loads_without_a_forward_are_no_numbers() -> None:
+    model = liger_dist.wrap(make_model("qwen3_moe"))
+    loads = ExpertLoads(model)
+    assert loads.read() == {}
+    model(**make_batch(0)).loss.backward()
+    read = loads.read()
+    assert all(math.isfinite(number) for number in read.values())
+    assert len(read) == 4
+    assert loads.read() == {}
 
 
 def test_a_run_ends_well_where_loads_cannot_be_written(

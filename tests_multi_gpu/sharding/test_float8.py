@@ -3,6 +3,7 @@ dtype, checkpoints, LoRA, and what is refused. CPUs emulate the products."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -230,23 +231,30 @@ def kinds_beside_a_router() -> tuple[str, str]:
 
 
 def test_experts_stay_in_the_compute_dtype(workers_2: Workers) -> None:
-    for kinds, line in workers_2.run(kinds_beside_experts):
+    for kinds, line, error in workers_2.run(as_they_are, experts_beside_float8):
         assert kinds == ("Float8Linear", "DTensor", "DTensor")
         assert line == "2 x Qwen3MoeExperts: experts by grouped products, down(silu(gate) * up)"
+        assert error < TOLERANCE
 
 
-def kinds_beside_experts() -> tuple[tuple[str, ...], str]:
+def experts_beside_float8() -> tuple[tuple[str, ...], str, float]:
+    """What is swapped, and the error of all gradients beside the model's own experts and layers, in float8 too."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-    config = Qwen3MoeConfig(vocab_size=101, num_key_value_heads=2, head_dim=16, **sizes, **experts)
-    model = Qwen3MoeForCausalLM(config)
-    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
-    wrapped(**make_batch(dist.get_rank()), use_cache=False).loss.backward()
+    torch.manual_seed(0)
+    own = Qwen3MoeConfig(vocab_size=101, num_key_value_heads=2, head_dim=16, **sizes, **experts)
+    model = Qwen3MoeForCausalLM(own)
+    gradients = []
+    for layer_kernels in (False, True):
+        config = liger_dist.WrapConfig(layer_kernels=layer_kernels)
+        wrapped: Any = liger_dist.wrap(copy.deepcopy(model), liger_dist.FSDP2(float8="tensorwise"), config=config)
+        wrapped(**make_batch(dist.get_rank()), use_cache=False).loss.backward()
+        gradients.append(torch.cat([full(parameter.grad).flatten() for parameter in wrapped.parameters()]))
     layer = wrapped.model.layers[0]
-    assert all(parameter.grad is not None for parameter in layer.mlp.parameters())
     kinds = (layer.self_attn.q_proj, layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj)
     lines = liger_dist.explain(wrapped).layers.lines()
-    return tuple(type(kind).__name__ for kind in kinds), next(line for _, line in lines if "Experts" in line)
+    line = next(line for _, line in lines if "Experts" in line)
+    return tuple(type(kind).__name__ for kind in kinds), line, relative_error(*gradients)
 
 
 @pytest.mark.skipif(
