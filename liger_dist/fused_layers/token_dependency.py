@@ -443,6 +443,9 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     for kind, make in (("_parameters", _parameter), ("_buffers", _buffer)):
         made_up[kind] = {name: None if own is None else make(own, device) for name, own in state[kind].items()}
     made_up |= {name: min(state[name], CHUNK) for name in CHUNKS if isinstance(state.get(name), int)}
+    if state.get("_is_expert_parallel"):
+        # The forward of the class gets tokens of all experts.
+        made_up["num_experts"] = max(len(parameter) for parameter in made_up["_parameters"].values())
     # Some forwards exchange modules.
     return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 

@@ -89,6 +89,7 @@ TIED_EP = _layout(
     tied=True,
     own_failure="got mixed torch.Tensor and DTensor",
 )
+HYBRIDS = [replace(layout, family="hybrid") for layout in (FSDP_EP, TP_EP)]
 LAYOUTS = [
     *(replace(layout, tied=tied) for layout in (FSDP, HSDP, TP, FSDP_TP, FSDP_EP, TP_EP, EP) for tied in (False, True)),
     TIED_EP,
@@ -100,7 +101,7 @@ LAYOUTS = [
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders that models are loaded from, by what the models are like."""
     folders = {}
-    for layout in (*LAYOUTS, *TIED_AND_UNEVEN):
+    for layout in (*LAYOUTS, *TIED_AND_UNEVEN, *HYBRIDS):
         if layout.checkpoint not in folders:
             folders[layout.checkpoint] = str(tmp_path_factory.mktemp("checkpoint"))
             make_model(layout).save_pretrained(folders[layout.checkpoint])
@@ -108,20 +109,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def make_model(layout: Layout) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
-    config = make_config("llama", tied=layout.tied, heads=4)
-    if layout.family == "moe":
+    config: Any = make_config("llama", tied=layout.tied, heads=4)
+    if layout.family != "llama":
         shared = ("hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range", "pad_token_id")
-        config = Qwen3MoeConfig(
+        options: dict[str, Any] = {
             **{name: getattr(config, name) for name in shared},
-            num_key_value_heads=4,
-            head_dim=8,
-            moe_intermediate_size=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            tie_word_embeddings=layout.tied,
-        )
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": layout.tied,
+        }
+        config = Qwen3MoeConfig(**options)
+        if layout.family == "hybrid":
+            options |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+            options |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+            options |= {"shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"]}
+            config = Qwen3NextConfig(**options)
     config.vocab_size = layout.rows
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).double()
@@ -132,7 +139,7 @@ def load(layout: Layout, folder: str, *, dtype: torch.dtype, sharded: bool = Tru
     from transformers.distributed import DistributedConfig
 
     # Grouped matrix products take no fp64.
-    options: dict[str, Any] = {"experts_implementation": "eager"} if layout.family == "moe" else {}
+    options: dict[str, Any] = {"experts_implementation": "eager"} if layout.family != "llama" else {}
     if sharded:
         options["distributed_config"] = DistributedConfig(**dict(layout.sizes))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
@@ -177,13 +184,15 @@ def loops(layout: Layout, folder: str) -> tuple[set[str | None], dict[str, float
     return adapters, errors
 
 
-def two_steps(layout: Layout, model: Any, reference: Any, *, mean: str = "local") -> dict[str, float]:
+def two_steps(
+    layout: Layout, model: Any, reference: Any, *, mean: str = "local", rows: str = "texts"
+) -> dict[str, float]:
     """Errors of losses, gradients and weights beside the truth, whose ranks have different tokens where ``layout`` is
-    data parallel."""
+    data parallel; ``rows`` as of ``make_batch``."""
     rank, ranks = dist.get_rank() // layout.ranks_of_a_batch, dist.get_world_size() // layout.ranks_of_a_batch
     errors = {}
     for step in range(2):
-        batches = [make_batch(r, seed=step) for r in range(ranks)]
+        batches = [make_batch(r, seed=step, rows=rows) for r in range(ranks)]
         sums = [true_loss_sum(reference, batch) for batch in batches]
         counts = [count if mean == "local" else sum(c for _, c in sums) / ranks for _, count in sums]
         truths = [total / count for (total, _), count in zip(sums, counts, strict=True)]
@@ -204,6 +213,27 @@ def two_steps(layout: Layout, model: Any, reference: Any, *, mean: str = "local"
         for name, parameter in reference.named_parameters():
             errors[f"step {step}, {name}"] = float((full(pairs[name]) - parameter).abs().max())
     return errors
+
+
+@pytest.mark.parametrize("layout", HYBRIDS, ids=str)
+def test_documents_of_a_hybrid_with_experts_on_several_ranks(
+    layout: Layout, checkpoints: dict[str, str], workers_2: Workers
+) -> None:
+    """How its layers take documents is found by a run of its code on each rank alone, which needs all experts."""
+    skip_without(layout)
+    for packing, attention, errors in workers_2.run(documents_of_a_hybrid, layout, checkpoints[layout.checkpoint]):
+        assert "one row per document" in packing
+        assert "without a dense mask" in attention
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < 1e-4, f"{worst} is off by {errors[worst]:.2e}"
+
+
+def documents_of_a_hybrid(layout: Layout, folder: str) -> tuple[str | None, str, dict[str, float]]:
+    model = load(layout, folder, dtype=layout.dtype)
+    liger_dist.wrap(model, "auto")
+    explanation = liger_dist.explain(model)
+    reference = load(layout, folder, dtype=torch.float64, sharded=False)
+    return explanation.packing, explanation.attention, two_steps(layout, model, reference, rows="packed")
 
 
 REPEATS = [replace(layout, tied=True) for layout in (FSDP, HSDP, TP, FSDP_TP, FSDP_EP, TP_EP, EP)] + [
