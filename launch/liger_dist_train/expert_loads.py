@@ -76,10 +76,11 @@ class ExpertLoads:
         names = ("experts/max_load", "experts/min_load", "experts/dropped", "experts/router_entropy")
         return dict(zip(names, torch.stack(numbers).tolist(), strict=False))
 
-    def write(self, folder: Path) -> None:
-        """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot."""
+    def write(self, folder: Path) -> bool:
+        """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot. Returns
+        False without loads."""
         if self._total_LE is None:
-            return
+            return False
         import matplotlib
 
         matplotlib.use("Agg")
@@ -93,6 +94,7 @@ class ExpertLoads:
         figure.colorbar(image, label="tokens, relative to the mean of the layer")
         figure.savefig(folder / "experts.png", dpi=120)
         pyplot.close(figure)
+        return True
 
 
 def _records_router(module: nn.Module) -> bool:

@@ -26,6 +26,9 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
     from transformers.distributed import DistributedConfig, initialize_distributed_mesh
 
     check_experts(model, dims)
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    # FSDP2 shares a weight within a group only: that of the root has what has no rule.
+    model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
     distributed = DistributedConfig(
         dp_replicate_size=dims.replicate,
         fsdp_size=dims.shard,
@@ -37,6 +40,7 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
     # What reads the config later would shard once more.
     del sharded.config.distributed_config
     sharded.to_empty(device=device())
+    sharded.tie_weights(recompute_mapping=False)
     with torch.no_grad():
         for module in sharded.modules():
             if module._non_persistent_buffers_set:

@@ -261,7 +261,8 @@ class Loop:
 
     def _write_loads(self, folder: str) -> None:
         try:
-            self._loads.write(Path(folder))
+            if self._loads.write(Path(folder)):
+                print(f"written to {folder}: experts.json, experts.png")
         except (LigerDistError, OSError, ImportError) as error:
             # What counts is written.
             print(f"the loads of experts are not written to {folder}: {error}", file=sys.stderr)

@@ -42,9 +42,9 @@ def run(config: TrainConfig) -> None:
     train(config)
 
 
-def write_experts(cache: Path, folder: Path) -> Path:
+def write_experts(cache: Path, folder: Path, *, tied: bool = False) -> Path:
     """A pretrained mixture with the tokenizer in ``cache``."""
-    model: Any = make_model("qwen3_moe", dtype=torch.float32)
+    model: Any = make_model("qwen3_moe", tied=tied, dtype=torch.float32)
     model.resize_token_embeddings(601)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
@@ -110,6 +110,24 @@ def test_a_checkpoint_of_experts_on_several_ranks_goes_on_in_one_process(
     train(replace(config, resume=True))
     for mine, expected in zip(losses_of(tmp_path / "run"), losses_of(Path(alone.output_dir)), strict=True):
         assert mine == pytest.approx(expected, rel=2e-4)
+
+
+def test_a_tied_mixture_on_several_ranks_is_that_of_one_process(
+    alone: TrainConfig, cache: Path, workers_2: Workers, tmp_path: Path
+) -> None:
+    base = write_experts(cache, tmp_path / "base", tied=True)
+    one = replace(alone, model=str(base), output_dir=str(tmp_path / "one"), stop_at_step=2)
+    two = replace(one, strategy="fsdp2", ep=2, batch_size=4, output_dir=str(tmp_path / "two"))
+    train(one)
+    workers_2.run(run, two)
+    workers_2.run(run, replace(two, resume=True, stop_at_step=None))
+    train(replace(one, resume=True, stop_at_step=None))
+    for mine, expected in zip(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one"), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(expected[name], rel=2e-4), f"{name} of step {mine['step']}"
+    export(tmp_path / "two", tmp_path / "exported", step=None)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
 
 
 def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
