@@ -77,8 +77,11 @@ class ExpertLoads:
         return dict(zip(names, torch.stack(numbers).tolist(), strict=False))
 
     def write(self, folder: Path) -> bool:
-        """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot. Returns
-        False without loads."""
+        """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot.
+
+        Returns:
+            False without loads.
+        """
         if self._total_LE is None:
             return False
         import matplotlib

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
+from liger_dist.model.structure import initializer_of
 
 from .config import TrainConfig
 from .distributed import device
@@ -41,10 +42,14 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
     del sharded.config.distributed_config
     sharded.to_empty(device=device())
     sharded.tie_weights(recompute_mapping=False)
+    initialize = initializer_of(sharded)
     with torch.no_grad():
         for module in sharded.modules():
-            if module._non_persistent_buffers_set:
-                sharded._init_weights(module)
+            for buffer in module.buffers(recurse=False):
+                # Those of no rule are read with the parameters, after wrap has run the model's code.
+                buffer.zero_()
+            if module._buffers:
+                initialize(module)
     found: nn.Module = sharded
     return found
 
