@@ -335,6 +335,9 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
     """Returns a function that initialises one module: ``_init_weights`` of the nearest enclosing pretrained model, or
     ``reset_parameters`` of the module where there is none.
 
+    Args:
+        model: any model, on any device.
+
     Raises:
         LigerDistError: a module has parameters and neither rule; nothing is changed.
     """
