@@ -445,7 +445,7 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     made_up |= {name: min(state[name], CHUNK) for name in CHUNKS if isinstance(state.get(name), int)}
     if state.get("_is_expert_parallel"):
         # The forward of the class gets tokens of all experts.
-        made_up["num_experts"] = max(len(parameter) for parameter in made_up["_parameters"].values())
+        made_up["num_experts"] = max(len(one) for one in made_up["_parameters"].values() if one is not None)
     # Some forwards exchange modules.
     return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 

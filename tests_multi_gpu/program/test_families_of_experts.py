@@ -26,8 +26,9 @@ TOLERANCE = 1e-4
 SOME = ("deepseek_v4", "gpt_oss", "lfm2_moe", "qwen3_next")
 """buffers that name experts, biases, a tied lm_head and convolutions, a delta net"""
 UNFUSED = {"image-text nemotron_h_omni"}
-"""transformers' rules leave its embedding to the root's group, whose hooks its probe does not call"""
+"""its embedding, for which transformers has no rule, is still a DTensor in the probe"""
 REQUIRED_SHARE = 0.85
+"""of all families; the others fail unwrapped in fp64, or have one expert when they are shrunk"""
 FEW = 40
 """families that workers compare within their limit of time"""
 CONFIG = TrainConfig(model="", data=[], strategy="fsdp2", ep=2, dtype="float32")
@@ -48,7 +49,7 @@ def test_families_on_two_ranks(names: tuple[str, ...], workers_2: Workers) -> No
             for family, errors in outcomes.items():
                 for name, error in errors.items() if isinstance(errors, dict) else ():
                     assert error < TOLERANCE, f"{family}: {name} is off by {error:.2e}"
-    assert len(failed) <= (1 - REQUIRED_SHARE) * count, failed
+    assert len(failed) <= (0 if names else (1 - REQUIRED_SHARE) * count), failed
     assert count >= 2 * len(SOME)
 
 
