@@ -14,6 +14,9 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 
 HELP = """usage: liger-dist COMMAND ...
 
@@ -27,7 +30,9 @@ HELP = """usage: liger-dist COMMAND ...
 
 On several GPUs: torchrun --nproc-per-node 8 -m liger_dist_train [run.yaml] ...,
 and torchrun --nproc-per-node 8 -m liger_dist verify ...
-"liger-dist COMMAND --help" lists the options of a command."""
+"liger-dist COMMAND --help" lists the options of a command, "liger-dist --version" prints the version."""
+OF_LIBRARY = ("explain", "verify", "doctor", "deepspeed")
+"""commands of ``liger_dist.cli``"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(HELP)
         return 0 if given else 2
+    if given[0] == "--version":
+        print(f"liger_dist {version()}")
+        return 0
+    if given[0] not in OF_LIBRARY:
+        known = ", ".join((*COMMANDS, *OF_LIBRARY))
+        print(f"liger-dist: {given[0]!r} is no command; expected one of {known}, or --help.", file=sys.stderr)
+        return 2
     from liger_dist.cli import main as of_library
 
     return of_library(given)
+
+
+def version() -> str:
+    """Reads the version of the library that would be imported, without importing it."""
+    spec = find_spec("liger_dist")
+    assert spec is not None
+    assert spec.origin is not None
+    found: str = run_path(str(Path(spec.origin).with_name("_version.py")))["__version__"]
+    return found
 
 
 def run(arguments: Sequence[str]) -> int:

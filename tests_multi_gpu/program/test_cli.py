@@ -1,8 +1,9 @@
-"""liger-dist explain and verify, as a user starts them."""
+"""liger-dist and its commands explain, verify and doctor, as a user starts them."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 
+import liger_dist
 from liger_dist.cli import main
+from liger_dist_train import command
 
 SCRIPT = """
 import torch
@@ -51,6 +54,47 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "my_training.py"
     path.write_text(SCRIPT)
     return path
+
+
+def listed_commands() -> list[str]:
+    """Commands in the help of ``liger-dist``."""
+    return re.findall(r"^  ([a-z]+)  ", command.HELP, re.MULTILINE)
+
+
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"liger_dist {liger_dist.__version__}\n"
+
+
+def test_version_option_and_unknown_command_do_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from liger_dist_train.command import main\n"
+        "statuses = main(['--version']), main(['trian'])\n"
+        "print(statuses, [name for name in ('torch', 'liger_dist') if name in sys.modules])\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines()[-1] == "(0, 2) []"
+
+
+@pytest.mark.parametrize("given", ["trian", "run.yaml", "--steps"])
+def test_unknown_command_lists_all_commands(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(listed_commands()) == 7
+    assert command.main([given, "--help"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"liger-dist: {given!r} is no command; expected one of ")
+    assert set(listed_commands()) <= set(re.findall(r"[a-z]+", printed.err))
+
+
+@pytest.mark.parametrize("name", listed_commands())
+def test_every_listed_command_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = command.main([name, "--help"])
+    except SystemExit as end:  # argparse's
+        status = int(end.code or 0)
+    assert status == 0
+    assert capsys.readouterr().out.startswith(f"usage: liger-dist {name}")
 
 
 def test_explain(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
