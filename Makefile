@@ -1,11 +1,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo demo-distillation test test-all test-oldest test-verl test-skyrl check docs matrix families peft benchmarks format clean
+.PHONY: venv demo demo-distillation test test-all test-oldest test-newest test-verl test-skyrl check docs matrix families peft \
+	benchmarks format wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
 
@@ -80,6 +82,14 @@ $(OLDEST)/.installed: setup.cfg Makefile
 test-oldest: $(OLDEST)/.installed test-verl
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
 
+# make smoke with the newest releases that setup.cfg allows, in an environment that is made anew each time. The extra dev
+# pins liger-kernel and trl. PIP_CONSTRAINT of the caller does not count.
+NEWEST ?= .venv-newest
+
+test-newest:
+	rm -rf $(NEWEST)
+	PIP_CONSTRAINT=/dev/null $(MAKE) smoke VENV=$(NEWEST) CONSTRAINTS=/dev/null
+
 # The releases of transformers that verl allows, first and last.
 VERL ?= .venv-verl
 VERL_PIP := PIP_CONSTRAINT=/dev/null DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -151,5 +161,36 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# An environment with the tools of a release alone: neither the wheel nor its checks import torch.
+RELEASE := build/release-venv
+
+$(RELEASE)/.installed: Makefile constraints.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build \
+		"readme_renderer[md]"
+	touch $@
+
+# The wheel is built from the sdist.
+wheel: $(RELEASE)/.installed
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --outdir dist . > build/wheel.log || (cat build/wheel.log; exit 1)
+
+# Installs the wheel into an empty environment, as a user does, and runs the README's quickstart and the training program.
+WHEEL := build/wheel-venv
+test-wheel: wheel
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(echo dist/*.whl)[train]"
+	$(WHEEL)/bin/python -I tests_multi_gpu/programs/installed_quickstart.py
+
+release-check: wheel
+	$(RELEASE)/bin/python tests_multi_gpu/programs/release_check.py "$(VERSION)"
+
+# Puts dist/ and the section of CHANGELOG.md on the page of a tag that is on GitHub. gh reads GH_TOKEN.
+publish:
+	mkdir -p build
+	$(PYTHON) tests_multi_gpu/programs/release_check.py --notes "$(VERSION)" > build/notes.md
+	gh release create "v$(VERSION:v%=%)" dist/* --verify-tag --title "liger_dist $(VERSION:v%=%)" --notes-file build/notes.md
+
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-verl .venv-skyrl runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-verl .venv-skyrl runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
