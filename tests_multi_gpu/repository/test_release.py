@@ -205,3 +205,17 @@ def test_citation_has_what_its_format_requires() -> None:
     assert {"message", "title", "authors", "version", "license"} <= citation.keys()
     assert all("name" in author for author in citation["authors"])
     assert list(release_check.check_version(ROOT, citation["version"])) == []
+
+
+BY_NAME = re.compile(r"pip install [^\n`]*liger[-_]dist\b(?!\S*(/|\.whl))")
+
+
+def test_no_page_installs_the_package_by_name() -> None:
+    """It is not on a package index, where a package of the same name would be another one."""
+    for line in ('pip install "liger_dist[train]"', "pip install -U liger-dist"):
+        assert BY_NAME.search(line)
+    for line in ('pip install ".[train]"', "pip install dist/liger_dist-0.3.0-py3-none-any.whl"):
+        assert not BY_NAME.search(line)
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
+    assert len(pages) > 40
+    assert [str(page) for page in pages if BY_NAME.search(page.read_text())] == []
