@@ -58,13 +58,13 @@ def run_quickstart(description: Any) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **sizes)).to(device)
     ids = torch.randint(1000, (2, 32), device=device)
-    expected = float(model(input_ids=ids, labels=ids).loss)
+    expected = float(model(input_ids=ids, labels=ids).loss.detach())
     names: dict[str, Any] = {"model": model, "ids": ids, "labels": ids}
     exec(block[1], names)
     torch.distributed.destroy_process_group()
     for name in one_rank:
         del os.environ[name]
-    if not math.isclose(float(names["loss"]), expected, rel_tol=1e-5):
+    if not math.isclose(float(names["loss"].detach()), expected, rel_tol=1e-5):
         sys.exit(f"the README's loss is {float(names['loss'])}; expected {expected}, as of the unwrapped model")
     missing = [name for name, parameter in names["model"].named_parameters() if parameter.grad is None]
     expect(missing, [], "the list of parameters without a gradient after the README's backward")
