@@ -55,6 +55,9 @@ def class_slices(num_classes: int, itemsize: int) -> list[slice]:
 def write_product(left: Tensor, right: Tensor, out: Tensor, *, adds: bool = False) -> Tensor:
     """Writes ``left @ right``, or with ``adds`` ``out + left @ right``, into ``out`` and returns it. A wider ``out``
     gets the products' fp32 sums unrounded."""
+    if not left.is_cuda and left.itemsize == 2 and left.stride(1) == 1:
+        # On processors with AMX oneDNN reads beyond the end of a row: NaN in a buffer's unused columns would spread.
+        left = left.contiguous()
     if out.dtype == left.dtype:
         return torch.addmm(out, left, right, out=out) if adds else torch.mm(left, right, out=out)
     if out.is_cuda:
