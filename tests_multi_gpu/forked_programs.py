@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import recording
 import torch.distributed as dist
 from harness import WHERE, forkserver, reduce_over_gloo
 
@@ -73,7 +74,9 @@ def run_program(words: list[str], folder: Path, **variables: str) -> Ended:
     for rank, output in enumerate(outputs):
         of_rank = variables | (_as_torchrun_sets(rank, ranks, store.port) if ranks else {})
         # Not a daemon, which may start no processes.
-        process = forkserver().Process(target=_become, args=(rest, str(folder), str(output), of_rank))
+        process = forkserver().Process(
+            target=_become, args=(rest, str(folder), str(output), of_rank, recording.current())
+        )
         process.start()
         processes.append(process)
     ended = _wait_for(processes)
@@ -122,7 +125,7 @@ def _wait_for(processes: list[Any]) -> bool:
     return not pending or has_failed
 
 
-def _become(words: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
+def _become(words: list[str], folder: str, output: str, variables: dict[str, str], test: str) -> None:
     """Makes this process the program: ``-m module`` or a file, with its arguments."""
     with open(output, "w") as file:
         for stream in (1, 2):
@@ -134,6 +137,14 @@ def _become(words: list[str], folder: str, output: str, variables: dict[str, str
     reduce_over_gloo()
     os.chdir(folder)
     sys.path.insert(0, folder)
+    recording.start(test)
+    try:
+        _run(words)
+    finally:
+        recording.save()
+
+
+def _run(words: list[str]) -> None:
     if words[0] == "-m":
         _, module, *arguments = words
         sys.argv = [module, *arguments]

@@ -10,6 +10,7 @@ call starts a fresh one.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import recording
 import torch
 import torch.distributed as dist
 
@@ -93,7 +95,7 @@ class Workers:
             self._start()
         self._calls += 1
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((recording.current(), function, args))
         return self._collect(time_limit, function.__name__)
 
     def _start(self) -> None:
@@ -162,6 +164,17 @@ class InThisProcess:
         return [function(*args)]
 
 
+def on_cpu(result: Any) -> Any:
+    """Moves the tensors of a result to the CPU: ranks have different GPUs, whose memory goes with them."""
+    if isinstance(result, torch.Tensor):
+        return result.cpu()
+    if isinstance(result, dict):
+        return {name: on_cpu(value) for name, value in result.items()}
+    if type(result) in (list, tuple):
+        return type(result)(map(on_cpu, result))
+    return result
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     reduce_over_gloo()
@@ -186,13 +199,20 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    # Imported modules stay. DeepSpeed collects garbage when an engine starts, which takes a second without this.
+    gc.freeze()
     pipe.send((True, None))
+    is_first = True
     while True:
         try:
-            function, args = pipe.recv()
+            test, function, args = pipe.recv()
         except EOFError:
             return
+        recording.start(test) if is_first else recording.switch(test)
+        is_first = False
         try:
-            pipe.send((True, function(*args)))
+            result = (True, on_cpu(function(*args)))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            result = (False, traceback.format_exc())
+        recording.save()
+        pipe.send(result)

@@ -22,6 +22,7 @@ CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """environment of programs that meet on CPUs"""
 sys.path.insert(0, str(LAUNCH))
 
+import recording  # noqa: E402
 import torch  # noqa: E402
 from demo.make_tokenizer import train_tokenizer  # noqa: E402
 from models import make_model  # noqa: E402
@@ -137,7 +138,7 @@ def torchrun(*options: str, processes: int = 2, program: Path | None = None, **k
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     started = ["-m", "liger_dist_train"] if program is None else [str(program)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    kwargs["env"] = kwargs["env"] | {"PYTHONFAULTHANDLER": "1"}
+    kwargs["env"] = kwargs["env"] | {"PYTHONFAULTHANDLER": "1"} | recording.environment()
     return subprocess.Popen([*command, *started, *options], **(pipes | kwargs))
 
 
