@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import on_device
 import torch
 from models import make_model
 from mtp_models import make_mtp
 from predicting import Prediction, make_predicting
+from tiers import cover, pairs
 from torch import nn
 
 from liger_dist.config import LogitsDtype
@@ -85,7 +87,7 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.zeros(101, 16, dtype=torch.int8))
+        self.register_buffer("weight", on_device.zeros(101, 16, dtype=torch.int8))
 
 
 Rows = Literal["texts", "packed", "packed, by lengths", "padded"]
@@ -232,6 +234,32 @@ class Cell:
         if self.accumulation > 1:
             changed.append("accumulation")
         return f"{self.where} on {self.world}" + (f": {', '.join(changed)}" if changed else "")
+
+    @property
+    def adapter(self) -> str:
+        """The way in which lm_head is stored, in the words of the sharding adapters."""
+        if self.engine in ("none", "ddp"):
+            return "replicated"
+        if self.engine == "zero":
+            return "zero3" if self.layout["stage"] == 3 else "replicated"
+        if self.layout.get("axes") == GRID:
+            return "fsdp2-tensor-parallel"
+        if self.layout.get("rows"):
+            return "fsdp2-vocab-parallel"
+        return self.engine
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        """What pairs of values are counted of."""
+        layout = {name: value for name, value in self.layout.items() if name != "accumulation"}
+        return {
+            "adapter": self.adapter,
+            "model": self.model,
+            "data": self.data,
+            "use": self.use,
+            "accumulation": max(self.accumulation, self.layout.get("accumulation", 1)),
+            "layout": (self.engine, self.world, *sorted((name, str(value)) for name, value in layout.items())),
+        }
 
     @property
     def options(self) -> dict[str, Any]:
@@ -593,6 +621,37 @@ PRECISION = [
     ),
 ]
 """bf16 compute: held to 1.5 times the error of the same layout unfused."""
+
+
+PAIRED = ("adapter", "model", "data", "use", "accumulation")
+"""factors of which ``make smoke`` has every pair of values that occurs in the suite"""
+
+
+def _smoke_parts(cell: Cell) -> list[Any]:
+    factors = cell.factors
+    return pairs({name: factors[name] for name in PAIRED})
+
+
+def _test_parts(cell: Cell) -> list[Any]:
+    """``make test`` adds every layout."""
+    return [*_smoke_parts(cell), ("layout", cell.factors["layout"])]
+
+
+def _covered(parts: Callable[[Cell], list[Any]]) -> set[str]:
+    """Names of exact and of refused cells, and of those in bf16, that have every part which such a cell has."""
+    kinds = ([cell for cell in CELLS if not cell.refused], [cell for cell in CELLS if cell.refused], PRECISION)
+    return {str(cell) for cells in kinds for cell in cover(cells, [parts(cell) for cell in cells])}
+
+
+_SMOKE = _covered(_smoke_parts)
+# The page has the sentence of each refusal.
+_TEST = _covered(_test_parts) | {str(cell) for cell in CELLS if cell.refused}
+
+
+def tier(cell: Cell) -> Literal["smoke", "test", "nightly"]:
+    """The first tier that runs a cell, by one rule: covers of pairs; every refusal is in ``make test``."""
+    name = str(cell)
+    return "smoke" if name in _SMOKE else "test" if name in _TEST else "nightly"
 
 
 def by_world(cells: list[Cell], world: int) -> list[Cell]:

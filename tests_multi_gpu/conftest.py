@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # MKL then rounds alike on every processor.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+# oneDNN's bf16 products for AMX read beyond the end of a matrix: unwrapped models have NaN gradients, too (torch 2.13).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Before the first import of Triton: without a GPU the kernels run in its interpreter.
 import torch
@@ -20,15 +24,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import affected
 import pytest
+import recording
 from harness import Workers, shared_buffers
 from policies import save_checkpoint
-from repeated import mark_repeated
+from tiers import mark_tiers
 from training_runs import config_for, write_corpus, write_tokenizer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-pages", action="store_true", help="write the pages of docs that show what a run saw")
+    parser.addoption(
+        "--tests-from", metavar="FILE", help="run the files, tests and cases that FILE names, one per line"
+    )
 
 
 OTHERS = shared_buffers()
@@ -40,43 +49,14 @@ def pytest_sessionfinish() -> None:
             path.unlink(missing_ok=True)
 
 
-LONGEST = (
-    "test_conformance",
-    "test_trl",
-    "test_docs",
-    "test_stuck_ranks",
-    "test_families",
-    "test_distillation",
-    "test_run_features",
-    "test_sharded_by_transformers",
-    "test_signals",
-    "test_options",
-    "test_engines",
-    "test_train",
-    "test_own_chats",
-    "test_launchers",
-    "test_dataset",
-    "test_worked_examples",
-    "test_float8",
-    "test_extreme_logits",
-    "test_registers",
-    "test_trainer",
-    "test_train_with_teacher",
-    "test_scoring",
-    "test_long_documents",
-    "test_restarts",
-    "test_examples",
-    "test_checkpoints",
-    "test_sharded_peft",
-    "test_peft_methods",
-)
-"""files that take longest, the longest first: begun first, so that no worker waits for the last one"""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_repeated(items)
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_tiers(items)
+    listed = config.getoption("--tests-from")
+    if listed:
+        keep_listed(config, items, Path(listed).read_text().splitlines())
+    # Files that take longest are begun first, so that no worker waits for the last one.
+    seconds = affected.read_map()["seconds"]
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
     for item in items:
         marker = item.get_closest_marker("gpu")
         if marker is None:
@@ -85,6 +65,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = torch.cuda.device_count()
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {found}"))
+
+
+def keep_listed(config: pytest.Config, items: list[pytest.Item], listed: list[str]) -> None:
+    """Deselects what no line of a list names: a file, a test or a case. Names that are not there are passed over."""
+    names = set(listed)
+
+    def is_listed(item: pytest.Item) -> bool:
+        test = item.nodeid.partition("[")[0]
+        is_whole = test in names or test.partition("::")[0] in names
+        return item.nodeid in names or (is_whole and item.get_closest_marker("nightly") is None)
+
+    left_out = [item for item in items if not is_listed(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if is_listed(item)]
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests stay: the garbage collector need not look at them again in each of thousands of collections.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if recording.FOLDER is None:
+        return (yield)
+    if recording.current():
+        recording.switch(item.nodeid)
+    else:
+        recording.start(item.nodeid)
+    started = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        recording.note_duration(item.nodeid, time.monotonic() - started)
+        recording.save()
 
 
 @pytest.fixture(scope="module")

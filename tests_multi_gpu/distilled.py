@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import on_device
 import torch
 import torch.nn.functional as F
 from cells import LEARNING_RATE, Cell
 from layouts import SESSIONS, Session
-from models import make_batch, make_config
+from models import make_batch, make_config, relative_errors
 from torch import Tensor, nn
 
 import liger_dist
@@ -130,7 +131,7 @@ def _step(
                 reports.append((loss.detach() * (1 if pair.passes_items else micro), *parts))
     losses = {}
     for index, (batch, report) in enumerate(zip(batches[session.data_rank], reports, strict=True)):
-        extra = {"num_items_in_batch": torch.tensor(total / world)} if pair.passes_items else {}
+        extra = {"num_items_in_batch": on_device.tensor(total / world)} if pair.passes_items else {}
         output = liger_dist.distillation_loss(session.root, other.root, **batch, **pair.options, **extra)
         assert not hasattr(output, "logits")
         assert not output.divergence.requires_grad
@@ -147,20 +148,16 @@ def _step(
 
 
 def _errors_of_gradients(session: Session, reference: nn.Module, tolerance: float) -> dict[str, float]:
-    errors = {}
     gradients = session.step()
-    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
-    for name, parameter in reference.named_parameters():
-        truth = parameter.grad
-        if truth is None:
-            assert name not in gradients or not gradients[name].any(), name
-            continue
-        scale = max(float(truth.abs().max()), (1e-2 if tolerance > 1e-6 else 1e-4) * largest)
-        errors[f"gradient of {name}"] = float((gradients[name] - truth).abs().max()) / scale
-        with torch.no_grad():
-            parameter -= LEARNING_RATE * truth
-        parameter.grad = None
-    return errors
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert not [name for name in gradients.keys() - truths.keys() if gradients[name].any()]
+    errors = relative_errors(gradients, truths, floor=1e-2 if tolerance > 1e-6 else 1e-4)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name in truths:
+                parameter -= LEARNING_RATE * truths[name]
+                parameter.grad = None
+    return {f"gradient of {name}": error for name, error in errors.items()}
 
 
 def true_sum(

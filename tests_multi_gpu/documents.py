@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import on_device
 import pytest
 import torch
-from models import VOCAB_SIZE
+from models import VOCAB_SIZE, assert_below, norm_errors
 from torch import Tensor, nn
 
 import liger_dist
 
-TOLERANCE = 5e-6
-"""recurrent layers compute in fp32 in fp64 models, too"""
+TOLERANCE = 1e-5
+"""recurrent layers compute in fp32 in fp64 models, too: 5.5e-6 was seen on processors with AMX"""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Ignores warnings in the tests of a file that imports this fixture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def packed(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(1, VOCAB_SIZE, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = on_device.randint(1, VOCAB_SIZE, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([on_device.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
@@ -58,13 +69,7 @@ def assert_equal(
     tolerance: float = TOLERANCE,
 ) -> None:
     assert got[0] == pytest.approx(want[0], abs=tolerance)
-    assert got[1].keys() == want[1].keys()
-    total = float(torch.stack([gradient.norm() for gradient in want[1].values()]).norm())
-    for name, gradient in want[1].items():
-        error = float((got[1][name] - gradient).norm())
-        assert error <= tolerance * (float(gradient.norm()) + 1e-3 * total), (
-            f"{name}: {error / float(gradient.norm()):.1e}"
-        )
+    assert_below(norm_errors(got[1], want[1]), tolerance)
 
 
 def wrapped(model: nn.Module, **options: Any) -> Any:

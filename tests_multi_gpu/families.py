@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import on_device
 import torch
 from torch import Tensor, nn
 
@@ -105,10 +106,10 @@ FAMILIES: dict[str, Hints] = {
     "led": Hints(config={"attention_window": [4] * LAYERS}),
     "lfm2_moe": Hints(config={"layer_types": ["conv", "full_attention"] * 2}),
     "mamba2": Hints(config={"num_heads": 4, "head_dim": 16}),
-    "molmo2": Hints(inputs={"mm_token_type_ids": torch.zeros(TOKENS, dtype=torch.long)}),
+    "molmo2": Hints(inputs={"mm_token_type_ids": on_device.zeros(TOKENS, dtype=torch.long)}),
     "muse_spark": Hints(config={"audio_config": {"hidden_sizes": (8, 16, 16, 32)}}),
     "reformer": Hints(config={"is_decoder": True, "axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 16)}),
-    "udop": Hints(inputs={"bbox": torch.zeros(*TOKENS, 4)}),
+    "udop": Hints(inputs={"bbox": on_device.zeros(*TOKENS, 4)}),
     "xmod": Hints(config={"default_language": "en_XX"}),
 }
 
@@ -181,11 +182,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What released checkpoints set and default configs do not, by its words in the page: an option applies to families
 whose text config has all of its fields, some of them with another value."""
-OF_MANY_FAMILIES = (
-    *("biases", "biases of attention", "biases of MLPs", "a window", "windows in some layers", "YaRN", "tied"),
-    *("router losses", "next tokens", "soft-capped logits", "multipliers", "shared keys"),
+QUICK_OPTIONS = (
+    *("soft-capped scores", "query norms", "clipped projections", "muP", "head bias", "biases of queries", "ALiBi"),
+    *("new decoder", "serial residuals", "parallel residuals", "norms after blocks", "narrow embeddings"),
+    *("residuals after norms", "scores by layer"),
 )
-"""options that run with ``make test-all`` and ``make families`` only"""
+"""options of few families, which ``make test`` runs; ``make families`` runs all"""
 BY_MODULE = ("both directions", "both directions of images")
 """options that set a flag of attention modules, which transformers reads for "sdpa" and not for "eager" """
 
@@ -293,12 +295,12 @@ def build(family: Family) -> nn.Module:
 def batch_for(family: Family, model: nn.Module) -> dict[str, Any]:
     """Tokens and labels, and what else the family needs, on the device of ``model``."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 80, TOKENS, generator=generator)
+    ids = on_device.randint(3, 80, TOKENS, generator=generator)
     labels = ids.clone()
     labels[0, :3] = -100
     batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
     for name, given in FAMILIES.get(family.name, Hints()).inputs.items():
-        batch[name] = given if isinstance(given, Tensor) else torch.randn(given, generator=generator)
+        batch[name] = given if isinstance(given, Tensor) else on_device.randn(given, generator=generator)
     if "use_cache" in inspect.signature(model.forward).parameters:
         batch["use_cache"] = False
     device = next(model.parameters()).device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import torch
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error
@@ -33,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "token weight": {"token_weight": True},
     "token weight, none": {"token_weight": True, "reduction": "none", "z_loss": 1e-2},
     "items": {"num_items_in_batch": 17},
-    "items tensor": {"num_items_in_batch": torch.tensor(17)},
+    "items tensor": {"num_items_in_batch": on_device.tensor(17)},
     "everything": {
         "class_weight": True,
         "token_weight": True,
@@ -42,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "softcap": 5.0,
         "logit_scale": 1.2,
         "temperature": 0.8,
-        "num_items_in_batch": torch.tensor(11.0),
+        "num_items_in_batch": on_device.tensor(11.0),
     },
 }
 
@@ -52,11 +53,11 @@ def make_inputs(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Random inputs with logits of deviation about 1, a third of the tokens ignored."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(T, D, generator=generator)
-    weight = torch.randn(V, D, generator=generator) / D**0.5
-    offset = torch.randn(V, generator=generator) if bias else None
-    labels = torch.randint(0, V, (T,), generator=generator)
-    labels[torch.rand(T, generator=generator) < 0.3] = IGNORED
+    hidden = on_device.randn(T, D, generator=generator)
+    weight = on_device.randn(V, D, generator=generator) / D**0.5
+    offset = on_device.randn(V, generator=generator) if bias else None
+    labels = on_device.randint(0, V, (T,), generator=generator)
+    labels[on_device.rand(T, generator=generator) < 0.3] = IGNORED
     tensors = [None if t is None else t.to(DEVICE, dtype).requires_grad_() for t in (hidden, weight, offset)]
     assert tensors[0] is not None
     assert tensors[1] is not None
@@ -67,9 +68,9 @@ def fill_weights(options: dict[str, Any], T: int, V: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     filled = dict(options)
     if filled.get("class_weight") is True:
-        filled["class_weight"] = torch.rand(V, generator=generator).to(DEVICE) + 0.1
+        filled["class_weight"] = on_device.rand(V, generator=generator) + 0.1
     if filled.get("token_weight") is True:
-        filled["token_weight"] = torch.randn(T, generator=generator).to(DEVICE)
+        filled["token_weight"] = on_device.randn(T, generator=generator)
     return filled
 
 

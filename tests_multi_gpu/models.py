@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,7 +144,7 @@ def make_model(
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     model = auto.from_config(make_config(family, tied=tied, padded=padded, heads=heads)).to(dtype)
     if bias:
-        model.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, dtype=dtype))
+        model.lm_head.bias = nn.Parameter(on_device.randn(VOCAB_SIZE, dtype=dtype))
     assert isinstance(model, nn.Module)
     return model.to(compute_device())
 
@@ -155,7 +156,7 @@ def make_batch(rank: int, *, num_ignored: int | None = None, seed: int = 0, rows
         rows: a key of ``cells.Rows``.
     """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    ids = torch.randint(1, VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
+    ids = on_device.randint(1, VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, : (2 + 3 * rank) if num_ignored is None else num_ignored] = -100
     batch = {"input_ids": ids, "labels": labels}
@@ -172,14 +173,14 @@ def _pack(batch: dict[str, Any], generator: torch.Generator, *, by_lengths: bool
     lengths: list[int] = []
     positions = []
     for _ in range(BATCH_SIZE):
-        cuts = (1 + torch.randperm(SEQUENCE_LENGTH - 1, generator=generator)[:2]).sort().values.tolist()
+        cuts = (1 + on_device.randperm(SEQUENCE_LENGTH - 1, generator=generator)[:2]).sort().values.tolist()
         row = [end - start for start, end in zip([0, *cuts], [*cuts, SEQUENCE_LENGTH], strict=True)]
-        positions.append(torch.cat([torch.arange(length) for length in row]))
+        positions.append(torch.cat([on_device.arange(length) for length in row]))
         lengths += row
     batch["position_ids"] = torch.stack(positions)
     batch["labels"][batch["position_ids"] == 0] = -100
     if by_lengths:
-        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        ends = on_device.tensor([0, *lengths]).cumsum(0).int()
         longest = max(lengths)
         batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
@@ -234,10 +235,10 @@ def policy_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
     token: one of them twice, and none for some."""
     generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 1000)
     shape = batch["labels"].shape
-    ids = torch.randint(VOCAB_SIZE, (*shape, 3), generator=generator)
+    ids = on_device.randint(VOCAB_SIZE, (*shape, 3), generator=generator)
     ids[..., 1] = ids[..., 0]
     ids[:, ::3, 2] = -1
-    temperature = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
+    temperature = 0.5 + on_device.rand(shape, generator=generator, dtype=torch.float64)
     return {
         "temperature": temperature.to(compute_device()),
         "token_ids": ids.to(compute_device()),
@@ -252,7 +253,7 @@ def policy_objective(output: Any, batch: dict[str, Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=compute_device())
     for name in POLICY_OUTPUTS:
         values = getattr(output, name)
-        total = total + (torch.randn(values.shape, generator=generator).to(values) * values).sum()
+        total = total + (on_device.randn(values.shape, generator=generator).to(values) * values).sum()
     return total
 
 
@@ -280,11 +281,11 @@ def soft_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
     twice, and none for some; the rest of the probability for all other classes."""
     generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 991)
     shape = batch["labels"].shape
-    ids = torch.randint(VOCAB_SIZE, (*shape, 4), generator=generator)
+    ids = on_device.randint(VOCAB_SIZE, (*shape, 4), generator=generator)
     ids[:, :-1, 0] = batch["labels"][:, 1:].clamp_min(0).cpu()
     ids[..., 2] = ids[..., 1]
     ids[:, ::3, 3] = -1
-    probs = 0.8 * torch.randn((*shape, 4), generator=generator, dtype=torch.float64).softmax(-1)
+    probs = 0.8 * on_device.randn((*shape, 4), generator=generator, dtype=torch.float64).softmax(-1)
     return {
         "soft_labels": (ids.to(compute_device()), probs.to(compute_device())),
         "soft_weight": 0.6,
@@ -307,25 +308,54 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().to(compute_device())
 
 
-def gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
-    """Largest difference of each parameter's gradient, relative to its largest true entry.
+def relative_errors(
+    gradients: dict[str, Tensor], truths: dict[str, Tensor], *, floor: float = 1e-4
+) -> dict[str, float]:
+    """Computes the largest difference of each gradient, relative to its largest true entry.
 
-    Some gradients are zero in exact arithmetic (a key bias shifts all scores alike); they are held to 1e-4 of the
-    largest entry of all.
+    Some gradients are zero in exact arithmetic (a key bias shifts all scores alike); they are held to ``floor`` of the
+    largest entry of all. A gradient without a truth is compared with zero.
     """
-    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    assert truths.keys() <= gradients.keys()
+    largest = max(float(truth.abs().max()) for truth in truths.values())
+    errors = {}
+    for name, gradient in gradients.items():
+        truth = truths.get(name, torch.zeros_like(gradient))
+        scale = max(float(truth.abs().max()), floor * largest) or 1.0
+        errors[name] = float((gradient - truth).abs().max()) / scale
+    return errors
+
+
+def norm_errors(gradients: dict[str, Tensor], truths: dict[str, Tensor]) -> dict[str, float]:
+    """Computes the error of each gradient relative to its true norm plus a thousandth of the norm of all: some are
+    zero but for rounding."""
+    assert gradients.keys() == truths.keys()
+    total = float(torch.stack([truth.norm() for truth in truths.values()]).norm())
+    return {
+        name: float((gradients[name] - truth).norm() / (truth.norm() + 1e-3 * total)) for name, truth in truths.items()
+    }
+
+
+def assert_below(errors: dict[str, float], tolerance: float, where: str = "") -> None:
+    """Asserts that there are errors, each below ``tolerance``, which NaN is not."""
+    assert errors, where
+    wrong = {name: f"{error:.2e}" for name, error in errors.items() if not error < tolerance}
+    assert not wrong, f"{where}{': ' * bool(where)}expected errors below {tolerance:.0e}; found {wrong}"
+
+
+def gradient_errors(model: nn.Module, reference: nn.Module) -> dict[str, float]:
+    """Computes :func:`relative_errors` of a wrapped model; parameters without a true gradient have none."""
     inner = model.module if hasattr(model, "module") else model
     wrapped = dict(inner.named_parameters())
-    errors = {}
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is None:
-            assert wrapped[name].grad is None, name
-            continue
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert any(truth.any() for truth in truths.values())
+    found = {}
+    for name, _ in reference.named_parameters():
         gradient = wrapped[name].grad
-        assert gradient is not None, name
-        scale = max(float(parameter.grad.abs().max()), 1e-4 * largest)
-        errors[name] = float((full(gradient) - parameter.grad).abs().max()) / scale
-    return errors
+        assert (gradient is None) == (name not in truths), name
+        if gradient is not None:
+            found[name] = full(gradient)
+    return relative_errors(found, truths)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

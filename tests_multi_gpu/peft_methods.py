@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import zero_settings
-from models import full, make_batch, make_model
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from full_tensors import deepspeed_step, full_gradients
+from models import make_batch, make_model, relative_errors
+from torch import Tensor
 
 import liger_dist
 
@@ -132,7 +131,7 @@ def adapted(name: str, *, tied: bool = False) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter += 0.1 * on_device.randn(parameter.shape, generator=generator).to(parameter)
     return model
 
 
@@ -165,19 +164,17 @@ def outcome(name: str, strategy: str, *, tied: bool = False) -> str:
         if strategy.startswith("ZeRO"):
             batch, stage = batch_of(name, rank), int(strategy[-1])
             try:
-                gradients = _of_deepspeed(root, batch, stage=stage)
+                _, gradients = deepspeed_step(root, [batch], stage=stage)
             except Exception as error:
                 with pytest.raises(type(error)):
-                    _of_deepspeed(adapted(name, tied=tied), batch, stage=stage)
+                    deepspeed_step(adapted(name, tied=tied), [batch], stage=stage)
                 return f"as unwrapped: {type(error).__name__}"
         else:
             root(**batch_of(name, rank)).loss.backward()
-            gradients = gradients_of(root)
+            gradients = full_gradients(root)
     if gradients.keys() != truth.keys():
         return f"wrong: gradients of {sorted(gradients.keys() ^ truth.keys())}"
-    largest = max(float(gradient.abs().max()) for gradient in truth.values())
-    for n, true in truth.items():
-        error = float((gradients[n] - true).abs().max()) / max(float(true.abs().max()), 1e-3 * largest)
+    for n, error in relative_errors(gradients, truth, floor=1e-3).items():
         if not error < 1e-4:
             return f"wrong: {n} by {error:.1e}"
     return "exact"
@@ -192,30 +189,3 @@ def outcomes(name: str, strategies: list[str]) -> dict[str, str]:
         except Exception as error:
             found[strategy] = f"raises {type(error).__name__}: {error}"
     return found
-
-
-def gradients_of(root: nn.Module) -> dict[str, Tensor]:
-    shown: AbstractContextManager[Any] = nullcontext()
-    if isinstance(root, FullyShardedDataParallel):
-        shown = FullyShardedDataParallel.summon_full_params(root, with_grads=True)
-    with shown:
-        return {
-            n.replace("_fsdp_wrapped_module.", "").removeprefix("module."): full(p.grad).clone()
-            for n, p in root.named_parameters()
-            if p.requires_grad and p.grad is not None
-        }
-
-
-def _of_deepspeed(model: nn.Module, batch: dict[str, Any], *, stage: int) -> dict[str, Tensor]:
-    import deepspeed
-    from deepspeed.utils import safe_get_full_grad
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_settings({"stage": stage}))
-    try:
-        engine.backward(engine(**batch).loss)
-        gradients = {n: safe_get_full_grad(p) for n, p in model.named_parameters() if p.requires_grad}
-        return {n: gradient for n, gradient in gradients.items() if gradient is not None}
-    finally:
-        engine.destroy()

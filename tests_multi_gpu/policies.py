@@ -25,8 +25,8 @@ LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
 
 
 def config_of(family: str) -> Any:
-    from test_vision_language import make_config as make_config_with_images
     from transformers import GraniteConfig, Qwen3Config, Qwen3MoeConfig
+    from vision_models import make_config as make_config_with_images
 
     if family == "qwen2_5_vl":
         return make_config_with_images(family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import on_device
 import torch
 import torch.nn.functional as F
 from models import make_config
@@ -123,7 +124,7 @@ def make_predicting(
     model: Any = Predicting(make_config("llama", tied=tied)).to(dtype)
     model.add(prediction)
     if bias:
-        model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size, dtype=dtype))
+        model.lm_head.bias = nn.Parameter(on_device.randn(model.config.vocab_size, dtype=dtype))
     return model.to(compute_device())
 
 

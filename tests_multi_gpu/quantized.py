@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import zero_settings
+from full_tensors import deepspeed_step, full_gradients
 from models import make_batch, make_model, true_loss_sum
-from peft_methods import gradients_of
 from torch import Tensor
 
 import liger_dist
@@ -161,34 +160,13 @@ def _in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
 def _step(root: Any, strategy: str, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
     """Loss of each micro-batch, and the gradients."""
     if strategy.startswith("ZeRO"):
-        return _of_deepspeed(root, batches, stage=int(strategy[-1]))
+        return deepspeed_step(root, batches, stage=int(strategy[-1]))
     losses = []
     for batch in batches:
         loss = root(**batch).loss
         (loss / len(batches)).backward()
         losses.append(float(loss.detach()))
-    return losses, gradients_of(root)
-
-
-def _of_deepspeed(model: Any, batches: list[dict[str, Any]], *, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    import deepspeed
-    from deepspeed.utils import safe_get_full_grad
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    settings = zero_settings({"stage": stage, "accumulation": len(batches)})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    try:
-        losses = []
-        for index, batch in enumerate(batches):
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            losses.append(float(loss.detach()))
-            if index < len(batches) - 1:
-                engine.step()
-        return losses, {n: safe_get_full_grad(p) for n, p in model.named_parameters() if p.requires_grad}
-    finally:
-        engine.destroy()
+    return losses, full_gradients(root)
 
 
 def outcomes(cells: dict[str, tuple[Any, ...]]) -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from full_tensors import full_parameters
+from hosts import watched
 from layouts import zero_settings
 from models import make_batch
 from torch.utils.data import Dataset
@@ -56,6 +58,59 @@ def pretended_gpus() -> Iterator[None]:
     with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)):
         yield
     del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def is_sharded(engine: str | None) -> bool:
+    """True if parameters, gradients or optimizer states are sharded."""
+    return engine is not None and engine.startswith(("fsdp", "zero"))
+
+
+def gpus_for(engine: str | None) -> AbstractContextManager[None]:
+    """Pretends GPUs while a trainer is made that shards."""
+    return pretended_gpus() if is_sharded(engine) else nullcontext()
+
+
+def sgd_arguments(
+    folder: str, engine: str | None = None, layer: str = "LlamaDecoderLayer", **options: Any
+) -> dict[str, Any]:
+    """Makes keywords of training arguments: SGD at a constant rate, without clipping, every step logged."""
+    return {
+        "output_dir": folder,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available() and not is_sharded(engine),
+        **arguments_of(engine, layer),
+        **options,
+    }
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    """Reads the losses of the training steps that a trainer has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_watched(trainer: Any) -> dict[str, Any]:
+    """Trains; returns logged losses, the number of fused calls, and rows of the most logits."""
+    with watched() as seen:
+        trainer.train()
+    return {"losses": logged_losses(trainer), "fused calls": seen.fused_calls, "most logits": seen.most_logits}
+
+
+def full_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Copies every full parameter to the CPU, by its name in the unwrapped model."""
+    return {name: parameter.cpu() for name, parameter in full_parameters(model).items()}
+
+
+def assert_same_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float, rtol: float = 1e-4
+) -> None:
+    """Compares every expected weight with the one of the same name."""
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, rtol=rtol, atol=atol), name
 
 
 def arguments_of(engine: str | None, layer: str) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _images(rows: list[Tensor], generator: torch.Generator) -> Any:
     """An image of four tokens in the samples that are long enough, none in the others. verl 0.9.1 fails in
     micro-batches without any."""
     from tensordict import NonTensorData, NonTensorStack
-    from test_vision_language import IMAGE_TOKEN
+    from vision_models import IMAGE_TOKEN
 
     inputs: list[dict[str, Tensor]] = []
     for row in rows:

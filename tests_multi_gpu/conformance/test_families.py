@@ -12,10 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import transformers
-from families import OF_MANY_FAMILIES, OPTIONS, Family, batch_for, build, families, families_with_options
+from families import OPTIONS, QUICK_OPTIONS, Family, batch_for, build, families, families_with_options
+from models import norm_errors
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
@@ -76,13 +78,22 @@ def outcomes() -> dict[Family, Outcome]:
     return {}
 
 
+USUAL = (
+    *("bloom", "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granite"),
+    *("llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "stablelm"),
+    "starcoder2",
+)
+"""causal families that ``make test`` always runs"""
+
+
 def all_families() -> Iterator[Any]:
-    """Every entry; with ``make test`` the causal ones and one in five of the others."""
+    """Every entry; with ``make test`` those of :data:`USUAL` and one in six of the others."""
     for place, family in enumerate(families()):
-        is_left_out = family.mapping != "causal" and place % 5 > 0
-        yield pytest.param(family, marks=[pytest.mark.slow] * is_left_out)
+        is_usual = family.mapping == "causal" and family.name in USUAL
+        yield pytest.param(family, marks=[] if is_usual or place % 6 == 0 else [pytest.mark.nightly])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", all_families(), ids=str)
 def test_equals_its_own_loss_or_says_why_not(
     family: Family, outcomes: dict[Family, Outcome], request: pytest.FixtureRequest
@@ -151,14 +162,14 @@ def test_a_family_that_loses_a_kind_or_its_loss_is_noticed(way: str, monkeypatch
 
 ROWS = {
     "packed": {
-        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 0]])
+        "position_ids": on_device.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 0]])
     },
-    "padded on the right": {"attention_mask": torch.tensor([[1] * 9 + [0] * 3, [1] * 5 + [0] * 7])},
-    "padded on the left": {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [0] * 7 + [1] * 5])},
+    "padded on the right": {"attention_mask": on_device.tensor([[1] * 9 + [0] * 3, [1] * 5 + [0] * 7])},
+    "padded on the left": {"attention_mask": on_device.tensor([[0] * 3 + [1] * 9, [0] * 7 + [1] * 5])},
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", families(), ids=str)
 def test_packed_and_padded_rows_equal_its_own_dense_mask(family: Family) -> None:
     """Of every family for which ``wrap`` selects the attention without one."""
@@ -176,7 +187,7 @@ def check_rows(family: Family) -> str | None:
         model.set_attn_implementation("sdpa")
         batch = batch_for(family, model)
         batches = {name: padded(batch | with_rows(rows)) for name, rows in ROWS.items()}
-        own = {name: trained(model, rows)[1:] for name, rows in batches.items()}
+        own = {name: checked_step(model, rows)[1:] for name, rows in batches.items()}
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
     except Exception as error:
         return f"not built, packed or fused: {type(error).__name__}: {error}"[:200]
@@ -185,17 +196,17 @@ def check_rows(family: Family) -> str | None:
     for name, rows in batches.items():
         if name in ("packed", "padded on the left") and liger_dist.explain(model).packing is not None:
             continue  # Wrong in its own code, whose state runs on: see test_packed_hybrids.py.
-        _, loss, gradients = trained(model, rows)
+        _, loss, gradients = checked_step(model, rows)
         own_loss, own_gradients = own[name]
         assert loss == pytest.approx(own_loss, rel=1e-5), name
-        errors = relative_errors(gradients, own_gradients)
+        errors = norm_errors(gradients, own_gradients)
         assert max(errors.values()) < 1e-4, (name, errors)
     return None
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "option", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_MANY_FAMILIES)) for name in OPTIONS]
+    "option", [pytest.param(name, marks=[] if name in QUICK_OPTIONS else [pytest.mark.nightly]) for name in OPTIONS]
 )
 def test_an_option_of_released_checkpoints_changes_nothing(
     option: str, outcomes: dict[Family, Outcome], request: pytest.FixtureRequest
@@ -250,14 +261,14 @@ def outcome_of(family: Family) -> Outcome:
         found[re.findall(r": (\w+)", what)[0]] += count
     layers = tuple(found.items())
     for dtype, (_, own_loss, own_gradients) in expected.items():
-        output, loss, gradients = trained(model.to(dtype), batch)
+        output, loss, gradients = checked_step(model.to(dtype), batch)
         assert hasattr(output, "logits") == (record.unfused_reason is not None)
         tolerance = TOLERANCES[dtype]
         assert abs(loss - own_loss) <= tolerance * abs(own_loss)
         assert gradients.keys() == own_gradients.keys()
         # The truth of an ill-conditioned family is fp64, which its own fp32 gradients may miss by more.
         _, _, truth = expected.get(torch.float64, expected[dtype])
-        own_errors, errors = relative_errors(own_gradients, truth), relative_errors(gradients, truth)
+        own_errors, errors = norm_errors(own_gradients, truth), norm_errors(gradients, truth)
         for name, error in errors.items():
             assert error <= max(tolerance, 3 * own_errors[name]), f"{dtype} {name}: {error}, own {own_errors[name]}"
     if record.unfused_reason is not None:
@@ -265,24 +276,15 @@ def outcome_of(family: Family) -> Outcome:
     return Outcome("fused", "✓" if torch.float64 in expected else "✓ fp32", layers)
 
 
-def relative_errors(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Some gradients are zero but for rounding; they are held to a thousandth of all."""
-    total = float(torch.stack([gradient.norm() for gradient in truth.values()]).norm())
-    return {
-        name: float((gradients[name] - gradient).norm() / (gradient.norm() + 1e-3 * total))
-        for name, gradient in truth.items()
-    }
-
-
 def own_steps(model: nn.Module, batch: dict[str, Any]) -> dict[torch.dtype, tuple[Any, float, dict[str, Tensor]]]:
     """The model's own training step in fp32, and in fp64 if its code lets fp64 through."""
-    steps = {torch.float32: trained(model.float(), batch)}
+    steps = {torch.float32: checked_step(model.float(), batch)}
     with contextlib.suppress(RuntimeError):
-        steps[torch.float64] = trained(model.double(), batch)
+        steps[torch.float64] = checked_step(model.double(), batch)
     return steps
 
 
-def trained(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, float, dict[str, Tensor]]:
+def checked_step(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, float, dict[str, Tensor]]:
     """Output, loss and gradients of one step. Some families draw random numbers even without dropout."""
     dtype = next(model.parameters()).dtype
     cast = {

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from cells import MODEL, ONE, PRINCIPAL, Cell, Model
 from harness import InThisProcess, Workers
-from models import HYBRIDS
+from models import HYBRIDS, assert_below
 from test_conformance import train
 
 ROWS = ("packed", "packed, by lengths", "padded")
@@ -21,9 +22,10 @@ UNDER_FSDP2 = (("lfm2, fp32", "packed"), ("falcon_h1", "packed"))
 HYBRID_MODELS = {family: Model(family=family) for family in HYBRIDS}
 HYBRID_MODELS |= {name: Model(family=name.split(",")[0], single=True) for name in WITH_KERNELS}
 """as models of cells; their mixers compute in fp32 in fp64 models, too"""
-TOLERANCE, IN_FP32 = 2e-5, 5e-3
-"""relative; under DeepSpeed the whole model computes in fp32, and a recurrence amplifies its rounding: up to 2e-3 in
-the second step, where the convolution alone agrees within 1e-7"""
+TOLERANCE, IN_FP32 = 2e-4 if torch.cuda.is_available() else 2e-5, 5e-3
+"""relative; on a GPU 7e-5 was seen in the second step of one process. Under DeepSpeed the whole model computes in fp32,
+and a recurrence amplifies its rounding: up to 2e-3 in the second step, where the convolution alone agrees within
+1e-7"""
 
 
 def cells() -> list[Any]:
@@ -35,13 +37,14 @@ def cells() -> list[Any]:
             for rows in ROWS:
                 cell = replace(layout, model=family, data=rows)
                 is_first = family == WITH_KERNELS[0] and rows == "packed"
-                is_kept = is_first or layout is ONE or (layout == PRINCIPAL[4] and (family, rows) in UNDER_FSDP2)
-                found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
+                is_alone = layout is ONE and family.startswith("qwen3_5_text")
+                is_kept = is_first or is_alone or (layout == PRINCIPAL[4] and (family, rows) in UNDER_FSDP2)
+                found.append(pytest.param(cell, marks=[pytest.mark.nightly] * (not is_kept), id=str(cell)))
         for use in USES:
             cell = replace(layout, model="qwen3_5_text", data="packed", use=use)
             if use != "MLP tiles" or layout.engine in ("none", "ddp", "fsdp2", "zero"):
                 is_kept = layout in (ONE, PRINCIPAL[4])
-                found.append(pytest.param(cell, marks=[pytest.mark.slow] * (not is_kept), id=str(cell)))
+                found.append(pytest.param(cell, marks=[pytest.mark.nightly] * (not is_kept), id=str(cell)))
     return found
 
 
@@ -51,6 +54,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(MODEL, name, model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("cell", cells())
 def test_documents_are_apart_in_every_layout(cell: Cell, request: pytest.FixtureRequest) -> None:
     reason = cell.obstacle()
@@ -63,9 +67,8 @@ def test_documents_are_apart_in_every_layout(cell: Cell, request: pytest.Fixture
         workers: Workers = request.getfixturevalue(f"workers_{cell.world}")
         results = workers.run(train_hybrid, cell)
     for errors in results:
-        worst = max(errors, key=lambda name: errors[name])
         is_in_fp32 = cell.engine == "zero" or cell.model in WITH_KERNELS
-        assert errors[worst] < (IN_FP32 if is_in_fp32 else TOLERANCE), f"{worst} is off by {errors[worst]:.2e}"
+        assert_below(errors, IN_FP32 if is_in_fp32 else TOLERANCE)
 
 
 def train_hybrid(cell: Cell) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import on_device
 import pytest
 import torch
 from cells import DDP, Cell, _fsdp1, _fsdp2
@@ -96,7 +97,7 @@ def every_label_taken_for_the_next_tokens() -> Any:
 
 
 def _next_tokens(labels: torch.Tensor, *_: Any) -> Any:
-    return [("next", torch.arange(labels.numel()))]
+    return [("next", on_device.arange(labels.numel()))]
 
 
 def one_embedding_split_of_several() -> Any:
@@ -181,6 +182,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: Workers) -> None:
     cell = MUTATIONS[name][1]
@@ -189,8 +191,9 @@ def test_what_is_taken_away_is_missed(name: str, workers_2: Workers, workers_4: 
     try:
         largest = max(workers.run(largest_error, name))
     except RuntimeError as error:
-        # On a GPU the comparison of tokens ends the program, at whatever operation comes next.
-        if "device-side assert" not in str(error) and "CUDA error" not in str(error):
+        # On a GPU the comparison of tokens ends the program, at whatever operation comes next, or in a destructor.
+        endings = ("device-side assert", "CUDA error", "the process died, exit code -6")
+        if not (torch.cuda.is_available() and any(words in str(error) for words in endings)):
             raise
         return
     assert largest > 100 * cell.tolerance

@@ -38,7 +38,7 @@ def test_methods_are_exact_or_refused(workers_2: Workers) -> None:
     _compare(_cells(OF_THEIR_KIND, strategies, workers_2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_methods_are_exact_or_refused(workers_2: Workers, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("deepspeed")
     cells = _cells(METHODS, STRATEGIES, workers_2)

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_parameters
 from harness import Workers
-from models import HIDDEN_SIZE, VOCAB_SIZE, make_batch, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, make_batch, make_model, relative_errors
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "vocab_parallel")
 LAST, SOME = VOCAB_SIZE - 1, [5, 6, 80]
@@ -61,7 +62,7 @@ def adapted(*, tied: bool = False, frozen_too: bool = False, **settings: Any) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name or "trainable_tokens" in name:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.2 * on_device.randn(parameter.shape, generator=generator))
             if ".old" in name:
                 parameter.requires_grad_(False)
     return model
@@ -91,7 +92,7 @@ def noisy(model: nn.Module, rank: int) -> Tensor:
 
     def add_noise(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(7 + rank)
-        return embedded + 0.1 * torch.randn(embedded.shape, generator=generator).to(embedded)
+        return embedded + 0.1 * on_device.randn(embedded.shape, generator=generator).to(embedded)
 
     hook = inner.get_input_embeddings().register_forward_hook(add_noise)  # type: ignore[operator]
     loss = usual(model, rank)
@@ -115,7 +116,7 @@ def mixtral() -> Any:
         router_aux_loss_coef=0.1,
         initializer_range=0.3,
     )
-    return MixtralForCausalLM(config)
+    return MixtralForCausalLM(config).to(compute_device())
 
 
 def balanced(model: nn.Module, rank: int) -> Tensor:
@@ -208,11 +209,12 @@ REPORTS: dict[str, Report] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_report_on_two_ranks(name: str, workers_2: Workers) -> None:
     report = REPORTS[name]
     used = [strategy for strategy in STRATEGIES if strategy not in report.plain_fails]
-    for errors in workers_2.run(errors_of, name, used):
+    for errors in workers_2.run(errors_of_report, name, used):
         assert [strategy for strategy, seen in errors.items() if seen == "refused"] == [*filter(None, [report.refused])]
         for strategy, seen in errors.items():
             if strategy != report.refused:
@@ -220,6 +222,7 @@ def test_the_report_on_two_ranks(name: str, workers_2: Workers) -> None:
                 assert seen[worst] < (1e-5 if report.dtype == torch.float32 else 1e-6), (strategy, worst, seen[worst])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_report_on_one_process(name: str) -> None:
     report = REPORTS[name]
@@ -245,7 +248,7 @@ def wrapped(strategy: str, model: nn.Module, *, is_fused: bool) -> nn.Module:
         return liger_dist.wrap(model, made)
 
 
-def errors_of(name: str, strategies: list[str]) -> dict[str, Any]:
+def errors_of_report(name: str, strategies: list[str]) -> dict[str, Any]:
     """The error of the loss and of each gradient, by strategy, or "refused"."""
     report, rank, world = REPORTS[name], dist.get_rank(), dist.get_world_size()
     losses, truth = [], dict[str, Tensor]()
@@ -276,29 +279,7 @@ def step_of(root: nn.Module, compute: Callable[[], Tensor]) -> tuple[Tensor, dic
     for parameter in trained:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     optimizer = torch.optim.SGD([{"params": parameters} for parameters in by_mesh.values()], lr=1.0)
-    before = whole_parameters(root)
+    before = full_parameters(root)
     loss = compute()
     optimizer.step()
-    return loss, {name: before[name] - after for name, after in whole_parameters(root).items()}
-
-
-def whole_parameters(root: nn.Module) -> dict[str, Tensor]:
-    if isinstance(root, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(root):
-            named = root.named_parameters()
-            return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
-    inner = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in inner.named_parameters()
-    }
-
-
-def relative_errors(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Of each gradient, relative to its largest entry or 1e-4 of the largest of all; what has none must not move."""
-    largest = max(float(gradient.abs().max()) for gradient in truth.values())
-    errors = {name: float(moved.abs().max()) / largest for name, moved in gradients.items() if name not in truth}
-    for name, gradient in truth.items():
-        scale = max(float(gradient.abs().max()), 1e-4 * largest)
-        errors[name] = float((gradients[name] - gradient).abs().max()) / scale
-    return errors
+    return loss, {name: before[name] - after for name, after in full_parameters(root).items()}

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 from unittest import mock
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ from liger_dist.losses import linear_cross_entropy
 from liger_dist_kernels import norm_fwd
 
 
+@pytest.mark.nightly(
+    cell=[
+        "FSDP1, head in its own unit on 2",
+        "FSDP2, head alone on 2",
+        "FSDP2, by wrap, vocab-parallel head, HSDP on 4",
+        "ZeRO, stage 0 on 2",
+        "ZeRO, stage 1 on 2",
+        "ZeRO, stage 2 on 2",
+    ]
+)
 @pytest.mark.parametrize("cell", PRINCIPAL, ids=str)
 def test_it_finds_nothing_in_what_is_right_and_leaves_no_trace(
     cell: Cell, workers_2: Workers, workers_4: Workers
@@ -155,6 +166,7 @@ def refused() -> list[str]:
     return [*sentences, str(caught.value)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_of_deepspeed_that_has_begun_is_left_alone(stage: int, workers_2: Workers) -> None:
     pytest.importorskip("deepspeed")
@@ -225,6 +237,7 @@ def verified_in_bf16() -> list[tuple[str, ...]]:
     return verdicts
 
 
+@pytest.mark.smoke
 def test_it_finds_faults_beside_the_loss() -> None:
     """Layers and attention: the same on both sides of a comparison of the head alone."""
     model: Any = make_model("llama")
@@ -271,7 +284,7 @@ def test_it_finds_faults_where_the_loss_is_not_fused(name: str) -> None:
 
 def wrong_norm(x: Tensor, *args: Any, **kwargs: Any) -> Any:
     right = norm_fwd(x, *args, **kwargs)
-    return right._replace(y=right.y * torch.linspace(0.5, 1.5, x.shape[-1]).to(x))
+    return right._replace(y=right.y * on_device.linspace(0.5, 1.5, x.shape[-1]).to(x))
 
 
 def test_it_finds_gradients_that_ranks_do_not_share(workers_2: Workers) -> None:
@@ -316,6 +329,7 @@ class Experts(nn.Module):
         return output
 
 
+@pytest.mark.smoke
 def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
     model = make_model("llama")
     liger_dist.wrap(model)
@@ -330,6 +344,7 @@ def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
         liger_dist.verify(model, shifted)
 
 
+@pytest.mark.smoke
 def test_lengths_beside_a_padding_mask_without_recurrent_layers() -> None:
     """As in calls of the model, whose attention reads the lengths; recurrent layers refuse both."""
     model, batch = liger_dist.wrap(make_model("llama")), make_batch(0)
@@ -337,7 +352,7 @@ def test_lengths_beside_a_padding_mask_without_recurrent_layers() -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][:, 9:] = 0
     batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    ends = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    ends = on_device.tensor([0, 5, 9, 12], dtype=torch.int32)
     batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
     verification = liger_dist.verify(model, batch)
     assert verification.ok, verification

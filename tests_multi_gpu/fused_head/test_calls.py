@@ -7,6 +7,7 @@ import inspect
 import pickle
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,7 @@ def test_reports_may_be_asked_for_once_and_in_evaluation() -> None:
             liger_dist.wrap(make_model("llama"), config=liger_dist.WrapConfig(outputs=wrong))  # type: ignore[arg-type]
 
 
+@pytest.mark.smoke
 def test_logits_that_were_never_computed_say_how_to_get_them() -> None:
     model = make_model("llama")
     liger_dist.wrap(model)
@@ -108,7 +110,7 @@ def test_options_of_the_loss_reach_the_loss() -> None:
     expected = F.cross_entropy(logits / 1.5, targets(batch).flatten(), weight=weight, label_smoothing=0.1)
     loss = model(**batch, label_smoothing=0.1, temperature=1.5, class_weight=weight).loss
     assert relative_error(loss, expected) < 1e-6
-    items = model(**batch, token_weight=torch.full((3, 12), 3.0), num_items_in_batch=7).loss
+    items = model(**batch, token_weight=on_device.full((3, 12), 3.0), num_items_in_batch=7).loss
     total, _ = true_loss_sum(reference, batch)
     assert relative_error(items, 3 * total / 7) < 1e-6
 
@@ -117,7 +119,7 @@ def test_options_of_the_loss_reach_the_loss() -> None:
     ("keywords", "words"),
     [
         ({"label_smoothing": 2.0}, r"label_smoothing is 2\.0"),
-        ({"token_weight": torch.ones(5)}, "one weight for each label"),
+        ({"token_weight": on_device.ones(5)}, "one weight for each label"),
         ({"outputs": ("perplexity",)}, "outputs contains 'perplexity'"),
         ({"labels": None, "z_loss": 0.1}, "without labels"),
     ],
@@ -185,7 +187,7 @@ def tiny_encoder_decoder(family: str, *, bias: bool = False) -> Any:
         )  # fmt: skip
         model = transformers.BartForConditionalGeneration(config)
     if bias:
-        model.final_logits_bias.copy_(torch.randn(1, 99))
+        model.final_logits_bias.copy_(on_device.randn(1, 99))
     return model.double().to(compute_device())
 
 
@@ -194,7 +196,7 @@ def test_encoder_decoders_and_their_own_cross_entropy(family: str) -> None:
     model = tiny_encoder_decoder(family.split()[0], bias="bias" in family)
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    batch = {"input_ids": torch.arange(2, 22).reshape(2, 10), "labels": torch.arange(4, 18).reshape(2, 7)}
+    batch = {"input_ids": on_device.arange(2, 22).reshape(2, 10), "labels": on_device.arange(4, 18).reshape(2, 7)}
     batch["labels"][0, 5:] = -100
     batch = {name: tensor.to(compute_device()) for name, tensor in batch.items()}
     output, expected = model(**batch, outputs=("token_accuracy",)), reference(**batch)
@@ -211,12 +213,13 @@ def test_encoder_decoders_and_their_own_cross_entropy(family: str) -> None:
     assert model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False).shape[1] == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiling_a_model_with_its_own_cross_entropy(backend: str) -> None:
     model = tiny_encoder_decoder("bart").float()
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    batch = {"input_ids": torch.arange(2, 22).reshape(2, 10), "labels": torch.arange(4, 18).reshape(2, 7)}
+    batch = {"input_ids": on_device.arange(2, 22).reshape(2, 10), "labels": on_device.arange(4, 18).reshape(2, 7)}
     batch = {name: tensor.to(compute_device()) for name, tensor in batch.items()}
     loss, expected = torch.compile(model, backend=backend)(**batch).loss, reference(**batch).loss
     assert relative_error(loss, expected) < 1e-6

@@ -51,6 +51,7 @@ def selecting_model() -> Any:
     return model.to(compute_device())
 
 
+@pytest.mark.smoke
 def test_a_selection_that_the_probe_did_not_see_is_refused() -> None:
     wrapped = liger_dist.wrap(selecting_model(), "none")
     batch = make_batch(0, num_ignored=0)
@@ -73,6 +74,7 @@ def test_a_selection_that_the_probe_did_not_see_is_refused() -> None:
 # Positions of outputs.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_positions_of_outputs_are_those_of_the_model(evaluates: bool) -> None:
     wrapped = liger_dist.wrap(make_model("llama"), "none")
@@ -91,6 +93,7 @@ def test_positions_of_outputs_are_those_of_the_model(evaluates: bool) -> None:
 # Arguments of wrap and of calls.
 
 
+@pytest.mark.smoke
 def test_wrong_arguments_of_wrap_are_refused() -> None:
     model = make_model("llama")
     for given, sentence in (
@@ -107,6 +110,7 @@ def test_wrong_arguments_of_wrap_are_refused() -> None:
     assert_same(liger_dist.wrap(model, "none"), make_model("llama"), make_batch(0))
 
 
+@pytest.mark.smoke
 def test_an_unknown_keyword_warns_once_and_has_no_effect() -> None:
     wrapped = liger_dist.wrap(make_model("llama"), "none")
     batch = make_batch(0)
@@ -132,6 +136,7 @@ def test_a_module_whose_forward_is_no_function() -> None:
 # Padding that is scored.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_labels_that_are_scored_by_padding_warn_once(side: str, attention: str) -> None:
@@ -169,6 +174,7 @@ def test_labels_that_are_scored_by_padding_warn_once(side: str, attention: str) 
 # A vocabulary that has grown since.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_has_grown(tied: bool) -> None:
     wrapped: Any = liger_dist.wrap(make_model("llama", tied=tied), "none")
@@ -478,6 +484,7 @@ def test_a_loss_of_the_forwards_own_is_the_same_or_refused(name: str, when: str)
         assert "its own" not in refused
 
 
+@pytest.mark.nightly(name=["times all logits", "times the picked"])
 @pytest.mark.parametrize("name", ["times the tokens", "times all logits", "times the picked"])
 def test_a_compiled_forward_reads_the_sizes_of_its_logits(name: str) -> None:
     batch = make_batch(0, num_ignored=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.fused_head.loss_call import LossCall
-from liger_dist.sharding.process_groups import compute_device
 
 CELLS = {
     "DDP": Cell(engine="ddp"),
@@ -40,7 +40,7 @@ NAMES = ("log_prob", "entropy")
 @pytest.mark.parametrize("name", CELLS)
 def test_every_gradient(name: str, uses_loss: bool, workers_2: Workers) -> None:
     tolerance = CELLS[name].tolerance
-    for errors in workers_2.run(errors_of, name, uses_loss):
+    for errors in workers_2.run(errors_of_outputs, name, uses_loss):
         assert len(errors) > 10
         assert max(errors.values()) < tolerance, errors
 
@@ -69,13 +69,14 @@ def test_a_call_leaves_nothing_behind() -> None:
     assert not [thing for thing in gc.get_objects() if type(thing) is LossCall and id(thing) not in before]
 
 
+@pytest.mark.smoke
 def test_what_carries_no_gradient_is_refused() -> None:
     model = liger_dist.wrap(make_model("llama"))
     with pytest.raises(liger_dist.LigerDistError, match=r"differentiable is True and outputs is \('is_top1',\)"):
         model(**make_batch(0), outputs=("is_top1",), differentiable=True)
 
 
-def errors_of(name: str, uses_loss: bool) -> dict[str, float]:
+def errors_of_outputs(name: str, uses_loss: bool) -> dict[str, float]:
     cell = CELLS[name]
     dtype = torch.float32 if cell.engine == "zero" else torch.float64
     session = SESSIONS[cell.engine](cell, make_model("llama", tied=cell.tied, dtype=dtype))
@@ -94,7 +95,7 @@ def errors_of(name: str, uses_loss: bool) -> dict[str, float]:
 
 def objective(output: Any, rank: int, *, uses_loss: bool) -> Tensor:
     generator = torch.Generator().manual_seed(7 + rank)
-    u, v = torch.randn(2, *output.log_prob.shape, generator=generator, dtype=torch.float64).to(compute_device())
+    u, v = on_device.randn(2, *output.log_prob.shape, generator=generator, dtype=torch.float64)
     total: Tensor = (u * output.log_prob).sum() + (v * output.entropy).sum()
     return total + 3.0 * output.loss if uses_loss else total
 

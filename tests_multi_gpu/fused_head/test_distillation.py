@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from cells import DDP as DDP_CELL
 from cells import GRID, HSDP, ONE, Cell
 from distilled import Pair, divergences, errors_of, make_teacher
 from harness import InThisProcess, Workers
-from loss_inputs import BACKENDS, DEVICE, make_inputs
-from models import make_batch, make_model
+from loss_inputs import BACKENDS, make_inputs
+from models import assert_below, make_batch, make_model
 from torch import Tensor, nn
 from truth import relative_error
 
@@ -62,23 +63,23 @@ LAYOUTS_4 = {
 }
 
 
-def assert_exact(pair: Pair, results: list[dict[str, float]]) -> None:
+def assert_pair_is_exact(pair: Pair, results: list[dict[str, float]]) -> None:
     for rank, errors in enumerate(results):
-        worst = max(errors, key=lambda name: errors[name])
-        assert errors[worst] < pair.tolerance, f"{pair}, rank {rank}: {worst} is off by {errors[worst]:.2e}"
+        assert_below(errors, pair.tolerance, f"{pair}, rank {rank}")
 
 
 REPEATS = ("FSDP1, flat parameters", "FSDP2, head alone", "ZeRO-1")
 """models that are stored as another one, as seen from lm_head"""
 
 
-def slow_where(is_slow: bool, *values: Any) -> Any:
-    return pytest.param(*values, marks=[pytest.mark.slow] * is_slow)
+def nightly_where(is_nightly: bool, *values: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.nightly] * is_nightly)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("student", "teacher"),
-    [slow_where(t in REPEATS or (s in REPEATS and t != "FSDP2"), s, t) for s in STUDENTS for t in LAYOUTS],
+    [nightly_where(t in REPEATS or (s in REPEATS and t != "FSDP2"), s, t) for s in STUDENTS for t in LAYOUTS],
 )
 def test_every_pair_of_layouts(student: str, teacher: str, workers_2: Workers) -> None:
     pair = Pair(
@@ -89,17 +90,18 @@ def test_every_pair_of_layouts(student: str, teacher: str, workers_2: Workers) -
         same_tokens=teacher == "TP" and student != "TP",
     )
     skip_without(pair)
-    assert_exact(pair, workers_2.run(errors_of, pair))
+    assert_pair_is_exact(pair, workers_2.run(errors_of, pair))
 
 
+@pytest.mark.nightly(student=["FSDP2", "ZeRO-3"])
 @pytest.mark.parametrize(
     ("student", "teacher"),
-    [slow_where("HSDP" in s and t == "ZeRO-3", s, t) for s in LAYOUTS_4 for t in ("FSDP2", "ZeRO-3")],
+    [nightly_where("HSDP" in s and t == "ZeRO-3", s, t) for s in LAYOUTS_4 for t in ("FSDP2", "ZeRO-3")],
 )
 def test_four_ranks(student: str, teacher: str, workers_4: Workers) -> None:
     pair = Pair(student=LAYOUTS_4[student], teacher=LAYOUTS_4[teacher], options={"divergence": "reverse_kl"})
     skip_without(pair)
-    assert_exact(pair, workers_4.run(errors_of, pair))
+    assert_pair_is_exact(pair, workers_4.run(errors_of, pair))
 
 
 def test_the_page_has_every_pair() -> None:
@@ -119,10 +121,13 @@ def skip_without(pair: Pair) -> None:
             pytest.skip(str(cell.obstacle()))
 
 
+@pytest.mark.nightly(layout=["FSDP2", "ZeRO-3"])
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        slow_where(layout in ("TP", "ZeRO-3") and options not in ("forward", "jsd, hard, temperature"), layout, options)
+        nightly_where(
+            layout in ("TP", "ZeRO-3") and options not in ("forward", "jsd, hard, temperature"), layout, options
+        )
         for layout in ("FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3")
         for options in OPTIONS
     ],
@@ -130,7 +135,7 @@ def skip_without(pair: Pair) -> None:
 def test_every_divergence(options: str, layout: str, workers_2: Workers) -> None:
     pair = Pair(student=replace(LAYOUTS[layout], use="many chunks"), teacher=LAYOUTS["FSDP2"], options=OPTIONS[options])
     skip_without(pair)
-    assert_exact(pair, workers_2.run(errors_of, pair))
+    assert_pair_is_exact(pair, workers_2.run(errors_of, pair))
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -146,6 +151,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(layout=["DDP", "FSDP1", "FSDP2", "TP"])
 @pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2", "FSDP2, vocab-parallel", "TP"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_and_steps(name: str, layout: str, workers_2: Workers) -> None:
@@ -155,7 +162,7 @@ def test_models_and_steps(name: str, layout: str, workers_2: Workers) -> None:
         pytest.skip("LoRA on an lm_head of row shards is refused")
     pair = Pair(student=replace(LAYOUTS[layout], **of_student), teacher=LAYOUTS["FSDP2"], options=JSD, **given)
     skip_without(pair)
-    assert_exact(pair, workers_2.run(errors_of, pair))
+    assert_pair_is_exact(pair, workers_2.run(errors_of, pair))
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3"])
@@ -207,11 +214,13 @@ def session_rank(cell: Cell) -> int:
     return 0 if cell.engine == "tp" else dist.get_rank()
 
 
+@pytest.mark.nightly(teacher_vocab=[30, 41])
+@pytest.mark.nightly(name=["forward", "reverse, temperature", "jsd"], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("teacher_vocab", "name"),
     [
-        slow_where(vocab != 37 and name not in ("reverse", "jsd, hard, temperature"), vocab, name)
+        nightly_where(vocab != 37 and name not in ("reverse", "jsd, hard, temperature"), vocab, name)
         for vocab in (37, 30, 41)
         for name in OPTIONS
     ],
@@ -220,9 +229,9 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
     """Several chunks; vocabularies of which one is longer; soft-caps and scales of both; ignored tokens."""
     hidden, weight, bias, labels = make_inputs()
     generator = torch.Generator().manual_seed(3)
-    teacher_hidden = torch.randn(len(hidden), 14, generator=generator).to(DEVICE)
-    teacher_weight = torch.randn(teacher_vocab, 14, generator=generator).to(DEVICE) / 2
-    teacher_bias = torch.randn(teacher_vocab, generator=generator).to(DEVICE)
+    teacher_hidden = on_device.randn(len(hidden), 14, generator=generator)
+    teacher_weight = on_device.randn(teacher_vocab, 14, generator=generator) / 2
+    teacher_bias = on_device.randn(teacher_vocab, generator=generator)
     options = dict(OPTIONS[name])
     distillation = Distillation(
         teacher=Teacher(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, softcap=3.0), **options
@@ -249,11 +258,14 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
         assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(divergence=["reverse_kl"])
+@pytest.mark.nightly(logits_dtype=[torch.float32, "fp32_operands"], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("divergence", "logits_dtype"),
     [
-        slow_where(logits_dtype is not None and divergence != "jsd", divergence, logits_dtype)
+        nightly_where(logits_dtype is not None and divergence != "jsd", divergence, logits_dtype)
         for divergence in ("forward_kl", "reverse_kl", "jsd")
         for logits_dtype in (None, torch.float32, "fp32_operands")
     ],
@@ -303,6 +315,7 @@ def nothing_is_held() -> None:
     assert student.lm_head.weight.grad is not None
 
 
+@pytest.mark.smoke
 def test_a_failing_student_leaves_the_teacher_as_it_was() -> None:
     student, teacher = liger_dist.wrap(make_model("llama"), "none"), liger_dist.wrap(make_teacher().eval(), "none")
 
@@ -321,7 +334,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divergence": ({"divergence": "kl"}, "divergence is 'kl'; expected one of 'forward_kl', 'reverse_kl', 'jsd'"),
     "beta": ({"divergence": "jsd", "beta": 0.0}, "beta is 0.0; expected a number between 0 and 1 for 'jsd'"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
-    "a tensor": ({"temperature": torch.ones(3)}, "temperature is tensor.*expected a number"),
+    "a tensor": ({"temperature": on_device.ones(3)}, "temperature is tensor.*expected a number"),
     "tiny": ({"temperature": 1e-300}, "temperature is 1e-300; expected at least 1e-06"),
     "beta of no jsd": ({"beta": 0.3}, "beta is 0.3 and divergence is 'forward_kl'; beta is of 'jsd' alone"),
     "no labels": ({"labels": None}, "labels are None; expected a tensor of token ids"),
@@ -331,19 +344,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label_smoothing": ({"label_smoothing": 0.1}, "label_smoothing was given to a distillation loss"),
     "outputs": ({"outputs": ("log_prob",)}, "outputs was given to a distillation loss"),
     "unknown": ({"labls": 1}, "distillation_loss was called with 'labls'"),
-    "label": ({"labels": torch.full((3, 12), 101)}, "a label is 101 but lm_head has 101 rows"),
-    "shape": ({"labels": torch.zeros(3, 11, dtype=torch.int64)}, r"labels have shape \(3, 11\)"),
+    "label": ({"labels": on_device.full((3, 12), 101)}, "a label is 101 but lm_head has 101 rows"),
+    "shape": ({"labels": on_device.zeros(3, 11, dtype=torch.int64)}, r"labels have shape \(3, 11\)"),
     "teacher_inputs": (
-        {"teacher_inputs": {"input_ids": torch.ones(3, 9, dtype=torch.int64)}},
+        {"teacher_inputs": {"input_ids": on_device.ones(3, 9, dtype=torch.int64)}},
         r"the teacher's inputs have shape \(3, 9\) and labels have shape \(3, 12\)",
     ),
     "teacher_hidden": (
-        {"teacher_hidden": torch.ones(3, 12, 24)},
+        {"teacher_hidden": on_device.ones(3, 12, 24)},
         "expected its lm_head, a torch.nn.Linear with its own forward",
     ),
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_runs(name: str) -> None:
     given, sentence = REFUSED[name]
@@ -376,6 +390,7 @@ class InAThread(nn.Module):
             return pool.submit(self.module, **given).result()
 
 
+@pytest.mark.smoke
 def test_refused_models() -> None:
     student = liger_dist.wrap(make_model("llama"), "none")
     batch = make_batch(0)
@@ -393,16 +408,16 @@ def test_refused_models() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="the loss of the student LlamaForCausalLM is not fused"):
         liger_dist.distillation_loss(unfused, teacher.eval(), **batch)
     heads = {
-        r"teacher_hidden has shape \(3, 9, 24\)": (nn.Linear(24, 107), torch.ones(3, 9, 24)),
+        r"teacher_hidden has shape \(3, 9, 24\)": (nn.Linear(24, 107), on_device.ones(3, 9, 24)),
         "teacher_hidden has 20 features and the teacher's lm_head takes 24": (
             nn.Linear(24, 107),
-            torch.ones(3, 12, 20),
+            on_device.ones(3, 12, 20),
         ),
         "is a Tripled; expected its lm_head, a torch.nn.Linear with its own forward": (
             Tripled(24, 107),
-            torch.ones(3, 12, 24),
+            on_device.ones(3, 12, 24),
         ),
-        "is a module of the student; pass a copy": (student.lm_head, torch.ones(3, 12, 16)),
+        "is a module of the student; pass a copy": (student.lm_head, on_device.ones(3, 12, 16)),
     }
     for sentence, (head, hidden) in heads.items():
         with pytest.raises(liger_dist.LigerDistError, match=sentence):
@@ -423,6 +438,7 @@ def test_refused_models() -> None:
         torch.utils.checkpoint.checkpoint(whole, use_reentrant=False)
 
 
+@pytest.mark.smoke
 def test_a_tensor_parallel_teacher_and_other_tokens(workers_2: Workers) -> None:
     """Ranks whose student has other tokens cannot share a teacher's rows."""
     if torch.cuda.is_available():
@@ -437,6 +453,7 @@ def other_tokens() -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2", "FSDP2, vocab-parallel", "TP", "ZeRO-3"])
 def test_verify(layout: str, workers_2: Workers) -> None:
     cell = LAYOUTS[layout]
@@ -457,7 +474,7 @@ def verified(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
     teacher = liger_dist.wrap(make_teacher(dtype=next(model.parameters()).dtype).eval(), "auto")
     session = session_of(cell, model)
     batch = make_batch(session_rank(cell)) | JSD
-    batch["token_weight"] = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(0)).to(
+    batch["token_weight"] = on_device.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(0)).to(
         batch["labels"].device
     )
     right = liger_dist.verify(session.root, batch, teacher=teacher).problems
@@ -527,7 +544,7 @@ def refusal_of_one_rank() -> str:
 def test_an_encoder_decoder_and_its_divisor() -> None:
     """Models whose own loss takes no num_items_in_batch, and whose inputs are of another length."""
     student, teacher = (liger_dist.wrap(make_model("t5", seed=seed).eval(), "none") for seed in (0, 1))
-    ids, labels = torch.randint(1, 101, (2, 3, 9)), torch.randint(1, 101, (3, 12))
+    ids, labels = on_device.randint(1, 101, (2, 3, 9)), on_device.randint(1, 101, (3, 12))
     given = {"input_ids": ids[0], "labels": labels, "decoder_input_ids": labels.roll(1, 1)}
     given = {name: value.to(compute_device()) for name, value in given.items()}
     inputs = {name: value for name, value in given.items() if name != "labels"}

@@ -51,6 +51,7 @@ def build(extra: str | None, *, extra_first: bool) -> Any:
     return model
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("extra_first", [False, True])
 @pytest.mark.parametrize("extra", EXTRA)
 def test_an_extra_loss_leaves_the_loss_unfused_and_says_why(extra: str, extra_first: bool) -> None:

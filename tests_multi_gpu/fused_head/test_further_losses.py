@@ -52,6 +52,7 @@ def compare(model: Any, reference: Any, batch: dict[str, Tensor], **further: Any
         one.zero_grad()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("rows", ["texts", "packed", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,7 @@ def test_outputs_and_options_are_of_the_first_loss() -> None:
     assert relative_error(mean, alone) < 1e-10
 
 
+@pytest.mark.smoke
 def test_one_loss_alone_is_differentiated() -> None:
     """A loss that a backward does not reach leaves nothing in the gradient of another."""
     model = make_predicting(Prediction(depth=2))

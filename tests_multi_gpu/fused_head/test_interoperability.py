@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_device
 import pytest
 import torch
 from harness import Workers
@@ -37,6 +38,7 @@ def assert_same_training(model: nn.Module, reference: nn.Module, call: Any = Non
             assert relative_error(parameter.grad, other.grad) < 1e-4, name
 
 
+@pytest.mark.nightly(backend=["eager"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiling_the_whole_model_keeps_the_gradients(backend: str) -> None:
     model = make_model("llama", dtype=torch.float32)
@@ -54,6 +56,7 @@ def test_compiling_layer_by_layer_keeps_the_gradients() -> None:
     assert_same_training(model, reference)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_is_wrapped_and_independent(way: str) -> None:
     model = make_model("llama")
@@ -123,9 +126,9 @@ def test_a_gradient_of_nothing_is_nothing() -> None:
 
 
 def test_second_order_gradients_are_refused() -> None:
-    hidden = torch.randn(4, 8, requires_grad=True)
-    weight = torch.randn(10, 8, requires_grad=True)
-    labels = torch.tensor([1, 2, 3, 4])
+    hidden = on_device.randn(4, 8, requires_grad=True)
+    weight = on_device.randn(10, 8, requires_grad=True)
+    labels = on_device.tensor([1, 2, 3, 4])
     for loss in (
         liger_dist.linear_cross_entropy(hidden.tanh(), weight, labels),
         liger_dist.cross_entropy(hidden.tanh(), labels),
@@ -171,7 +174,7 @@ def test_an_unusual_loss_call_that_is_understood_is_fused(name: str) -> None:
     if name == "items":
         batch["num_items_in_batch"] = 7
     if name == "mask":
-        batch["attention_mask"] = (torch.arange(12) < 8).expand(3, 12).long().to(compute_device())
+        batch["attention_mask"] = (on_device.arange(12) < 8).expand(3, 12).long().to(compute_device())
     liger_dist.wrap(model)
     # It is dropped by the model's forward.
     with pytest.warns(UserWarning, match="num_items_in_batch was given") if name == "items" else nullcontext():
@@ -200,6 +203,7 @@ def test_a_loss_call_that_is_not_understood_stays_as_it_was(name: str) -> None:
     assert torch.equal(model(**batch).loss, expected)
 
 
+@pytest.mark.smoke
 def test_a_hook_on_the_head_is_kept() -> None:
     model = make_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output)  # type: ignore[union-attr]
@@ -248,15 +252,16 @@ def test_a_given_count_of_zero_is_not_a_count_of_one() -> None:
     model = make_model("llama")
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    items = torch.tensor(0)
+    items = on_device.tensor(0)
     assert torch.isinf(reference(**make_batch(0), num_items_in_batch=items).loss)
     assert not torch.isfinite(model(**make_batch(0), num_items_in_batch=items).loss)
     with pytest.raises(liger_dist.LigerDistError, match="num_items_in_batch is 0; expected a count above 0"):
         model(**make_batch(0), num_items_in_batch=0)
-    numbers = (16, 16.0, np.int64(16), np.float32(16), torch.tensor(16))
+    numbers = (16, 16.0, np.int64(16), np.float32(16), on_device.tensor(16))
     assert len({float(model(**make_batch(0), num_items_in_batch=number).loss) for number in numbers}) == 1
 
 
+@pytest.mark.smoke
 def test_meta_models_without_complete_rules_are_refused() -> None:
     model: Any = make_model("llama")
     model.model.layers[0].to("meta")
@@ -269,7 +274,7 @@ def test_meta_models_without_complete_rules_are_refused() -> None:
         from transformers import LlamaForCausalLM
 
         forgetful = LlamaForCausalLM(make_config("llama"))
-        forgetful.model.register_buffer("forgotten", torch.zeros(3))
+        forgetful.model.register_buffer("forgotten", on_device.zeros(3))
     with pytest.raises(liger_dist.LigerDistError, match=r"leaves model\.forgotten without values"):
         liger_dist.wrap(forgetful, "none")
     assert type(forgetful.lm_head) is nn.Linear
@@ -318,6 +323,7 @@ def wrap_after_sharding() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.smoke
 def test_fp16_with_a_loss_scale_keeps_its_gradient() -> None:
     torch.manual_seed(0)
     T, V, D, items, scale = 256, 8000, 64, 65536, 65536.0
@@ -372,6 +378,7 @@ def test_settings_at_the_time_of_wrapping_change_nothing(setting: Any) -> None:
     assert str(liger_dist.explain(model)) == str(liger_dist.explain(expected))
 
 
+@pytest.mark.smoke
 def test_a_head_in_another_thread_drops_nothing_silently() -> None:
     model: Any = make_model("llama")
     own = float(model(**make_batch(0)).loss)

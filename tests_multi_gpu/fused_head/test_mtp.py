@@ -123,6 +123,7 @@ def test_wrong_arguments_of_mtp_are_refused(options: dict[str, Any], sentence: s
     assert not hasattr(model, "mtp")
 
 
+@pytest.mark.smoke
 def test_mtp_of_a_model_that_cannot_have_it_is_refused() -> None:
     wrapped = liger_dist.wrap(make_model("llama"), "none")
     for model, sentence in (
@@ -134,6 +135,7 @@ def test_mtp_of_a_model_that_cannot_have_it_is_refused() -> None:
             MultiTokenPrediction(model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["further losses", "multi-token prediction"])
 def test_verify_compares_each_loss(kind: str) -> None:
     model = make_mtp() if kind == "multi-token prediction" else make_predicting(Prediction(depth=2))
@@ -272,6 +274,7 @@ def test_wrapped_modules_are_refused() -> None:
         model(**make_batch(0))
 
 
+@pytest.mark.smoke
 def test_main_weight_0() -> None:
     """Verify, outputs, and a teacher."""
     model = make_mtp(main_weight=0)

@@ -72,6 +72,7 @@ def test_qwen3_5_checkpoint_is_loaded_trained_and_saved_again(tmp_path: Path) ->
         assert relative_error(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss) < 1e-5
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("depth", [1, 2])
 def test_plain_checkpoint_gains_further_tokens(tmp_path: Path, depth: int) -> None:
     from transformers import AutoModelForCausalLM
@@ -90,6 +91,7 @@ def test_plain_checkpoint_gains_further_tokens(tmp_path: Path, depth: int) -> No
         assert relative_error(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss) < 1e-6
 
 
+@pytest.mark.smoke
 def test_other_parameters_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
     model = make_mtp(depth=1, dtype=torch.float32)
     model.save_pretrained(tmp_path)
@@ -129,6 +131,7 @@ def deepseek() -> Any:
     return DeepseekV3ForCausalLM(config)
 
 
+@pytest.mark.smoke
 def test_modules_of_transformers_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those after the layers of DeepSeek-V3, which transformers' ``MtpModel`` reads."""
     modeling_layers = pytest.importorskip("transformers.modeling_layers")
@@ -193,12 +196,14 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.smoke
 def test_configs_of_tests_have_further_names() -> None:
     assert make_qwen().mtp.is_flat
     assert not make_mtp(depth=1).mtp.is_flat
     assert make_config("llama").vocab_size == 101
 
 
+@pytest.mark.smoke
 def test_experts_are_saved_one_by_one_and_loaded_again(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

@@ -103,6 +103,7 @@ def test_a_model_inside_itself() -> None:
     assert [outer, *inner] == expected
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("place", ["model.norm", "lm_head"])
 def test_a_nested_call_that_fails(place: str) -> None:
     """The outer call goes on with its own loss when it catches the error of an inner one."""

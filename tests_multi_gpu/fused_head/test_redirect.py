@@ -269,6 +269,7 @@ def saved_and_loaded() -> float:
     return sum(abs(float(one(**batch).loss) - float(root.module(**batch).loss)) for one in (loaded, wrapper))
 
 
+@pytest.mark.smoke
 def test_a_forward_put_on_top_stays_when_unwrapped(workers_2: Workers) -> None:
     for calls in workers_2.run(with_a_forward_on_top):
         assert calls == 2

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from models import gradient_errors, make_batch, make_model
@@ -41,7 +42,7 @@ def reentrant(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def weighted(losses: list[Tensor]) -> Tensor:
-    return sum((weight * loss for weight, loss in zip((1.0, -0.5, 2.0), losses, strict=True)), torch.zeros(()))
+    return sum((weight * loss for weight, loss in zip((1.0, -0.5, 2.0), losses, strict=True)), on_device.zeros(()))
 
 
 def together(losses: list[Tensor]) -> None:
@@ -103,6 +104,7 @@ def held_gradients(model: nn.Module, ask: Callable[[], Any]) -> tuple[int, Any]:
     return len(held), result
 
 
+@pytest.mark.smoke
 def test_one_gradient_of_the_weight_is_held() -> None:
     """A batch has fewer logits than the weight has elements, and no other tensor of the model is as large."""
     model = liger_dist.wrap(make_model("llama"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,25 +25,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing": 0.3},
     "temperature": {"temperature": 2.0},
     "z-loss": {"z_loss": 0.1},
-    "token weight": {"token_weight": torch.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12)},
-    "class weight": {"class_weight": torch.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64)},
+    "token weight": {"token_weight": on_device.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12)},
+    "class weight": {"class_weight": on_device.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64)},
     "all": {
         "label_smoothing": 0.3,
         "temperature": 2.0,
         "z_loss": 0.1,
-        "token_weight": torch.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12),
-        "class_weight": torch.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64),
+        "token_weight": on_device.linspace(0.1, 2.0, 36, dtype=torch.float64).reshape(3, 12),
+        "class_weight": on_device.linspace(0.5, 1.5, VOCAB_SIZE, dtype=torch.float64),
     },
 }
 
 
-def on_device(options: dict[str, Any]) -> dict[str, Any]:
+def moved(options: dict[str, Any]) -> dict[str, Any]:
     return {name: v.to(compute_device()) if isinstance(v, Tensor) else v for name, v in options.items()}
 
 
-def truth_of(logits: Tensor, batch: dict[str, Tensor], **options: Any) -> Any:
+def truth_of_call(logits: Tensor, batch: dict[str, Tensor], **options: Any) -> Any:
     """Of logits for every token: those of the last one have no target."""
-    options = on_device(options)
+    options = moved(options)
     weight = options.pop("token_weight", None)
     return cross_entropy_truth(
         logits[:, :-1].reshape(-1, VOCAB_SIZE).double(),
@@ -53,7 +54,7 @@ def truth_of(logits: Tensor, batch: dict[str, Tensor], **options: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def without_unfused_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*unfused.*")
         yield
@@ -68,19 +69,20 @@ def test_options_count_beside_full_logits(name: str, asks: str) -> None:
     mean = "global" if "globally" in asks else "local"
     outputs = ("logits",) if "config" in asks else ()
     liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(outputs=outputs, token_mean=mean))
-    batch, options = make_batch(0), on_device(OPTIONS[name])
+    batch, options = make_batch(0), moved(OPTIONS[name])
     extra = {"outputs": ("logits",)} if asks == "the call" else {}
     model.train("config" not in asks)
     output = model(**batch, **options, **extra)
     assert asks == "nothing" or output.logits.shape == (3, 12, VOCAB_SIZE)
     logits = reference(input_ids=batch["input_ids"]).logits
-    expected = truth_of(logits, batch, **options).loss
+    expected = truth_of_call(logits, batch, **options).loss
     assert abs(float(output.loss) - float(expected)) < 1e-6
     output.loss.backward()
     expected.backward()
     assert max(gradient_errors(model, reference).values()) < 1e-6
 
 
+@pytest.mark.smoke
 def test_outputs_count_where_dropout_of_lora_keeps_the_head_unfused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, lora_dropout=0.3, init_lora_weights=False)
@@ -88,12 +90,12 @@ def test_outputs_count_where_dropout_of_lora_keeps_the_head_unfused() -> None:
     model.to(torch.float64)
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    batch, options = make_batch(0), on_device(OPTIONS["all"])
+    batch, options = make_batch(0), moved(OPTIONS["all"])
     torch.manual_seed(1)
     output = model(**batch, **options, outputs=("entropy", "log_prob", "token_accuracy"))
     torch.manual_seed(1)
     logits = reference(input_ids=batch["input_ids"]).logits
-    truth = truth_of(logits, batch, **options)
+    truth = truth_of_call(logits, batch, **options)
     assert abs(float(output.loss) - float(truth.loss)) < 1e-6
     counted = batch["labels"][:, 1:].reshape(-1) != -100
     for field in ("entropy", "log_prob"):
@@ -115,6 +117,7 @@ def mine_smoothed(logits: Tensor, labels: Tensor, vocab_size: int, label_smoothi
     return F.cross_entropy(flat, labels[:, 1:].reshape(-1), label_smoothing=label_smoothing)
 
 
+@pytest.mark.smoke
 def test_a_loss_function_of_the_users_own_gets_the_options_it_names() -> None:
     batch = make_batch(0)
     for config in (liger_dist.WrapConfig(), liger_dist.WrapConfig(fused_loss=False)):
@@ -126,7 +129,7 @@ def test_a_loss_function_of_the_users_own_gets_the_options_it_names() -> None:
             model(**batch, label_smoothing=0.3)
         assert abs(float(model(**batch).loss) - float(mine(logits, batch["labels"], VOCAB_SIZE))) < 1e-6
         model.loss_function = mine_smoothed
-        expected = truth_of(logits, batch, label_smoothing=0.3).loss
+        expected = truth_of_call(logits, batch, label_smoothing=0.3).loss
         assert abs(float(model(**batch, label_smoothing=0.3).loss) - float(expected)) < 1e-6
         with pytest.raises(liger_dist.LigerDistError, match="entropy was given"):
             model(**batch, outputs=("entropy",))
@@ -137,7 +140,7 @@ def test_a_loss_function_of_the_users_own_gets_the_options_it_names() -> None:
     [
         ("label_smoothing", {"label_smoothing": 0.1}),
         ("temperature", {"temperature": 2.0}),
-        ("token_weight", {"token_weight": torch.ones(3, 12)}),
+        ("token_weight", {"token_weight": on_device.ones(3, 12)}),
         ("entropy", {"outputs": ("entropy",)}),
     ],
     ids=["label smoothing", "temperature", "token weight", "output"],
@@ -177,6 +180,7 @@ def test_a_forward_that_is_not_transformers_own_refuses_options(forward: str) ->
             forget_earlier_trainers()
 
 
+@pytest.mark.smoke
 def test_no_smoothing_is_another_loss_for_a_model_that_smooths() -> None:
     from transformers import BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
@@ -196,12 +200,13 @@ def test_no_smoothing_is_another_loss_for_a_model_that_smooths() -> None:
     batch = make_batch(0)
     logits = model(input_ids=batch["input_ids"]).logits
     liger_dist.wrap(model)
-    expected = truth_of(logits, batch).loss
+    expected = truth_of_call(logits, batch).loss
     assert abs(float(model(**batch, label_smoothing=0.0).loss) - float(expected)) < 1e-4
     with pytest.raises(liger_dist.LigerDistError, match="label_smoothing was asked"):
         model(**batch, label_smoothing=0.0, outputs=("logits",))
 
 
+@pytest.mark.smoke
 def test_logits_of_a_part_of_the_tokens_refuse_options() -> None:
     model = make_model("llama")
     liger_dist.wrap(model)
@@ -244,6 +249,7 @@ def test_torch_func_refuses_options() -> None:
         torch.func.grad(loss)(parameters)
 
 
+@pytest.mark.smoke
 def test_a_configuration_that_an_unfused_loss_does_not_have_is_refused() -> None:
     for options, words in (
         ({"token_mean": "global"}, "token_mean is 'global'"),
@@ -430,7 +436,7 @@ def test_a_batch_without_labels_leaves_the_mean_over_batches_alone(with_metrics:
 
 def test_documents_stay_apart_whether_the_loss_is_fused_or_not() -> None:
     model = make_model("llama")
-    batch = make_batch(0) | {"position_ids": torch.tensor([*range(5), *range(7)]).expand(3, -1).to(compute_device())}
+    batch = make_batch(0) | {"position_ids": on_device.tensor([*range(5), *range(7)]).expand(3, -1)}
     expected = float(model(**batch, use_cache=False).loss)
     across = float(model(**batch).loss)
     assert abs(expected - across) > 1e-3
@@ -439,6 +445,7 @@ def test_documents_stay_apart_whether_the_loss_is_fused_or_not() -> None:
         assert abs(float(model(**batch, **extra).loss) - expected) < 1e-6
 
 
+@pytest.mark.smoke
 def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.data.data_collator import default_data_collator
@@ -448,7 +455,7 @@ def test_options_of_the_collator_count_in_predict(tmp_path: Any) -> None:
     batch = make_batch(0)
     rows = rows_of(batch)
     model = make_model("llama", dtype=torch.float32)
-    expected = truth_of(model(input_ids=batch["input_ids"]).logits, batch, label_smoothing=0.3).loss
+    expected = truth_of_call(model(input_ids=batch["input_ids"]).logits, batch, label_smoothing=0.3).loss
     arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=not torch.cuda.is_available())
     trainer = Trainer(
         model, arguments, data_collator=lambda rows: default_data_collator(rows) | {"label_smoothing": 0.3}

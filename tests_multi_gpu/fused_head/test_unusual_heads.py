@@ -52,6 +52,7 @@ def with_images(cls: Any, image: int) -> tuple[Any, Any, dict[str, Tensor]]:
     return model, copy.deepcopy(model), batch
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("token", [SEEN, UNSEEN])
 @pytest.mark.parametrize("cls", [MasksImages, MasksImagesLate])
 def test_a_forward_that_changes_its_labels_in_place(cls: Any, token: int) -> None:
@@ -167,6 +168,7 @@ def test_trained_rows_of_a_tied_head_stay_unfused() -> None:
     assert "PEFT trains some rows" in str(liger_dist.explain(model.get_base_model()))
 
 
+@pytest.mark.smoke
 def test_rows_trained_after_wrapping_stay_unfused_and_unwrap() -> None:
     peft = pytest.importorskip("peft")
     model = liger_dist.wrap(make_model("llama", tied=True))

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,14 +65,15 @@ def test_one_call_enters_few_files() -> None:
         model(**batch).loss.backward()
     seen = walked(lambda: model(**batch))
     entry = {file for file in seen[: seen.index(LAYER)] if file != KERNELS}
-    files = [file for file in seen if file != LAYER]
+    files = [file for file in seen if file not in (LAYER, KERNELS)]
     moves = sum(a != b for a, b in pairwise(files))
-    assert len(set(files) - {KERNELS}) <= MOST_FILES, sorted(set(files))
+    assert len(set(files)) <= MOST_FILES, sorted(set(files))
     assert len(entry) <= MOST_FILES_AT_ENTRY, sorted(entry)
     assert moves <= MOST_MOVES, moves
 
 
-MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 55
+MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 48
+"""beside kernels, whose number depends on the device"""
 
 
 def test_fsdp2_leaves_the_arguments_of_a_loss_in_their_dtype(workers_2: Workers) -> None:
@@ -178,6 +180,7 @@ def refused_alone() -> float:
     return float(refused)
 
 
+@pytest.mark.smoke
 def test_patches_of_the_forward_around_several_wraps() -> None:
     """Each calls the forward that it was put on."""
     model: Any = make_model("llama")
@@ -210,6 +213,7 @@ def test_patches_of_the_forward_around_several_wraps() -> None:
     assert calls == ["third", "second", "first"]
 
 
+@pytest.mark.smoke
 def test_options_of_a_loss_that_an_earlier_forward_computes_are_refused() -> None:
     model: Any = make_model("llama")
     kept = model.forward
@@ -270,7 +274,7 @@ def test_a_copy_has_the_state_that_its_class_gives() -> None:
 
 @pytest.mark.parametrize("name", ["logit_bias", "distillation", "ignore_idx"])
 def test_functions_take_the_keywords_of_a_loss_alone(name: str) -> None:
-    hidden, weight, labels = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+    hidden, weight, labels = on_device.randn(4, 8), on_device.randn(16, 8), on_device.arange(4)
     with pytest.raises(TypeError, match=rf"^linear_cross_entropy\(\) got an unexpected keyword argument '{name}'"):
         liger_dist.linear_cross_entropy(hidden, weight, labels, **{name: 1})
     with pytest.raises(TypeError, match=rf"^cross_entropy\(\) got an unexpected keyword argument '{name}'"):

@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,9 +99,9 @@ def test_labels_on_the_cpu_and_another_ignore_index() -> None:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (torch.zeros(3, 11, dtype=torch.long), ("(3, 11)", "(3, 12)", "Pad or cut")),
-        (torch.full((3, 12), 101), ("a label is 101", "101 rows", "resize_token_embeddings")),
-        (torch.zeros(3, 12), ("torch.float32", "labels.long()")),
+        (on_device.zeros(3, 11, dtype=torch.long), ("(3, 11)", "(3, 12)", "Pad or cut")),
+        (on_device.full((3, 12), 101), ("a label is 101", "101 rows", "resize_token_embeddings")),
+        (on_device.zeros(3, 12), ("torch.float32", "labels.long()")),
     ],
     ids=["short", "too large", "float"],
 )
@@ -393,6 +394,7 @@ def unwrapped() -> dict[str, tuple[str, int]]:
     return results
 
 
+@pytest.mark.smoke
 def test_a_copy_of_a_model_inside_ddp_stands_alone(workers_2: Workers) -> None:
     for differences in workers_2.run(copied_out_of_ddp):
         assert differences == (0.0, 0.0)
@@ -448,6 +450,7 @@ class NoStrategy:
     def shard(self, *_: Any, **__: Any) -> None: ...
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [(liger_dist.FSDP2, "not a class"), (NoStrategy(), "that has name, has_collectives"), (3, "is 3")],

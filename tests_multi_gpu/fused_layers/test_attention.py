@@ -12,6 +12,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from allocations import LargestTensor
@@ -129,6 +130,7 @@ def test_layers_with_shared_keys_get_the_rows_of_the_mask_of_their_tokens(rows: 
         assert relative_error(logits[counts], expected[counts]) < TOLERANCE, (kept, use_cache)
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif("gemma4_text" not in WINDOWED, reason="this transformers has no Gemma 4")
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("rows", ["texts", "padded"])
@@ -175,9 +177,9 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths() -> None:
 
 def test_no_tensor_grows_with_the_square_of_a_row() -> None:
     length = 2048
-    positions = torch.arange(length)[None] % 16
-    padding = (torch.arange(length) < length // 2)[None].long()
-    ids = torch.arange(length)[None] % 101
+    positions = on_device.arange(length)[None] % 16
+    padding = (on_device.arange(length) < length // 2)[None].long()
+    ids = on_device.arange(length)[None] % 101
     # The reference on CPUs has a mask for each document that is longer than its window.
     padded = {"attention_mask": padding, "labels": ids.masked_fill(padding == 0, -100)}
     for family, given in (("mistral", {"position_ids": positions}), ("llama", padded)):
@@ -259,7 +261,7 @@ def test_lengths_in_a_buffer_that_is_used_again() -> None:
     del batch["position_ids"]
     batch["labels"][:] = batch["input_ids"]
     losses = []
-    for ends in (batch["cu_seq_lens_q"], torch.tensor([0, 12, 24, 30, 36]).int().to(buffer.device)):
+    for ends in (batch["cu_seq_lens_q"], on_device.tensor([0, 12, 24, 30, 36]).int().to(buffer.device)):
         padded = torch.cat([ends, ends.new_full((max(0, len(buffer) - len(ends)),), 36)])
         buffer.copy_(padded)
         reused = model(**{**batch, "cu_seq_lens_q": buffer}).loss
@@ -277,6 +279,7 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         model(**batch)
 
 
+@pytest.mark.smoke
 def test_attention_weights_come_from_the_eager_function() -> None:
     model, reference = model_of("mistral", "eager"), model_of("mistral", "eager")
     liger_dist.wrap(model, "none")
@@ -438,7 +441,7 @@ def test_a_model_loaded_into_another_program(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    ids = torch.arange(12)[None]
+    ids = torch.arange(12, device="cpu")[None]
     assert float(printed) == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-6)
 
 
@@ -459,8 +462,8 @@ def test_a_model_can_be_built_with_it() -> None:
 def test_a_mask_that_is_wider_than_the_keys_is_cut() -> None:
     """As eager functions do: some decoders of transformers 5.0 make a mask with room for the next token."""
     liger_dist.register_attention()
-    query, key, value = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
-    mask = torch.zeros(2, 1, 5, 6, dtype=torch.float64).masked_fill(torch.ones(5, 6).triu(1).bool(), -torch.inf)
+    query, key, value = on_device.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    mask = on_device.zeros(2, 1, 5, 6, dtype=torch.float64).masked_fill(on_device.ones(5, 6).triu(1).bool(), -torch.inf)
     output, _ = ALL_ATTENTION_FUNCTIONS["liger_dist"](torch.nn.Module(), query, key, value, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[..., :5])
     assert relative_error(output, expected.transpose(1, 2)) < TOLERANCE

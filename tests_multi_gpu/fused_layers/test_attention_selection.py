@@ -75,5 +75,6 @@ def test_attention_of_copied_layers(make: Callable[[str], Any], attention: str, 
     assert_same(wrapped, own, batch)
 
 
+@pytest.mark.smoke
 def test_attention_is_selected_in_stock_models() -> None:
     assert "liger_dist" in liger_dist.explain(liger_dist.wrap(make_model("llama"), "none")).attention

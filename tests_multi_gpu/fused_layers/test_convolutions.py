@@ -7,8 +7,7 @@ import copy
 import importlib
 import pickle
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import Parameter, signature, unwrap
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from documents import alone, assert_equal, packed, trained, wrapped
+from documents import quiet as quiet
 from models import HYBRIDS, make_model
 from torch import Tensor
 
@@ -30,13 +30,6 @@ RECURRENCES = {
     "falcon_h1": ("falcon_h1", "mamba2_chunk_scan", "seq_idx"),
 }
 """modelling file of a family, its function for the recurrence, and the parameter for documents of the package's"""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def model_of(family: str) -> Any:
@@ -144,6 +137,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Package]:
     return installed
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", RECURRENCES)
 def test_packages_that_read_lengths_get_one_row(
@@ -226,6 +220,7 @@ def test_a_copy_after_a_patch_has_rows(install: Callable[[str], Package], monkey
     assert all(told is None for told in package.documents)
 
 
+@pytest.mark.smoke
 def test_a_function_that_reads_no_lengths_keeps_rows(
     install: Callable[[str], Package], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def loss_and_gradients(model: Any, seed: int = 0) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(wrapped: Any, own: Any, *, tolerance: float = 2e-6) -> None:
+def assert_same_gradients(wrapped: Any, own: Any, *, tolerance: float = 2e-6) -> None:
     """Loss and gradients; transformers' loss, norms and softmax go through fp32."""
     mine, theirs = loss_and_gradients(wrapped), loss_and_gradients(own)
     assert mine.keys() == theirs.keys()
@@ -63,7 +63,7 @@ def test_the_models_own_implementations_are_replaced(family: str, implementation
     liger_dist.wrap(model)
     assert is_swapped(model)
     assert model.config._experts_implementation == implementation
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def test_another_implementation_is_left_and_may_be_chosen_later() -> None:
@@ -79,7 +79,7 @@ def test_another_implementation_is_left_and_may_be_chosen_later() -> None:
     loss_and_gradients(model)
     assert calls() == 0
     model.set_experts_implementation("grouped_mm")
-    assert_same(model, own, tolerance=1e-5)
+    assert_same_gradients(model, own, tolerance=1e-5)
     assert calls() == 2
 
 
@@ -112,15 +112,15 @@ def test_unwrap_copies_and_pickles() -> None:
     own: Any = make_model("qwen3_moe")
     model = copy.deepcopy(own)
     liger_dist.wrap(model)
-    assert_same(copy.deepcopy(model), own)
-    assert_same(pickle.loads(pickle.dumps(model)), own)
+    assert_same_gradients(copy.deepcopy(model), own)
+    assert_same_gradients(pickle.loads(pickle.dumps(model)), own)
     liger_dist.unwrap(model)
     for module in experts_of(model):
         assert type(module) is type(experts_of(own)[0])
         assert module.config is model.config
-    assert_same(model, own)
+    assert_same_gradients(model, own)
     liger_dist.wrap(model)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def test_a_pickle_is_read_in_another_process(tmp_path: Path) -> None:
@@ -170,6 +170,8 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.nightly(when=["after it"])
+@pytest.mark.nightly(change=["limit", "hook"], when=["before the first call"])
 @pytest.mark.parametrize("when", ["not compiled", "before the first call", "after it"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_after_wrap_is_computed_by_the_model(change: str, when: str) -> None:
@@ -184,11 +186,11 @@ def test_what_changes_after_wrap_is_computed_by_the_model(change: str, when: str
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
     if when == "after it":
-        assert_same(model, own)
+        assert_same_gradients(model, own)
     for one in (model, own):
         for module in experts_of(one):
             apply(module)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def test_a_patched_forward_inside_lora_runs() -> None:
@@ -198,7 +200,7 @@ def test_a_patched_forward_inside_lora_runs() -> None:
         for module in one.modules():
             if "down_proj" in module._parameters:
                 module.forward = partial(doubled_experts, module.forward)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def doubled_experts(forward: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
@@ -236,9 +238,10 @@ def test_a_limit_of_any_size_is_found(limit: float) -> None:
         module.gate_up_proj.data *= 20 * limit
     model = liger_dist.wrap(copy.deepcopy(own))
     assert any(f"limited to {limit:g}" in line for state, line in lines(model) if state == "swapped"), lines(model)
-    assert_same(model, own, tolerance=1e-5)
+    assert_same_gradients(model, own, tolerance=1e-5)
 
 
+@pytest.mark.smoke
 def test_the_name_of_the_implementation_alone_is_refused() -> None:
     liger_dist.wrap(make_model("qwen3_moe"))
     model: Any = make_model("qwen3_moe")
@@ -247,6 +250,7 @@ def test_the_name_of_the_implementation_alone_is_refused() -> None:
         model(**make_batch(0))
 
 
+@pytest.mark.smoke
 def test_what_is_written_to_the_config_stays() -> None:
     model: Any = liger_dist.wrap(make_model("qwen3_moe"))
     first, second = experts_of(model)
@@ -272,7 +276,7 @@ def test_an_unknown_activation_is_left() -> None:
         module.act_fn = Doubled()
     model = liger_dist.wrap(copy.deepcopy(own))
     assert ("left alone", "Qwen3MoeExperts (experts): its activation is not a known one") in lines(model)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def test_a_norm_after_each_expert_is_left() -> None:
@@ -299,9 +303,11 @@ def test_experts_that_compute_something_else_are_left(monkeypatch: pytest.Monkey
         module.__class__ = Other
     model = liger_dist.wrap(copy.deepcopy(own))
     assert any("it does not compute the weighted sum of its experts" in line for _, line in lines(model))
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(lora=[True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True], ids=["all", "LoRA"])
 def test_compiled_layers_take_experts_as_an_operator(family: str, lora: bool) -> None:
@@ -313,7 +319,7 @@ def test_compiled_layers_take_experts_as_an_operator(family: str, lora: bool) ->
         layer.compile(backend="aot_eager")
     liger_dist.wrap(model)
     assert is_swapped(model, "LoRA by grouped products" if lora else "by grouped products")
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def with_lora(family: str, parameters: list[str] = PARAMETERS, **settings: Any) -> Any:
@@ -349,7 +355,7 @@ def test_lora_on_experts(family: str, parameters: list[str], settings: dict[str,
     model = copy.deepcopy(own)
     liger_dist.wrap(model)
     assert is_swapped(model, "ParamWrapper: LoRA by grouped products")
-    assert_same(model, own)
+    assert_same_gradients(model, own)
     with model.disable_adapter(), own.disable_adapter():
         assert_same_loss(model, own)
     for one in (model, own):
@@ -357,10 +363,10 @@ def test_lora_on_experts(family: str, parameters: list[str], settings: dict[str,
     assert_same_loss(model, own)
     for one in (model, own):
         one.unmerge_adapter()
-    assert_same(model, own)
-    assert_same(pickle.loads(pickle.dumps(model)), own)
+    assert_same_gradients(model, own)
+    assert_same_gradients(pickle.loads(pickle.dumps(model)), own)
     liger_dist.unwrap(model)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
 
 
 def assert_same_loss(wrapped: Any, own: Any) -> None:
@@ -379,11 +385,11 @@ def test_two_adapters_of_which_one_or_both_are_active() -> None:
     own.set_adapter("other")
     model = copy.deepcopy(own)
     liger_dist.wrap(model)
-    assert_same(model, own)
+    assert_same_gradients(model, own)
     for active in ("default", ["default", "other"]):
         for one in (model, own):
             one.base_model.set_adapter(active)
-        assert_same(model, own)
+        assert_same_gradients(model, own)
 
 
 def test_no_weight_is_merged() -> None:
@@ -423,6 +429,7 @@ def test_routing_weights_of_another_dtype() -> None:
     assert torch.autograd.grad(module(x, index, half).float().sum(), [half])[0].dtype == torch.bfloat16
 
 
+@pytest.mark.smoke
 def test_inputs_of_another_dtype_run_the_models_own() -> None:
     own: Any = make_model("qwen3_moe", dtype=torch.bfloat16)
     own.set_experts_implementation("grouped_mm")

@@ -11,6 +11,7 @@ import types
 from typing import Any
 from unittest import mock
 
+import on_device
 import pytest
 import torch
 from models import HIDDEN_SIZE, gradient_errors, make_batch, make_config, make_model
@@ -66,7 +67,7 @@ def test_activations_of_every_name_are_the_same_at_every_size() -> None:
         config = make_config("llama")
         config.hidden_act = name
         try:
-            own = LlamaMLP(config).double().float()
+            own = LlamaMLP(config).double().float().to(compute_device())
         except TypeError:
             continue  # An activation that needs arguments.
         mlp = nn.ModuleList([copy.deepcopy(own)])
@@ -74,7 +75,7 @@ def test_activations_of_every_name_are_the_same_at_every_size() -> None:
         if swapped_in(mlp):
             fused.add(name)
         for scale in (1e-2, 1.0, 1e2, 1e4):
-            x = scale * torch.randn(2, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+            x = scale * on_device.randn(2, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
             assert relative_error(mlp[0](x), own(x)) < 1e-5, (name, scale)
     assert fused == {
         *("gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
@@ -98,6 +99,7 @@ def test_layers_may_be_called_by_keyword_and_their_activations_changed() -> None
     assert relative_error(ours.mlp(x), layer.mlp(x)) < 1e-6
 
 
+@pytest.mark.smoke
 def test_explain_lists_swapped_layers_and_those_left_alone() -> None:
     model: Any = make_model("llama", dtype=torch.float32)
     model.model.layers[1].mlp = Clamped(model.model.layers[1].mlp)
@@ -178,7 +180,7 @@ def test_gradients_are_as_exact_as_the_models_own(family: str, way: str) -> None
     for name, parameter in truth.named_parameters():
         for place, model in enumerate((own, ours)):
             errors[place].append(float((model.get_parameter(name).grad.double() - parameter.grad).norm()))  # type: ignore[union-attr,operator]
-    own_error, our_error = (torch.tensor(values).norm() for values in errors)
+    own_error, our_error = (on_device.tensor(values).norm() for values in errors)
     # Three times the rounding of fp32: on GPUs the own layers' error is less than that here, on CPUs it is not.
     assert float(our_error) <= 1.5 * float(own_error) + 3 * torch.finfo(torch.float32).eps * float(size)
 
@@ -199,7 +201,7 @@ class Norm(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(16))
+        self.weight = nn.Parameter(on_device.ones(16))
         self.eps, self.way = 1e-6, way
 
     def forward(self, x: Tensor) -> Tensor:
@@ -219,7 +221,7 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("way", ["exact", "detached", "absolute", "eps outside", "first half"])
 def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     model = nn.Sequential(Norm(way))
-    x = torch.randn(3, 16)
+    x = on_device.randn(3, 16)
     expected = model(x)
     report = swap_layers(model, backend="reference", owner="test")
     assert bool(swapped_in(model)) == (way == "exact"), report
@@ -331,7 +333,7 @@ def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
+            self.weight, self.eps = nn.Parameter(on_device.rand(8)), 1e-6
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             wide = x.float()
@@ -340,7 +342,7 @@ def test_an_attribute_that_hides_a_default_of_the_class_is_a_change() -> None:
 
     module = ScaledNorm()
     swap_layers(module, backend="reference", owner="test")
-    x = torch.rand(3, 8)
+    x = on_device.rand(3, 8)
     once = module(x)
     module.note_of_an_engine = True  # type: ignore[assignment]
     with mock.patch.object(norms, "norm", wraps=norms.norm) as kernel:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from allocations import LargestTensor
@@ -43,7 +44,7 @@ def pair(*, checkpointing: bool = False, use_reentrant: bool = False, **options:
     return model, reference
 
 
-def assert_exact(model: Any, reference: Any) -> None:
+def assert_gradients_are_true(model: Any, reference: Any) -> None:
     reference(**make_batch(0), use_cache=False).loss.backward()
     errors = gradient_errors(model, reference)
     assert max(errors.values()) < 1e-5, errors
@@ -68,7 +69,7 @@ def test_gradients_are_written_over_gate_and_up(checkpointing: bool) -> None:
         getattr(mlp, name).register_forward_hook(note(name))
     model(**make_batch(0)).loss.backward()
     assert overwritten == [True, True]
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 @pytest.mark.parametrize("tile", [None, TILE])
@@ -77,9 +78,9 @@ def test_a_second_backward(checkpointing: bool, tile: int | None) -> None:
     model, reference = pair(checkpointing=checkpointing, mlp_tile_tokens=tile)
     loss = model(**make_batch(0)).loss
     loss.backward(retain_graph=True)
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
     loss.backward()
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -103,7 +104,7 @@ def test_what_code_holds_is_not_overwritten(kept_as: Callable[[Tensor], Any], na
     model(**make_batch(0)).loss.backward()
     assert len(kept) == 1 + checkpointing
     assert all(bool((one == other).all()) for one, other in zip(kept, copies, strict=True))
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 def test_what_another_node_saved_is_not_overwritten() -> None:
@@ -134,7 +135,7 @@ def test_tokens_of_all_tiles_are_those_of_the_batch_and_no_tile_runs_three_times
         assert sum(seen) == layers * runs * TOKENS
         assert len(seen) == layers * runs * TILES
         assert max(seen) == TILE
-        assert_exact(model, reference)
+        assert_gradients_are_true(model, reference)
         assert f"{TILE} tokens at a time" in str(liger_dist.explain(model))
 
 
@@ -145,7 +146,7 @@ def test_tiles_compute_no_more_products_than_checkpointing_alone() -> None:
         with Multiplications() as counted:
             model(**make_batch(0)).loss.backward()
         counts.append(counted.number)
-        assert_exact(model, reference)
+        assert_gradients_are_true(model, reference)
     assert counts[0] == counts[1] > 0
 
 
@@ -184,7 +185,7 @@ def test_hooks_of_the_down_projection_run_as_without_tiles(name: str, everywhere
             getattr(down, f"register_{name}")(HOOKS[name])
     try:
         model(**make_batch(0)).loss.backward()
-        assert_exact(model, reference)
+        assert_gradients_are_true(model, reference)
     finally:
         for handle in handles:
             handle.remove()
@@ -204,7 +205,7 @@ def test_patches_of_torchs_linear_count_as_without_tiles(place: str, monkeypatch
 
     monkeypatch.setattr(owner, name, patched)
     model(**make_batch(0)).loss.backward()
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 @pytest.mark.parametrize("frozen", ["gate_proj", "down_proj", "down_proj.bias"])
@@ -220,14 +221,14 @@ def test_tiles_with_biases_and_frozen_projections(frozen: str) -> None:
     liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=TILE))
     model(**make_batch(0)).loss.backward()
     assert model.model.layers[0].mlp.down_proj.bias.requires_grad == (frozen == "gate_proj")
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_tiles_under_both_kinds_of_checkpointing(use_reentrant: bool) -> None:
     model, reference = pair(checkpointing=True, use_reentrant=use_reentrant, mlp_tile_tokens=TILE)
     model(**make_batch(0)).loss.backward()
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 def test_activations_of_one_tile_exist_at_a_time() -> None:
@@ -250,6 +251,7 @@ def no_gradient(model: Any, batch: dict[str, Tensor]) -> None:
         model.eval()(**batch)
 
 
+@pytest.mark.smoke
 def test_dropout_of_a_tile_is_drawn_again_alike() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(
@@ -263,12 +265,12 @@ def test_dropout_of_a_tile_is_drawn_again_alike() -> None:
     trained = [p for p in mlp.parameters() if p.requires_grad]
     torch.manual_seed(1)
     want = torch.autograd.grad(torch.cat([mlp(tile) for tile in x.view(-1, 16).split(TILE)]).sum(), [x, *trained])
-    after = torch.rand(3)
+    after = on_device.rand(3)
     liger_dist.wrap(inner, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=TILE))
     torch.manual_seed(1)
     out = mlp(x)
     got = torch.autograd.grad(out.sum(), [x, *trained])
-    assert torch.equal(torch.rand(3), after), "the backward leaves random numbers as they were"
+    assert torch.equal(on_device.rand(3), after), "the backward leaves random numbers as they were"
     for ours, true in zip(got, want, strict=True):
         torch.testing.assert_close(ours, true)
 
@@ -306,9 +308,10 @@ def test_hooks_of_a_weight_run_once_for_all_tiles() -> None:
         one.model.layers[0].mlp.down_proj.weight.register_hook(halve)
     model(**make_batch(0)).loss.backward()
     assert len(calls) == 1
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
+@pytest.mark.smoke
 def test_tiles_after_layers_that_do_not_train() -> None:
     model, reference = pair(mlp_tile_tokens=TILE)
     for one in (model, reference):
@@ -316,7 +319,7 @@ def test_tiles_after_layers_that_do_not_train() -> None:
             parameter.requires_grad_("layers.0.mlp" in name or "layers.1" in name)
     model(**make_batch(0)).loss.backward()
     assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
-    assert_exact(model, reference)
+    assert_gradients_are_true(model, reference)
 
 
 def test_gradients_over_many_tiles_are_summed_in_fp32() -> None:
@@ -334,6 +337,7 @@ def test_gradients_over_many_tiles_are_summed_in_fp32() -> None:
     assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.smoke
 def test_unwrap_leaves_nothing() -> None:
     model, _ = pair(mlp_tile_tokens=TILE)
     liger_dist.unwrap(model)
@@ -349,6 +353,7 @@ def test_a_wrong_size_is_refused(value: Any) -> None:
         liger_dist.WrapConfig(mlp_tile_tokens=value)
 
 
+@pytest.mark.smoke
 def test_tiles_without_kernels_or_gated_mlps_are_refused() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="layer_kernels is False"):
         liger_dist.WrapConfig(mlp_tile_tokens=TILE, layer_kernels=False)

@@ -7,6 +7,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ def build(cls: Any = LlamaForCausalLM, dtype: torch.dtype = torch.float32) -> Mo
     return model
 
 
-def assert_same(model: Model, reference: Model, **inputs: Any) -> None:
+def assert_same_step(model: Model, reference: Model, **inputs: Any) -> None:
     """Loss and gradients."""
     batch = make_batch(0) | inputs
     losses = []
@@ -67,7 +68,7 @@ class WithInputDropout(LlamaMLP):
 class WithGain(LlamaMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain = nn.Parameter(on_device.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gain * super().forward(x)
@@ -82,7 +83,7 @@ def test_an_mlp_that_does_more_keeps_its_own_code(cls: Any) -> None:
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
     assert not any(isinstance(layer.mlp, Swapped) for layer in model.model.layers)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 class LouderInTraining(LlamaRMSNorm):
@@ -94,7 +95,7 @@ class LouderInTraining(LlamaRMSNorm):
 class OneGain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.full((1,), 1.3)), 1e-5
+        self.weight, self.eps = nn.Parameter(on_device.full((1,), 1.3)), 1e-5
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
@@ -114,7 +115,7 @@ def test_a_norm_that_is_unusual_keeps_its_own_code(make: Any) -> None:
     liger_dist.wrap(model)
     model.train()
     assert not isinstance(model.model.layers[0].input_layernorm, Swapped)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 class Doubled(nn.Module):
@@ -176,9 +177,9 @@ def test_layers_changed_after_wrapping_compute_what_they_are_now(change: Any) ->
     for one in (model, reference):
         change(one)
     assert relative_error(reference(**make_batch(0)).loss, before) > 1e-4, "the change changes nothing"
-    assert_same(model, reference)
+    assert_same_step(model, reference)
     liger_dist.unwrap(model)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 def test_replicas_of_data_parallel_keep_their_norms() -> None:
@@ -211,7 +212,7 @@ def test_a_class_patched_for_the_whole_process(when: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, x, *a, **k: layer(self, x, *a, **k) * 0.5)
         liger_dist.wrap(model)
     reference = build()
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 class Logits(LlamaForCausalLM):
@@ -240,7 +241,7 @@ def test_what_a_call_does_otherwise_than_the_probe_is_refused() -> None:
     model = build(Logits)
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
     batch = make_batch(0)
     with pytest.raises(liger_dist.LigerDistError, match=r"div 2\.0 to its logits, but nothing when it was wrapped"):
         model(**batch, temp=2.0)
@@ -255,7 +256,7 @@ def test_what_a_call_does_otherwise_than_the_probe_is_refused() -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"mul 0\.5 to its logits"):
         model(**batch)
     hook.remove()
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 def test_a_softcap_taken_out_of_the_config_is_refused() -> None:
@@ -269,7 +270,7 @@ def test_a_softcap_taken_out_of_the_config_is_refused() -> None:
 class LearnedBias(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.bias = nn.Parameter(on_device.zeros(config.vocab_size))
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -286,7 +287,7 @@ def test_a_parameter_that_starts_neutral_is_seen() -> None:
     reference = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="not supported"):
         liger_dist.wrap(model)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 class Passing(LlamaForCausalLM):
@@ -319,7 +320,7 @@ def test_forwards_of_the_users_own() -> None:
         model = build(cls)
         reference = copy.deepcopy(model)
         liger_dist.wrap(model)
-        assert_same(model, reference, **inputs)
+        assert_same_step(model, reference, **inputs)
     with pytest.raises(liger_dist.LigerDistError, match="never computed"):
         model(**make_batch(0)).logits.mean()
 
@@ -330,7 +331,7 @@ def test_labels_that_are_never_scored_may_be_anything() -> None:
     liger_dist.wrap(model)
     labels = make_batch(0)["labels"].clone()
     labels[:, 0] = 5000
-    assert_same(model, reference, labels=labels)
+    assert_same_step(model, reference, labels=labels)
 
 
 def test_torch_func_runs_the_models_own_code() -> None:
@@ -350,6 +351,7 @@ def test_torch_func_runs_the_models_own_code() -> None:
         assert relative_error(gradients[0][name], gradient) < 1e-4
 
 
+@pytest.mark.smoke
 def test_unwrapping_one_of_two_nested_models_leaves_the_other() -> None:
     student, teacher = build(), build()
     student.add_module("teacher", teacher)
@@ -378,6 +380,7 @@ def test_wrapping_leaves_random_numbers_and_counters_alone() -> None:
     assert "calls" not in vars(model.model.layers[0].mlp)
 
 
+@pytest.mark.smoke
 def test_hooks_of_accelerate_outlive_unwrapping() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model = build()
@@ -386,11 +389,11 @@ def test_hooks_of_accelerate_outlive_unwrapping() -> None:
     for module in model.modules():
         if not list(module.children()):
             hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=compute_device()))
-    assert_same(model, reference)
+    assert_same_step(model, reference)
     liger_dist.unwrap(model)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
     hooks.remove_hook_from_module(model, recurse=True)
-    assert_same(model, reference)
+    assert_same_step(model, reference)
 
 
 def test_a_model_of_peft_is_wrapped_inside() -> None:
@@ -398,12 +401,12 @@ def test_a_model_of_peft_is_wrapped_inside() -> None:
     reference = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"], r=2))
     model = copy.deepcopy(reference)
     assert liger_dist.wrap(model) is model
-    assert_same(model, reference)
+    assert_same_step(model, reference)
     merged, expected = (one.merge_and_unload().requires_grad_(True) for one in (model, reference))
     assert not hasattr(merged(**make_batch(0)), "logits")
-    assert_same(merged, expected)
+    assert_same_step(merged, expected)
     assert liger_dist.unwrap(merged) is merged
-    assert_same(merged, expected)
+    assert_same_step(merged, expected)
 
 
 class FailsInBf16(nn.Module):
@@ -411,7 +414,7 @@ class FailsInBf16(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(on_device.ones(width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, get_args
 
+import on_device
 import pytest
 import torch
 from documents import TOLERANCE, alone, assert_equal, gradients_of, packed, trained, wrapped
+from documents import quiet as quiet
 from harness import Workers
 from models import HYBRIDS, make_model
 from torch import Tensor, nn
@@ -26,13 +26,8 @@ from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
 FAMILIES = tuple(HYBRIDS)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
+@pytest.mark.smoke
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("lengths", [[5, 1, 13, 9], [28], [1, 1, 1, 2], [3] * 64, [2, 60, 1, 1, 30]], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_of_all_lengths(family: str, lengths: list[int]) -> None:
@@ -78,7 +73,7 @@ def test_lora_on_the_projections_of_recurrent_layers(family: str) -> None:
         model = get_peft_model(make_model(family), LoraConfig(target_modules="all-linear", r=2))  # type: ignore[arg-type]
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(len(name)))
         return model.double()
 
     batch = packed([5, 1, 13, 9])
@@ -94,6 +89,7 @@ def test_documents_are_apart_with_every_option(options: dict[str, Any]) -> None:
     assert_equal(trained(wrapped(make_model("qwen3_5_text"), **options), batch), want)
 
 
+@pytest.mark.nightly
 def test_documents_are_apart_in_compiled_layers() -> None:
     """Also those of other lengths, in the graphs of the first."""
     batches = [packed([5, 1, 13, 9]), packed([20, 8], seed=1)]
@@ -110,7 +106,7 @@ def test_evaluation_without_labels_and_caches() -> None:
     with torch.no_grad():
         parts = batch["input_ids"].split([5, 1, 13, 9], 1)
         want = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
-        padded = torch.ones(2, 9, dtype=torch.long)
+        padded = on_device.ones(2, 9, dtype=torch.long)
         padded[0, :4] = 0
         prompts = {"input_ids": batch["input_ids"][0, :18].view(2, 9), "attention_mask": padded}
         generated = model.generate(**prompts, max_new_tokens=5, do_sample=False)
@@ -124,12 +120,13 @@ def test_evaluation_without_labels_and_caches() -> None:
 def test_unpacked_rows_run_the_models_own_code() -> None:
     """A mask of ones makes a row one text, as in transformers; so do positions that restart nowhere."""
     rows: dict[str, dict[str, Any]] = {
-        "a 2-D mask": {**packed([5, 7]), "attention_mask": torch.ones(1, 12, dtype=torch.long)},
-        "positions": packed([12]) | {"position_ids": torch.arange(3, 15)[None]},
-        "one length": packed([12]) | {"cu_seq_lens_q": torch.tensor([0, 12]), "cu_seq_lens_k": torch.tensor([0, 12])},
+        "a 2-D mask": {**packed([5, 7]), "attention_mask": on_device.ones(1, 12, dtype=torch.long)},
+        "positions": packed([12]) | {"position_ids": on_device.arange(3, 15)[None]},
+        "one length": packed([12])
+        | {"cu_seq_lens_q": on_device.tensor([0, 12]), "cu_seq_lens_k": on_device.tensor([0, 12])},
         "padding after the text": {
             **{name: value.repeat(2, 1) for name, value in packed([12]).items()},
-            "attention_mask": (torch.arange(12) < torch.tensor([[12], [7]])).long(),
+            "attention_mask": (on_device.arange(12) < on_device.tensor([[12], [7]])).long(),
         },
     }
     for name, row in rows.items():
@@ -153,9 +150,9 @@ def test_unwrap_restores_the_layers() -> None:
 
 def test_verify_compares_packed_documents_with_each_alone() -> None:
     batch = packed([5, 1, 13, 9])
-    ends = torch.tensor([0, 5, 6, 19, 28], dtype=torch.int32)
+    ends = on_device.tensor([0, 5, 6, 19, 28], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
-    padded = torch.ones(2, 9, dtype=torch.long)
+    padded = on_device.ones(2, 9, dtype=torch.long)
     padded[0, :4] = 0
     ids = batch["input_ids"][0, :18].view(2, 9)
     of_texts = {"input_ids": ids, "labels": ids.masked_fill(padded == 0, -100), "attention_mask": padded}
@@ -238,38 +235,39 @@ def test_distillation_of_packed_documents() -> None:
 
 
 def places(**named: Any) -> list[list[int]] | None:
-    documents = documents_of({"input_ids": torch.zeros(2, 6, dtype=torch.long), **named})
+    documents = documents_of({"input_ids": on_device.zeros(2, 6, dtype=torch.long), **named})
     if documents is None:
         return None
-    tokens = torch.arange(12).view(2, 6)
-    calls = documents.calls(torch.device("cpu"), "one call")
+    tokens = on_device.arange(12).view(2, 6)
+    calls = documents.calls(tokens.device, "one call")
     rows = calls.into_rows(tokens)[0]
     return [row[:length].tolist() for row, length in zip(rows, sorted(documents.lengths, reverse=True), strict=True)]
 
 
+@pytest.mark.smoke
 def test_the_documents_of_a_call() -> None:
-    restarting = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    restarting = on_device.tensor([[0, 1, 2, 3, 0, 1]])
     first = [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5], [10, 11]]
     assert places(position_ids=restarting) == places(position_ids=restarting.expand(2, -1)) == first
-    assert places(position_ids=torch.stack([restarting[0], torch.arange(6)])) == [[6, 7, 8, 9, 10, 11], *first[::2]]
+    assert places(position_ids=torch.stack([restarting[0], on_device.arange(6)])) == [[6, 7, 8, 9, 10, 11], *first[::2]]
     assert places(position_ids=restarting.expand(4, 2, -1)) == first
-    assert places(position_ids=restarting, attention_mask=torch.ones(2, 6)) is None
-    assert places(position_ids=torch.arange(6)[None]) is None
-    assert places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]])) == first
-    assert places(cu_seq_lens_q=torch.tensor([0, 4, 6, 6, 10, 12])) == first
+    assert places(position_ids=restarting, attention_mask=on_device.ones(2, 6)) is None
+    assert places(position_ids=on_device.arange(6)[None]) is None
+    assert places(seq_idx=on_device.tensor([[0, 0, 0, 0, 1, 1]])) == first
+    assert places(cu_seq_lens_q=on_device.tensor([0, 4, 6, 6, 10, 12])) == first
     # A length that goes on in the next row ends there.
-    assert places(cu_seq_lens_q=torch.tensor([0, 4, 10, 12])) == first
-    assert places(cu_seq_lens_q=torch.tensor([0, 6, 12, 12])) is None
-    assert places(cu_seq_lens_q=torch.tensor([0, 4, 12])) == [[6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [4, 5]]
-    assert places(seq_idx=torch.tensor([0, 0, 0, 0, 1, 1])) == first
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]])
+    assert places(cu_seq_lens_q=on_device.tensor([0, 4, 10, 12])) == first
+    assert places(cu_seq_lens_q=on_device.tensor([0, 6, 12, 12])) is None
+    assert places(cu_seq_lens_q=on_device.tensor([0, 4, 12])) == [[6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [4, 5]]
+    assert places(seq_idx=on_device.tensor([0, 0, 0, 0, 1, 1])) == first
+    mask = on_device.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]])
     assert places(attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
     assert places(attention_mask=mask, position_ids=restarting) == [[2, 3, 4, 5], [6, 7, 9]]
     assert places(attention_mask=mask.flip(1)[:1].expand(2, -1)) is None
-    assert places(attention_mask=torch.zeros(2, 6)) is None
+    assert places(attention_mask=on_device.zeros(2, 6)) is None
     with pytest.raises(liger_dist.LigerDistError, match="ends at 11 but the micro-batch has 12 tokens"):
-        places(cu_seq_lens_q=torch.tensor([0, 4, 6, 11]))
-    assert places(seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
+        places(cu_seq_lens_q=on_device.tensor([0, 4, 6, 11]))
+    assert places(seq_idx=on_device.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
 
 
 def test_tensors_that_are_written_to_are_read_again() -> None:
@@ -283,6 +281,8 @@ def test_tensors_that_are_written_to_are_read_again() -> None:
         model(input_ids=ids, position_ids=positions, use_cache=False)
         positions.copy_(other["position_ids"])
         assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, want)
+    if ids.is_cuda:
+        return
     array = one["position_ids"].numpy().copy()
     positions = torch.from_numpy(array)
     model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -290,6 +290,7 @@ def test_tensors_that_are_written_to_are_read_again() -> None:
     assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, want)
 
 
+@pytest.mark.smoke
 def test_what_would_leak_is_refused() -> None:
     """A call of the decoder alone, and a recomputation that does not know its call."""
     batch = packed([5, 7])
@@ -302,7 +303,7 @@ def test_what_would_leak_is_refused() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="FalconH1Model was called by itself with packed documents"):
         model.model(**batch)
     for valid in ([1] * 10 + [0] * 2, [0] * 2 + [1] * 10):
-        padded = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([valid])}
+        padded = {"input_ids": batch["input_ids"], "attention_mask": on_device.tensor([valid])}
         with pytest.raises(liger_dist.LigerDistError, match="seq_idx separates documents beside a 2-D attention_mask"):
             model(**padded, seq_idx=(batch["position_ids"] == 0).cumsum(1))
     model(**batch)
@@ -326,12 +327,12 @@ def test_rows_come_back_in_their_places_and_their_padding_has_no_gradient() -> N
     generator = random.Random(0)
     for _ in range(30):
         length = generator.randint(2, 40)
-        positions = torch.cat([torch.arange(generator.randint(1, 9)) for _ in range(length)])[: 2 * length]
+        positions = torch.cat([on_device.arange(generator.randint(1, 9)) for _ in range(length)])[: 2 * length]
         batch = {"input_ids": positions.new_zeros(2, length), "position_ids": positions.view(2, length)}
         documents = documents_of(batch)
         if documents is None:
             continue
-        x = torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
+        x = on_device.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
         for layout in get_args(Layout):
             calls = documents.calls(x.device, layout)
             rows = calls.into_rows(x)
@@ -368,9 +369,13 @@ class Unread(Tensor):
 
 
 def test_a_call_reads_only_what_may_separate_documents() -> None:
-    ids, positions = torch.zeros(2, 12, dtype=torch.long), torch.arange(12).repeat(2, 1)
+    ids, positions = on_device.zeros(2, 12, dtype=torch.long), on_device.arange(12).repeat(2, 1)
     unread = ids.as_subclass(Unread)
     assert packed_by({"input_ids": unread, "labels": unread, "attention_mask": unread, "position_ids": unread}) == ()
-    for name, value in (("position_ids", positions), ("cu_seq_lens_q", torch.tensor([0, 12, 24])), ("seq_idx", ids)):
+    for name, value in (
+        ("position_ids", positions),
+        ("cu_seq_lens_q", on_device.tensor([0, 12, 24])),
+        ("seq_idx", ids),
+    ):
         with pytest.raises(AssertionError, match="the host reads"):
             packed_by({"input_ids": ids, name: value.as_subclass(Unread)})

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import resource
 import time
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
+import on_device
 import pytest
 import torch
+from documents import quiet as quiet
 from families import batch_for, build, families
 from harness import Workers
 from torch import Tensor
@@ -19,21 +19,14 @@ import liger_dist
 from liger_dist.fused_layers.recurrent import find_recurrent_layers, packing_objection
 from liger_dist.model.structure import find_structure
 
-POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+POSITIONS = on_device.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
 TOKENS = 12
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def made(name: str) -> tuple[Any, dict[str, Any]]:
     """A tiny model of a family in evaluation mode, and a batch."""
     family = next(family for family in families() if family.name == name)
-    model: Any = build(family).eval().cpu()
+    model: Any = build(family).eval()
     return model, batch_for(family, model)
 
 
@@ -73,11 +66,12 @@ def test_the_probe_of_a_large_model_without_storage(name: str) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     leaks = find_recurrent_layers(model, find_structure(model))
     assert (leaks is not None) == (name in ("bamba", "qwen3_next"))
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_hybrid_with_a_patched_layer_is_refused_where_it_cannot_be_run(raises: bool) -> None:
     for name in ("lfm2_moe", "llama"):
@@ -151,6 +145,7 @@ def objection_of_one_rank() -> str | None:
     return packing_objection(model) if dist.get_rank() == 0 else None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("head", ["gather", "vocab_parallel"])
 def test_fsdp2_ranks_refuse_before_any_collective(head: str, workers_2: Workers) -> None:
     for refusals, loss, own in workers_2.run(of_ranks, head):

@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hosts import printed_by, watched
+from hosts import printed_by
 from models import VOCAB_SIZE, make_model
-from trainers import Sequences, forget_earlier_trainers, make_tokenizer
+from trainers import (
+    Sequences,
+    assert_same_weights,
+    forget_earlier_trainers,
+    full_weights,
+    make_tokenizer,
+    sgd_arguments,
+    train_watched,
+)
 
 import liger_dist
 
@@ -170,45 +178,20 @@ def manager(cfg: dict[str, Any]) -> Any:
 
 def test_three_steps_as_without_the_plugin(tmp_path: Any) -> None:
     fused, own = (trained(str(tmp_path), has_plugin) for has_plugin in (True, False))
-    assert fused["calls"] == 3
-    assert own["calls"] == 0
-    assert fused["rows"] <= ROWS
+    assert fused["fused calls"] == 3
+    assert own["fused calls"] == 0
+    assert fused["most logits"] <= ROWS
     assert fused["losses"] == pytest.approx(own["losses"], rel=1e-5)
-    for name, weight in own["weights"].items():
-        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(fused["weights"], own["weights"], atol=1e-6)
 
 
 def three_steps(folder: str, **changes: Any) -> Any:
     """Axolotl's training arguments."""
     from axolotl.core.training_args import AxolotlTrainingArguments
 
-    usual: dict[str, Any] = {
-        "output_dir": folder,
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-    }
-    return AxolotlTrainingArguments(**(usual | changes))
-
-
-def what_it_trains(trainer: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Losses, weights, and what was seen of the fused loss."""
-    with watched() as seen:
-        trainer.train()
-    return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "calls": seen.fused_calls,
-        "rows": seen.most_logits,
-    }
+    usual: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 0.05}
+    usual |= {"use_cpu": True, "save_strategy": "no"}
+    return AxolotlTrainingArguments(**sgd_arguments(folder, **(usual | changes)))
 
 
 def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
@@ -224,7 +207,7 @@ def trained(folder: str, has_plugin: bool) -> dict[str, Any]:
     if has_plugin:
         found = manager(cfg)
         found.post_trainer_create(found.cfg, trainer)
-    return what_it_trains(trainer, model)
+    return train_watched(trainer) | {"weights": full_weights(model)}
 
 
 @pytest.mark.parametrize(
@@ -237,12 +220,11 @@ def test_knowledge_distillation(options: dict[str, Any], tmp_path: Path) -> None
     token after p, and its gradient is that of the loss over the square of the temperature: it gets rows that are moved
     to their logits, and the learning rate of the square."""
     fused, own = (distilled(str(tmp_path), options, has_plugin) for has_plugin in (True, False))
-    assert fused["calls"] == 3
-    assert fused["rows"] <= ROWS
+    assert fused["fused calls"] == 3
+    assert fused["most logits"] <= ROWS
     assert len(own["losses"]) == 3
     assert fused["losses"] == pytest.approx(own["losses"], rel=1e-4)
-    for name, weight in own["weights"].items():
-        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(fused["weights"], own["weights"], atol=1e-6)
 
 
 def distilled(folder: str, options: dict[str, Any], has_plugin: bool) -> dict[str, Any]:
@@ -269,7 +251,7 @@ def distilled(folder: str, options: dict[str, Any], has_plugin: bool) -> dict[st
             {"plugins": [PLUGIN], "kd_trainer": True, "liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} | options
         )
         found.post_trainer_create(found.cfg, trainer)
-    return what_it_trains(trainer, model)
+    return train_watched(trainer) | {"weights": full_weights(model)}
 
 
 def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:

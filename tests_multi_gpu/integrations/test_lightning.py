@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from hosts import watched
-from models import VOCAB_SIZE, full, make_batch, make_model
+from models import VOCAB_SIZE, make_batch, make_model
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from trainers import assert_same_weights, full_weights
 
 import liger_dist
 
@@ -33,8 +34,7 @@ def test_it_trains_as_before(strategy: str, workers_2: Workers) -> None:
         assert unfused["fused calls"] == 0
         assert 0 < fused["most logits"] <= 8 < unfused["most logits"]
         assert fused["losses"] == pytest.approx(unfused["losses"], rel=1e-5)
-        for name, weight in unfused["weights"].items():
-            assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+        assert_same_weights(fused["weights"], unfused["weights"], atol=1e-6)
 
 
 def trained_twice(strategy: str) -> list[dict[str, Any]]:
@@ -126,5 +126,5 @@ def by_fabric(strategy: str, folder: str, *, fused: bool) -> dict[str, Any]:
 
 
 def found(model: Any, losses: list[float], seen: Any) -> dict[str, Any]:
-    weights = {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
+    weights = full_weights(model)
     return {"losses": losses, "weights": weights, "fused calls": seen.fused_calls, "most logits": seen.most_logits}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hosts import watched
 from models import VOCAB_SIZE, make_model
-from trainers import forget_earlier_trainers, make_tokenizer
+from trainers import assert_same_weights, forget_earlier_trainers, make_tokenizer
 
 import liger_dist
 
@@ -32,8 +32,7 @@ def test_three_steps_as_without_it(stage: str, tuning: str, tmp_path: Path) -> N
     assert fused["rows"] <= ROWS
     assert fused["losses"] == pytest.approx(own["losses"], rel=1e-5)
     assert len(set(own["losses"])) == 3
-    for name, weight in own["weights"].items():
-        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(fused["weights"], own["weights"], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,7 @@ def test_preferences(stage: str, tuning: str, options: dict[str, Any], calls: in
         if name.startswith("logits/") and not wrap:
             continue
         assert fused["metrics"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
-    for name, weight in own["weights"].items():
-        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(fused["weights"], own["weights"], atol=1e-6)
 
 
 def trained(
@@ -99,8 +97,7 @@ def test_packed_documents_stay_apart(tmp_path: Path) -> None:
     options = {"neat_packing": True, "packing": True, "cutoff_len": 48, "per_device_train_batch_size": 1}
     fused, own = (trained(tmp_path, "sft", "full", fused=fused, **options) for fused in (True, False))
     assert fused["losses"] == pytest.approx(own["losses"], rel=1e-5)
-    for name, weight in own["weights"].items():
-        assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(fused["weights"], own["weights"], atol=1e-6)
     assert fused["dense masks"] == 0 < own["dense masks"]
 
 
@@ -116,8 +113,7 @@ def test_its_command_with_two_processes(stage: str, tmp_path: Path) -> None:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         subprocess.run([*launch, "-m", module, str(settings)], check=True, timeout=200, cwd=tmp_path)
         weights.append(load_file(output / "model.safetensors"))
-    for name, weight in weights[1].items():
-        assert torch.allclose(weights[0][name], weight, rtol=1e-4, atol=1e-6), name
+    assert_same_weights(weights[0], weights[1], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly(
+    name=[
+        "gemma2 softcap, ZeRO-2",
+        "LoRA on the head, ZeRO-3",
+        "llama, ZeRO-3",
+        "granite scale, ZeRO-3",
+        "no temperature",
+        "packed, ZeRO-2",
+        "LoRA, ZeRO-2",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_openrlhf_updates_equal_those_without_the_plug(
     name: str, checkpoints: Callable[[str], Path], workers_2: Workers
@@ -71,6 +82,7 @@ train_ppo_ray()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [(RUN, "yes FusedActor FusedActor Actor"), (INITIALIZED, "Ray is initialized in this process already")],

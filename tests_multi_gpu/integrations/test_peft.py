@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_batch, make_model
+from models import make_batch, make_model, relative_errors
 from torch import nn
 from truth import relative_error
 
@@ -55,10 +55,9 @@ def assert_same_step(actual: nn.Module, reference: nn.Module, batch: Any, *, is_
     output.loss.backward()
     expected.loss.backward()
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     own = dict(actual.named_parameters())
-    for name, gradient in gradients.items():
-        assert float((own[name].grad - gradient).abs().max()) < 1e-4 * max(float(gradient.abs().max()), 1e-2 * largest)
+    for name, error in relative_errors({name: own[name].grad for name in gradients}, gradients, floor=1e-2).items():
+        assert error < 1e-4, name
 
 
 @pytest.mark.parametrize("name", SETTINGS)

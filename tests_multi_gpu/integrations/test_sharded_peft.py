@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_gradients
 from harness import Workers
 from models import full, make_batch, make_model
-from peft_methods import METHODS, adapted, batch_of, gradients_of, true_gradients
+from peft_methods import METHODS, adapted, batch_of, true_gradients
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -37,6 +38,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.nightly(tied=[True])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_prompts_are_averaged_in_every_layout(tied: bool, workers_2: Workers) -> None:
     for errors in workers_2.run(errors_of_prompts, tied):
@@ -60,7 +62,7 @@ def errors_of_prompts(tied: bool) -> dict[str, float]:
                 root.zero_grad()
                 torch.manual_seed(rank)
                 root(**batch_of(method, rank)).loss.backward()
-            gradients = gradients_of(root)
+            gradients = full_gradients(root)
             assert gradients.keys() == truth.keys()
             errors[f"{method} {layout}"] = max(
                 float((gradients[name] - true).abs().max() / true.abs().max()) for name, true in truth.items()
@@ -68,6 +70,7 @@ def errors_of_prompts(tied: bool) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.nightly(tied=[True])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_prompts_generate_under_fsdp2_as_alone(tied: bool, workers_2: Workers) -> None:
     """Before the first forward and after a training step."""
@@ -251,7 +254,7 @@ def errors_of_saved() -> dict[str, float]:
             output = _sharded_by(host, model)(**make_batch(dist.get_rank()))
             assert not hasattr(output, "logits")
             output.loss.backward()
-            gradients = gradients_of(_ROOTS.pop())
+            gradients = full_gradients(_ROOTS.pop())
             errors[f"{names} {host}"] = max(
                 float((gradients[name] - true).abs().max() / true.abs().max()) for name, true in truth.items()
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,18 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from hosts import watched
-from models import VOCAB_SIZE, full, make_batch, make_model
-from trainers import Sequences, arguments_of, forget_earlier_trainers, pretended_gpus
+from models import VOCAB_SIZE, make_batch, make_model
+from trainers import (
+    Sequences,
+    assert_same_weights,
+    forget_earlier_trainers,
+    full_weights,
+    gpus_for,
+    logged_losses,
+    pretended_gpus,
+    sgd_arguments,
+    train_watched,
+)
 
 import liger_dist
 from liger_dist.wrap import is_wrapped
@@ -25,6 +34,7 @@ CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("engine", "head", "how"),
     [
@@ -75,7 +85,7 @@ def trained(engine: str, head: Any, folder: str, how: str) -> dict[str, Any]:
     }
     found["metrics"] = [trainer.evaluate()[name] for name in ("eval_loss", "eval_accuracy")]
     found["predictions"] = trainer.predict(trainer.eval_dataset).predictions
-    found["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found["losses"] = logged_losses(trainer)
     return found
 
 
@@ -111,11 +121,10 @@ def trained_by_a_section(folder: str) -> tuple[int, int]:
 
     install()
     try:
-        with watched() as seen:
-            trainer.train()
+        found = train_watched(trainer)
     finally:
         uninstall()
-    return seen.fused_calls, seen.most_logits
+    return found["fused calls"], found["most logits"]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +140,7 @@ def test_accelerate_keeps_the_loss_in_fp32(version: int, head: str | None, worke
         assert fused["fused calls"] == 3
         assert unfused["fused calls"] == 0
         assert fused["losses"] == pytest.approx(unfused["losses"], rel=2e-2)
-        for name, weight in unfused["weights"].items():
-            assert torch.allclose(fused["weights"][name], weight, rtol=0.05, atol=0.01), name
+        assert_same_weights(fused["weights"], unfused["weights"], rtol=0.05, atol=0.01)
 
 
 def accelerated_twice(version: int, head: Any) -> list[dict[str, Any]]:
@@ -172,11 +180,7 @@ def accelerated(version: int, head: Any, *, fused: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-    weights = (
-        {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
-        if not isinstance(model, FullyShardedDataParallel)
-        else {}
-    )
+    weights = full_weights(model) if not isinstance(model, FullyShardedDataParallel) else {}
     return {
         "losses": [float(loss) for loss in losses],
         "dtype": losses[0].dtype,
@@ -253,39 +257,25 @@ def make_trainer(
     from transformers import Trainer, TrainingArguments
 
     forget_earlier_trainers()
-    is_sharded = engine is not None and engine.startswith(("fsdp", "zero"))
-    options |= arguments_of(engine, "LlamaDecoderLayer")
-    if section is not None:
-        options["deepspeed"]["liger_dist"] = section
-    data, others = (
-        Sequences(),
-        {name: options.pop(name) for name in ("compute_loss_func", "model_init") if name in options},
+    others = {name: options.pop(name) for name in ("compute_loss_func", "model_init") if name in options}
+    arguments = sgd_arguments(
+        folder,
+        engine,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=3,
+        max_steps=2,
+        learning_rate=0.05,
+        **options,
     )
+    if section is not None:
+        arguments["deepspeed"]["liger_dist"] = section
     if "model_init" not in others:
         model = make_model("llama", dtype=torch.float32).cpu()
         others["model"] = liger_dist.wrap(model, config=CONFIG) if wraps else model
-    with pretended_gpus() if is_sharded else nullcontext():
-        trainer = Trainer(
-            args=TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=2,
-                per_device_eval_batch_size=3,
-                gradient_accumulation_steps=3,
-                max_steps=2,
-                learning_rate=0.05,
-                optim="sgd",
-                lr_scheduler_type="constant",
-                max_grad_norm=0.0,
-                logging_steps=1,
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=not torch.cuda.is_available() and not is_sharded,
-                **options,
-            ),
-            train_dataset=data,
-            eval_dataset=data,
-            **others,
-        )
+    data = Sequences()
+    with gpus_for(engine):
+        trainer = Trainer(args=TrainingArguments(**arguments), train_dataset=data, eval_dataset=data, **others)
     kinds = {"fsdp": "FSDP", "zero": "DEEPSPEED", "ddp": "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"}
     assert engine is None or trainer.accelerator.distributed_type.value == kinds[engine.rstrip("123")]
     return trainer

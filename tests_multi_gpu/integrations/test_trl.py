@@ -19,11 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import InThisProcess, Workers
-from hosts import watched
 from models import VOCAB_SIZE, make_config, make_model
 from models import make_model as make_model_of
 from torch.distributed.tensor import DTensor
-from trainers import arguments_of, forget_earlier_trainers, make_tokenizer, pretended_gpus
+from trainers import (
+    assert_same_weights,
+    forget_earlier_trainers,
+    full_weights,
+    gpus_for,
+    make_tokenizer,
+    sgd_arguments,
+    train_watched,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from truth import relative_error
 
@@ -84,34 +91,51 @@ UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl")
 """in the names of what is no result; the kl of equal models is noise"""
 
 
+@pytest.mark.nightly(
+    kind=["GRPO with an fp32 head", "RLOO", "OnlineDPO", "SFT by dft", "SFT packed", "SFT padding-free", "KTO"]
+)
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process(kind: str) -> None:
     with InThisProcess() as here:
-        check(here.run(trained_twice, kind, None))
+        assert_as_trl(here.run(trained_twice, kind, None))
 
 
+@pytest.mark.nightly(
+    kind=[
+        "SFT by dft",
+        "SFT packed",
+        "SFT padding-free",
+        "DPO weighted",
+        "KTO",
+        "GRPO with an fp32 head",
+        "CPO",
+        "GRPO without a reference",
+        "RLOO without a reference",
+    ]
+)
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
 @pytest.mark.parametrize("kind", WRAPPED_FIRST)
 def test_wrapped_first(kind: str) -> None:
     """Without another line: the trainer gets a wrapped model. GRPO and RLOO load their references themselves."""
     with InThisProcess() as here:
-        check(here.run(functools.partial(trained_twice, kind, None, how="wrapped first")))
+        assert_as_trl(here.run(functools.partial(trained_twice, kind, None, how="wrapped first")))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
 @pytest.mark.parametrize("kind", DISTILLERS)
 def test_distillation(kind: str) -> None:
     with InThisProcess() as here:
-        check(here.run(trained_twice, kind, None))
+        assert_as_trl(here.run(trained_twice, kind, None))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
         # One of them shows a replicated teacher, and JSD is another option of the same trainer.
         pytest.param(
-            kind, engine, marks=[pytest.mark.slow] * (kind != "Distillation" and (engine == "ddp" or "JSD" in kind))
+            kind, engine, marks=[pytest.mark.nightly] * (kind != "Distillation" and (engine == "ddp" or "JSD" in kind))
         )
         for kind in DISTILLERS
         for engine in ("ddp", "fsdp2", "zero3")
@@ -120,12 +144,13 @@ def test_distillation(kind: str) -> None:
 def test_distillation_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
     """With a sharded teacher; TRL's own run is replicated, where the teacher is full."""
     results = workers_2.run(trained_twice, kind, engine, "ddp")
-    check(results)
+    assert_as_trl(results)
     for fused, own in results:
         assert own["teacher's share"] == 1.0
         assert fused["teacher's share"] == 1.0 if engine == "ddp" else fused["teacher's share"] < 0.6
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -134,22 +159,23 @@ def test_distillation_in_two_processes(kind: str, engine: str, workers_2: Worker
         ("DPO", "fsdp2"),
         ("GRPO without a reference", "zero3"),
         ("CPO", "fsdp2"),
-        pytest.param("SimPO", "ddp", marks=pytest.mark.slow),
+        pytest.param("SimPO", "ddp", marks=pytest.mark.nightly),
         ("ORPO", "zero3"),
         ("OnlineDPO", "fsdp2"),
     ],
 )
 def test_wrapped_first_in_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
-    check(workers_2.run(trained_twice, kind, engine, None, False, "gather", "wrapped first"))
+    assert_as_trl(workers_2.run(trained_twice, kind, engine, None, False, "gather", "wrapped first"))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
         *(("SFT", engine) for engine in ("ddp", "fsdp1", "fsdp2", "zero3")),
         ("SFT packed", "fsdp2"),
         ("SFT padding-free", "zero3"),
-        pytest.param("DPO", "ddp", marks=pytest.mark.slow),
+        pytest.param("DPO", "ddp", marks=pytest.mark.nightly),
         *(("DPO", engine) for engine in ("fsdp2", "zero3")),
         ("KTO", "fsdp2"),
         ("GRPO", "ddp"),
@@ -157,7 +183,7 @@ def test_wrapped_first_in_two_processes(kind: str, engine: str, workers_2: Worke
     ],
 )
 def test_two_processes(kind: str, engine: str, workers_2: Workers) -> None:
-    check(workers_2.run(trained_twice, kind, engine))
+    assert_as_trl(workers_2.run(trained_twice, kind, engine))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="TRL wants one process for each GPU that it sees")
@@ -182,12 +208,12 @@ def test_documents_without_padding_are_those_with_padding(family: str, monkeypat
 
 
 def test_vocab_parallel(workers_2: Workers) -> None:
-    check(workers_2.run(trained_twice, "SFT", "fsdp2", None, False, "vocab_parallel"))
+    assert_as_trl(workers_2.run(trained_twice, "SFT", "fsdp2", None, False, "vocab_parallel"))
 
 
 def test_adapters_and_a_saved_head(workers_2: Workers) -> None:
     """PEFT's ``modules_to_save`` under FSDP2, where TRL's own head leaves gradients on their processes."""
-    check(workers_2.run(trained_twice, "SFT", "fsdp2", "ddp", True))
+    assert_as_trl(workers_2.run(trained_twice, "SFT", "fsdp2", "ddp", True))
 
 
 def test_what_this_head_does_not_have(tmp_path: Path) -> None:
@@ -205,7 +231,7 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
         pytest.raises(liger_dist.LigerDistError, match="fused_loss=False"),
         fused_heads(liger_dist.WrapConfig(fused_loss=False)),
     ):
-        make_trainer("SFT", dict(arguments), False)
+        make_trl_trainer("SFT", dict(arguments), False)
     assert not is_wrapped(wrapping.call_args.args[1])
     assert utils.add_fused_lm_head is dpo_trainer.add_fused_lm_head is own
     trainer_of_cpo = classes_of("CPO")[1]
@@ -220,7 +246,7 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match="to which TRL has not added its head"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4).long(), fused_lm_head=True)
     forget_earlier_trainers()
-    trainer = make_trainer("DPO", arguments, False)
+    trainer = make_trl_trainer("DPO", arguments, False)
     with pytest.raises(liger_dist.LigerDistError, match="fused_heads"):
         fuse(trainer)
     assert not is_wrapped(trainer.model)
@@ -234,7 +260,7 @@ def test_calls_as_trl_makes_them() -> None:
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False}
     ids = torch.arange(3, 13)[None]
     with fused_heads():
-        model = make_trainer("SFT", arguments, False).model
+        model = make_trl_trainer("SFT", arguments, False).model
     plain = model(input_ids=ids)
     expected = plain.logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     next_ids = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
@@ -291,16 +317,15 @@ def test_a_vision_language_model() -> None:
             assert relative_error(parameter.grad, trained[name].grad) < 1e-4, name
 
 
-def check(results: list[list[dict[str, Any]]]) -> None:
+def assert_as_trl(results: list[list[dict[str, Any]]]) -> None:
     for fused, own in results:
         assert own["fused calls"] == 0
         assert fused["fused calls"] > 0
-        assert fused["scored rows"] <= ROWS
+        assert fused["most logits"] <= ROWS
         assert fused["log"].keys() == own["log"].keys()
         for name, value in own["log"].items():
             assert fused["log"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-        for name, weight in own["weights"].items():
-            assert torch.allclose(fused["weights"][name], weight, rtol=1e-4, atol=1e-5), name
+        assert_same_weights(fused["weights"], own["weights"], atol=1e-5)
 
 
 def trained_twice(
@@ -325,50 +350,32 @@ def trained(kind: str, engine: str | None, *, how: How, adapted: bool, lm_head: 
     from liger_dist.integrations.trl import fused_heads
 
     forget_earlier_trainers()
-    is_sharded = engine is not None and engine.startswith(("fsdp", "zero"))
-    arguments = {
-        "output_dir": tempfile.mkdtemp(),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 2,
-        "learning_rate": 0.02,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available() and not is_sharded,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        **arguments_of(engine, "Qwen2DecoderLayer"),
-    }
-    with pretended_gpus() if is_sharded else nullcontext():
+    arguments = sgd_arguments(
+        tempfile.mkdtemp(),
+        engine,
+        "Qwen2DecoderLayer",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        max_steps=2,
+        learning_rate=0.02,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="no",
+        gradient_checkpointing=False,
+        bf16=False,
+    )
+    with gpus_for(engine):
         with fused_heads(config_for(kind), lm_head=lm_head) if how == "fused_heads" else nullcontext():
-            trainer = make_trainer(kind, arguments, adapted, wraps=how == "wrapped first")
-        with watched() as seen:
-            trainer.train()
+            trainer = make_trl_trainer(kind, arguments, adapted, wraps=how == "wrapped first")
+        # Generation makes logits of one token for each sequence.
+        found = train_watched(trainer)
     log = {
         f"{entry['step']} {name}": value
         for entry in trainer.state.log_history
         for name, value in entry.items()
         if isinstance(value, float) and not any(word in name for word in UNLIKE)
     }
-    weights = {}
-    for name, parameter in trainer.model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(parameter):
-                weights[name] = parameter.detach().cpu().clone()
-        else:
-            whole = parameter.detach()
-            weights[name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().clone()
-    # Generation makes logits of one token for each sequence.
-    found = {"log": log, "weights": weights, "fused calls": seen.fused_calls, "scored rows": seen.most_logits}
+    found |= {"log": log, "weights": full_weights(trainer.model)}
     if getattr(trainer, "teacher_model", None) is not None:
         found["teacher's share"] = share_of(trainer.teacher_model)
     return found
@@ -401,7 +408,7 @@ def classes_of(kind: str) -> tuple[Any, Any]:
     return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
 
 
-def make_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
+def make_trl_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
     from datasets import Dataset
 
     model = make_model("qwen2", dtype=torch.float32).cpu()

@@ -125,6 +125,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly(
+    name=[
+        "qwen3_moe",
+        "padded",
+        "one temperature",
+        "no temperature",
+        "log-probabilities alone",
+        "reduced each micro-batch",
+        "one micro-batch",
+        "padded to a bucket",
+        "checkpointed",
+        "LoRA",
+        "Ulysses",
+        "FSDP1, distillation",
+        "SFT",
+        "distillation alone",
+        "distillation in chunks",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_verl_updates_equal_those_without_the_plug(
     name: str, checkpoints: Callable[[str], Path], workers_2: Workers
@@ -173,6 +192,7 @@ def test_verl_settings_are_refused(
         assert refusal.startswith(sentence)
 
 
+@pytest.mark.nightly
 def test_errors_of_verl_that_the_page_lists(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
     page = (Path(__file__).parents[2] / "docs" / "errors_you_come_from.md").read_text()
     rows = re.findall(r"^\| `(.+?)`", page.split("## verl")[1], re.MULTILINE)
@@ -205,9 +225,14 @@ import liger_dist.integrations.verl
     ("program", "modules", "sentence"),
     [
         (LOOK, PLUG, "FusedEngine FSDPEngineWithValueHead"),
-        (LOOK, "", "FSDPEngineWithLMHead FSDPEngineWithValueHead"),
-        (RENAMED, "", "prepare_model_outputs of FSDPEngineWithLMHead is missing in verl 0."),
-        (TAKEN, "", "FSDPEngineWithLMHead is registered for fsdp2 on cuda of nvidia already"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (LOOK, "", "FSDPEngineWithLMHead FSDPEngineWithValueHead"),
+                (RENAMED, "", "prepare_model_outputs of FSDPEngineWithLMHead is missing in verl 0."),
+                (TAKEN, "", "FSDPEngineWithLMHead is registered for fsdp2 on cuda of nvidia already"),
+            )
+        ),
     ],
 )
 def test_verl_loads_the_plug_by_its_environment_variable(program: str, modules: str, sentence: str) -> None:

@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,8 @@ CASES: list[tuple[int, Any, bool, bool]] = [
 """taps, activation, with a bias, several documents"""
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
-
-
 def documents(rows: int, tokens: int) -> Tensor:
-    drawn = torch.randint(0, 2, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    drawn = on_device.randint(0, 2, (rows, tokens), generator=torch.Generator().manual_seed(3))
     return drawn.cumsum(1).int().to(DEVICE)
 
 
@@ -49,7 +45,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None
     K = weight.shape[1]
     rows = []
     for row, x_CS in enumerate(x):
-        numbers = torch.zeros(x.shape[2]) if seq_idx is None else seq_idx[row]
+        numbers = on_device.zeros(x.shape[2]) if seq_idx is None else seq_idx[row]
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
         parts = [
             F.conv1d(part[None], weight[:, None], bias, padding=K - 1, groups=len(weight))[..., : part.shape[1]]
@@ -60,15 +56,16 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None
     return z if activation is None else F.silu(z)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
 def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, backend: Any) -> None:
     B, C, S = shape
     for taps, activation, has_bias, is_packed in CASES:
         # Channels of a wider tensor, as a projection splits them.
-        wide = random(B, S, C + 3, dtype=dtype)
-        weight = random(C, taps, dtype=dtype, seed=1)
-        bias = random(C, dtype=dtype, seed=2) if has_bias else None
+        wide = on_device.leaf(B, S, C + 3, dtype=dtype)
+        weight = on_device.leaf(C, taps, dtype=dtype, seed=1)
+        bias = on_device.leaf(C, dtype=dtype, seed=2) if has_bias else None
         seq_idx = documents(B, S) if is_packed else None
         leaves = [leaf for leaf in (wide, weight, bias) if leaf is not None]
         y = causal_convolution(
@@ -78,7 +75,7 @@ def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, ba
         want = truth(exact[0][..., :C].transpose(1, 2), exact[1], exact[2] if has_bias else None, seq_idx, activation)
         assert (y.dtype, y.shape) == (dtype, want.shape)
         assert relative_error(y, want) <= 2 * TOLERANCE[dtype]
-        upstream = random(*shape, dtype=dtype, seed=4).detach()
+        upstream = on_device.leaf(*shape, dtype=dtype, seed=4).detach()
         gradients = torch.autograd.grad((y * upstream).sum(), leaves)
         expected = torch.autograd.grad((want * upstream.double()).sum(), exact)
         for got, one in zip(gradients, expected, strict=True):
@@ -87,7 +84,7 @@ def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, ba
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_can_be_changed_in_place(backend: Any) -> None:
-    x, weight = random(2, 8, 5, dtype=torch.float32), random(8, 4, dtype=torch.float32)
+    x, weight = on_device.leaf(2, 8, 5, dtype=torch.float32), on_device.leaf(8, 4, dtype=torch.float32)
     expected = 2 * causal_convolution(x, weight, backend="reference")
     assert relative_error(causal_convolution(x, weight, backend=backend).mul_(2), expected) <= 1e-6
 
@@ -95,7 +92,7 @@ def test_outputs_can_be_changed_in_place(backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(1, 8, 0), (0, 8, 3)])
 def test_no_tokens(shape: tuple[int, int, int], backend: Any) -> None:
-    x, weight = random(*shape, dtype=torch.float32), random(8, 4, dtype=torch.float32)
+    x, weight = on_device.leaf(*shape, dtype=torch.float32), on_device.leaf(8, 4, dtype=torch.float32)
     y = causal_convolution(x, weight, activation="silu", backend=backend)
     assert y.shape == shape
     d_x, d_weight = torch.autograd.grad(y.sum(), [x, weight])
@@ -106,13 +103,13 @@ def test_no_tokens(shape: tuple[int, int, int], backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_of_several_dtypes_and_layouts(backend: Any) -> None:
     """A bf16 input with fp32 taps, as with fp32 parameters under autocast, frozen taps, and tokens side by side."""
-    x = random(2, 9, 21, dtype=torch.bfloat16)
-    weight = random(9, 4, dtype=torch.float32, seed=1)
+    x = on_device.leaf(2, 9, 21, dtype=torch.bfloat16)
+    weight = on_device.leaf(9, 4, dtype=torch.float32, seed=1)
     y = causal_convolution(x, weight, activation="silu", backend=backend)
     assert y.dtype == torch.bfloat16
     want = truth(x.double(), weight.double(), None, None, "silu")
     assert relative_error(y, want) <= TOLERANCE[torch.bfloat16]
-    upstream = random(2, 9, 21, dtype=torch.bfloat16, seed=4).detach()
+    upstream = on_device.leaf(2, 9, 21, dtype=torch.bfloat16, seed=4).detach()
     got = torch.autograd.grad(y, [x, weight], upstream)
     assert [gradient.dtype for gradient in got] == [torch.bfloat16, torch.float32]
     exact = torch.autograd.grad(want, [x, weight], upstream.double())
@@ -133,6 +130,7 @@ def test_functions_of_transformers_are_matched() -> None:
     assert len(files) >= 20
 
 
+@pytest.mark.smoke
 def test_other_functions_are_left_alone() -> None:
     def later(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
         """Reads the next token."""

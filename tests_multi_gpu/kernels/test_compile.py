@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from torch import Tensor
@@ -25,11 +26,11 @@ T, D, V = 24, 16, 83
 
 
 def leaf(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+    return on_device.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def labels() -> Tensor:
-    drawn = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(9))
+    drawn = on_device.randint(0, V, (T,), generator=torch.Generator().manual_seed(9))
     drawn[::5] = -100
     return drawn.to(DEVICE)
 
@@ -144,6 +145,7 @@ def test_no_graph_break_and_the_same_gradients(name: str) -> None:
         assert relative_error(mine, other) < 1e-5
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("outputs", [(), ("log_prob", "entropy")], ids=["mean", "outputs"])
 def test_two_graphs_for_any_number_of_tokens(outputs: tuple[str, ...]) -> None:
     """One for the first number, one for all others; and one more where only some keep their logits for the backward."""
@@ -161,11 +163,12 @@ def test_two_graphs_for_any_number_of_tokens(outputs: tuple[str, ...]) -> None:
         assert graphs.frame_count <= (2 if tokens <= 64 or not outputs else 3), tokens
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_default_dtype_does_not_change_a_mean(dtype: torch.dtype) -> None:
     """A graph counts labels on the device; 70,000 of them are infinite in fp16."""
-    logits = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    drawn = torch.randint(0, 3, (len(logits),), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits = on_device.randn(70_000, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    drawn = on_device.randint(0, 3, (len(logits),), generator=torch.Generator().manual_seed(1))
     truth = torch.nn.functional.cross_entropy(logits.detach().double(), drawn)
     torch.set_default_dtype(dtype)
     try:

@@ -7,6 +7,7 @@ import warnings
 from itertools import product
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,11 +45,6 @@ WITH_GATE = [
 """modelling file, class and further arguments, of transformers 5.24"""
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
-
-
 def truth(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) -> Tensor:
     factor = F.silu(gate) if options.activation == "silu" else torch.sigmoid(gate)
     h = (x * factor if options.gates_first else x).unflatten(-1, (options.groups, -1))
@@ -56,6 +52,7 @@ def truth(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) ->
     return n if options.gates_first else n * factor
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -65,15 +62,15 @@ def test_gated_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any) -
             eps=1e-5, activation=activation, gates_first=gates_first, groups=groups, round_before_weight=rounds
         )
         # Rows of a wider tensor, as a projection splits them.
-        both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
-        weight = random(shape[-1], dtype=dtype, seed=1)
+        both = on_device.leaf(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        weight = on_device.leaf(shape[-1], dtype=dtype, seed=1)
         x, gate = both.chunk(2, -1)
         y = gated_norm(x, gate, weight, options=options, backend=backend)
         leaves = [tensor.detach().double().requires_grad_() for tensor in (both, weight)]
         want = truth(*leaves[0].chunk(2, -1), leaves[1], options)
         assert y.dtype == dtype
         assert relative_error(y, want) <= 2 * TOLERANCE[dtype]
-        upstream = random(*shape, dtype=dtype, seed=2).detach()
+        upstream = on_device.leaf(*shape, dtype=dtype, seed=2).detach()
         gradients = torch.autograd.grad((y * upstream).sum(), [both, weight])
         for got, expected in zip(gradients, torch.autograd.grad((want * upstream.double()).sum(), leaves), strict=True):
             assert relative_error(got, expected) <= 4 * TOLERANCE[dtype], options
@@ -81,8 +78,8 @@ def test_gated_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_of_several_dtypes_and_a_frozen_weight(backend: Any) -> None:
-    x, gate = random(9, 64, dtype=torch.float32), random(9, 64, dtype=torch.bfloat16, seed=1)
-    weight = random(64, dtype=torch.bfloat16, seed=2).detach()
+    x, gate = on_device.leaf(9, 64, dtype=torch.float32), on_device.leaf(9, 64, dtype=torch.bfloat16, seed=1)
+    weight = on_device.leaf(64, dtype=torch.bfloat16, seed=2).detach()
     for gates_first in (False, True):
         options = GatedNormOptions(eps=1e-6, gates_first=gates_first, round_before_weight=True)
         y = gated_norm(x, gate, weight, options=options, backend=backend)
@@ -108,9 +105,9 @@ def test_modules_of_transformers_are_matched_and_agree(file: str, name: str, giv
         assert any(what.startswith(f"{name}: GatedRMSNorm") for what, _ in liger_dist.explain(model).layers.swapped)
         results = []
         for one in (own, model):
-            x, gate = random(2, 7, 128, dtype=dtype), random(2, 7, 128, dtype=dtype, seed=1)
+            x, gate = on_device.leaf(2, 7, 128, dtype=dtype), on_device.leaf(2, 7, 128, dtype=dtype, seed=1)
             y = one.norm(x, gate)
-            upstream = random(2, 7, 128, dtype=y.dtype, seed=2).detach()
+            upstream = on_device.leaf(2, 7, 128, dtype=y.dtype, seed=2).detach()
             results.append([y, *torch.autograd.grad(y, [x, gate, one.norm.weight], upstream)])
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         for want, got in zip(*results, strict=True):
@@ -132,10 +129,14 @@ class Model(torch.nn.Module):
         return self.lm_head
 
 
+@pytest.mark.smoke
 def test_the_output_is_recomputed_instead_of_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "MIN_BYTES", 1)
     options, after = GatedNormOptions(eps=1e-5), NormOptions(eps=1e-5)
-    leaves = [random(*shape, dtype=torch.float64, seed=i) for i, shape in enumerate([(5, 16), (5, 16), (16,), (8, 16)])]
+    leaves = [
+        on_device.leaf(*shape, dtype=torch.float64, seed=i)
+        for i, shape in enumerate([(5, 16), (5, 16), (16,), (8, 16)])
+    ]
     x, gate, weight, projection = leaves
     y = gated_norm(x, gate, weight, options=options)
     memory = StorageWeakRef(y.untyped_storage())
@@ -143,7 +144,7 @@ def test_the_output_is_recomputed_instead_of_saved(monkeypatch: pytest.MonkeyPat
     del y
     z = norm(projected, None, options=after)
     assert memory.expired()
-    upstream = random(5, 8, dtype=torch.float64, seed=9).detach()
+    upstream = on_device.leaf(5, 8, dtype=torch.float64, seed=9).detach()
     own = F.linear(truth(x, gate, weight, options), projection)
     want = torch.autograd.grad(own * torch.rsqrt(own.square().mean(-1, keepdim=True) + 1e-5), leaves, upstream)
     for got, expected in zip(torch.autograd.grad(z, leaves, upstream), want, strict=True):

@@ -110,6 +110,7 @@ def test_the_host_never_waits_in_a_wrapped_model() -> None:
         model(**batch).loss.backward()
 
 
+@pytest.mark.smoke
 def test_a_plain_mean_launches_little_beside_its_kernels_and_products() -> None:
     hidden, weight, labels = make_inputs(512, 1024, 32000)
     liger_dist.linear_cross_entropy(hidden, weight, labels).backward()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
-def truth_of(x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, options: ExpertOptions) -> Tensor:
+def true_experts(x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, options: ExpertOptions) -> Tensor:
     total, gate = torch.zeros_like(x), options.gate
     for e in range(tensors.up.shape[0]):
         up, down = (w[e] if options.is_transposed else w[e].T for w in (tensors.up, tensors.down))
@@ -64,7 +65,7 @@ def truth_of(x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, o
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    drawn = on_device.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(DEVICE, dtype).requires_grad_()
 
 
@@ -93,14 +94,18 @@ def case(
         shapes |= {"down_a_ErF": (rank, features), "down_b_ErD": (rank, hidden)}
     tensors = {name: values(E, *shape, dtype=dtype, seed=n) for n, (name, shape) in enumerate(shapes.items())}
     generator = torch.Generator().manual_seed(9)
-    index = torch.stack([torch.randperm(E + 1, generator=generator)[:top_k] for _ in range(tokens)] or [torch.empty(0)])
+    index = torch.stack(
+        [on_device.randperm(E + 1, generator=generator)[:top_k] for _ in range(tokens)] or [on_device.empty(0)]
+    )
     index = index.reshape(tokens, top_k).long()
     index[index == 2] = E
-    weight = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+    weight = on_device.rand(tokens, top_k, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
     return values(tokens, hidden, dtype=dtype, seed=20), index.to(DEVICE), weight, ExpertTensors(**tensors)
 
 
-def check(x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, options: ExpertOptions) -> None:
+def assert_experts_are_true(
+    x: Tensor, index: Tensor, weight: Tensor, tensors: ExpertTensors, options: ExpertOptions
+) -> None:
     """The result and every gradient; those of an expert without tokens are zeros."""
     dtype = x.dtype
     y = experts(x, index, weight, tensors, options=options)
@@ -128,14 +133,15 @@ def by_loop(
     *,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Result and gradients of :func:`truth_of` in a dtype."""
+    """Result and gradients of :func:`true_experts` in a dtype."""
     own = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     rest = iter(own[2:])
     own_tensors = ExpertTensors(*(None if tensor is None else next(rest) for tensor in tensors))
-    y = truth_of(own[0], index, own[1], own_tensors, options)
+    y = true_experts(own[0], index, own[1], own_tensors, options)
     return [y, *torch.autograd.grad(y, own, upstream.to(dtype))]
 
 
+@pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("gate", GATES)
@@ -157,23 +163,26 @@ def test_every_gate_and_layout(gate: str, dtype: torch.dtype, backend: Any) -> N
         )
         # Rounding is compared over more numbers.
         sizes: dict[str, int] = {"tokens": 64, "hidden": 64} if is_bf16 else {}
-        check(*case(options, dtype=dtype, has_bias=has_bias, lora=lora, **sizes), options)
+        assert_experts_are_true(*case(options, dtype=dtype, has_bias=has_bias, lora=lora, **sizes), options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 4), (13, 1), (5, 5)])
 def test_few_tokens_and_every_number_of_experts(tokens: int, top_k: int, backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
-    check(*case(options, dtype=torch.float64, has_bias=True, tokens=tokens, top_k=top_k), options)
+    assert_experts_are_true(*case(options, dtype=torch.float64, has_bias=True, tokens=tokens, top_k=top_k), options)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gate", ["SwiGLU", "gpt-oss"])
 @pytest.mark.parametrize("rank", [3, 16, 72])
 def test_low_rank_products_of_several_tiles(rank: int, gate: str, backend: Any) -> None:
     """More rows, features and ranks than a program computes at once; rows of several experts in one program."""
     options = ExpertOptions(gate=GATES[gate], up_scale=0.5, down_scale=0.7, backend=backend)
-    check(*case(options, dtype=torch.float32, lora="up and down", tokens=24, features=136, rank=rank), options)
+    assert_experts_are_true(
+        *case(options, dtype=torch.float32, lora="up and down", tokens=24, features=136, rank=rank), options
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,7 +198,7 @@ def test_every_input_may_have_other_strides(backend: Any) -> None:
     # Weights of products have one dim of stride 1.
     others = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in tensors[:2]]
     others += [strided(tensor) for tensor in tensors[2:]]
-    check(strided(x), index.T.contiguous().T, strided(weight), ExpertTensors(*others), options)
+    assert_experts_are_true(strided(x), index.T.contiguous().T, strided(weight), ExpertTensors(*others), options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -208,6 +217,7 @@ def test_a_limit_hides_no_nan(gate: str, backend: Any) -> None:
     assert d_up[index[0][index[0] < E]].isnan().any()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_token(backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
@@ -223,9 +233,10 @@ def test_one_expert_twice_for_a_token(backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], backend=backend)
     x, index, weight, tensors = case(options, dtype=torch.float64, has_bias=True)
     index[:3] = 1
-    check(x, index, weight, tensors, options)
+    assert_experts_are_true(x, index, weight, tensors, options)
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_what_trains_has_a_gradient(backend: Any) -> None:
     options = ExpertOptions(gate=GATES["SwiGLU"], up_scale=0.5, down_scale=0.7, backend=backend)

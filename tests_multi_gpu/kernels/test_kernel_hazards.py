@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import RotaryLayout, label_facts, rotate, scaled, sum_of_same_ids
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd
 from liger_dist_kernels.divergence_terms import divergence_terms
-from liger_dist_kernels.products import logits_buffer
+from liger_dist_kernels.products import logits_buffer, write_product
 
 T, D, V = 7, 8, 83
 NAMES = ("log_prob", "entropy", "sum_sq_prob", "is_top1", "mean_logit", "log_sum_exp", "log_prob_at", "top_k")
@@ -62,6 +63,7 @@ LABELS: dict[str, list[int]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
 @pytest.mark.parametrize("name", LABELS)
@@ -87,6 +89,7 @@ def test_an_unsigned_label_is_not_the_ignored_one() -> None:
     assert facts.labels_T.tolist() == [156, 3]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_overwritten_logits_that_share_memory_are_refused(backend: Any) -> None:
     shared = torch.randn(1, V, device=DEVICE).expand(T, V).requires_grad_()
@@ -173,12 +176,12 @@ def test_sums_of_classes_that_are_named_twice() -> None:
 def test_small_divergences(backend: Any, divergence: Any, offset: float) -> None:
     """Their error is that of rounding the logits, whatever these have in common."""
     generator = torch.Generator().manual_seed(0)
-    teacher = torch.randn(T, V, generator=generator).mul(2.0).add(offset).to(DEVICE)
-    student = teacher + (torch.randn(T, V, generator=generator) * 0.03125).to(DEVICE)
+    teacher = on_device.randn(T, V, generator=generator).mul(2.0).add(offset)
+    student = teacher + (on_device.randn(T, V, generator=generator) * 0.03125).to(DEVICE)
     got = divergence_terms(student, teacher, options=DivergenceOptions(divergence=divergence), backend=backend)
     log_p, log_q = (logits.double().log_softmax(-1) for logits in (teacher, student))
     if divergence == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).double().log()
+        log_m = torch.logaddexp(log_p, log_q) - on_device.tensor(2.0).double().log()
         want = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1) / 2
     else:
         own, other = (log_p, log_q) if divergence == "forward_kl" else (log_q, log_p)
@@ -186,6 +189,7 @@ def test_small_divergences(backend: Any, divergence: Any, offset: float) -> None
     assert float((got.divergence_T.double() - want).abs().max() / want.mean()) < 1e-2
 
 
+@pytest.mark.smoke
 def test_a_head_further_than_2_to_the_31_away() -> None:
     """Pages of ``torch.empty`` that nothing touches take no memory."""
     size, stride = 8, 2**30 + 64
@@ -198,6 +202,7 @@ def test_a_head_further_than_2_to_the_31_away() -> None:
     assert torch.equal(y, x)
 
 
+@pytest.mark.smoke
 def test_relu_gates_of_infinity() -> None:
     gate = torch.tensor([-torch.inf, -1.0, 0.0, 2.0, torch.nan], device=DEVICE)
     up = torch.full_like(gate, 3.0)
@@ -280,6 +285,7 @@ def test_unsigned_labels_on_a_gpu() -> None:
         model(input_ids=ids, labels=torch.full_like(ids, 156).to(torch.uint8))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("classes", [(40, 40), (37, 37), (40, 37), (37, 35)], ids=str)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_what_lies_between_the_rows_of_a_buffer_does_not_count(divergence: Any, classes: tuple[int, int]) -> None:
@@ -289,7 +295,7 @@ def test_what_lies_between_the_rows_of_a_buffer_does_not_count(divergence: Any, 
     for count in classes:
         buffer = logits_buffer(torch.empty(1, device=DEVICE), 5, count)
         buffer._base.fill_(math.nan)  # type: ignore[union-attr]
-        both.append(buffer.copy_(torch.randn(5, count, generator=generator)))
+        both.append(buffer.copy_(on_device.randn(5, count, generator=generator)))
     student, teacher = both
     labels = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     options = DivergenceOptions(divergence=divergence)
@@ -304,3 +310,15 @@ def test_what_lies_between_the_rows_of_a_buffer_does_not_count(divergence: Any, 
     for mine in found[1:]:
         for got, want in zip(mine, found[0], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_do_not_read_what_lies_between_the_rows_of_a_buffer(dtype: torch.dtype) -> None:
+    """oneDNN does on processors with AMX, for at least 32 rows (ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX shows it): NaN of
+    unused memory was in gradients in bf16."""
+    left, right = (on_device.randn(*shape).to(dtype) for shape in ((40, 83), (83, 16)))
+    buffer = logits_buffer(left, *left.shape)
+    buffer._base.fill_(math.nan)  # type: ignore[union-attr]
+    buffer.copy_(left)
+    product = write_product(buffer, right, right.new_empty(40, 16))
+    assert torch.allclose(product.double(), left.double() @ right.double(), atol=0.1)

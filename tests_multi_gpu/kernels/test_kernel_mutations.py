@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import on_device
 import pytest
 import torch
 import triton
@@ -59,8 +60,8 @@ def options_with_a_tail() -> None:
 
 def given_logits() -> None:
     """Rows of 37 numbers, which are no whole vectors: what lies beside them is masked, not replaced."""
-    logits = torch.randn(4, 37, generator=torch.Generator().manual_seed(0)) - 20.0
-    labels = torch.arange(4)
+    logits = on_device.randn(4, 37, generator=torch.Generator().manual_seed(0)) - 20.0
+    labels = on_device.arange(4)
     execution = Execution(backend="triton")
     loss = fused_cross_entropy(logits, labels, spec=LossSpec(**DEFAULTS, outputs=()), execution=execution).loss
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels))
@@ -77,6 +78,7 @@ MUTATIONS: dict[str, tuple[str, Any, Callable[[], None]]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_changed_kernel_is_noticed(name: str) -> None:
     function, changed, compares = MUTATIONS[name]

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 from weakref import ref
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,6 @@ from liger_dist_kernels import ACTIVATIONS, NormOptions, RotaryLayout
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
 SHAPES = [(3, 2, 32), (7, 51), (0, 16)]
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
 
 
 def true_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: NormOptions) -> Tensor:
@@ -52,6 +48,8 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, backend: Any) -> None
         check_norm(shape, dtype, backend, parameters, options)
 
 
+@pytest.mark.nightly(D=[20000])
+@pytest.mark.nightly(subtract_mean=[False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("subtract_mean", [False, True], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("D", [16384, 20000])
@@ -69,15 +67,15 @@ def check_norm(
 ) -> None:
     """Results and all gradients against fp64."""
     D = shape[-1]
-    x = random(*shape, dtype=dtype)
-    weight = None if parameters == "neither" else random(D, dtype=dtype, seed=2)
-    bias = random(D, dtype=dtype, seed=3) if parameters == "both" else None
+    x = on_device.leaf(*shape, dtype=dtype)
+    weight = None if parameters == "neither" else on_device.leaf(D, dtype=dtype, seed=2)
+    bias = on_device.leaf(D, dtype=dtype, seed=3) if parameters == "both" else None
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     y = norm(x, weight, bias, options=options, backend=backend)
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
     true_weight, true_bias = None if weight is None else leaves[1], None if bias is None else leaves[2]
     truth = true_norm(leaves[0], true_weight, true_bias, options)
-    upstream = random(*shape, dtype=dtype, seed=4)
+    upstream = on_device.leaf(*shape, dtype=dtype, seed=4)
     loss, true_loss = (y * upstream).sum(), (truth * upstream.double()).sum()
     assert y.dtype == dtype
     assert relative_error(y, truth) <= TOLERANCE[dtype]
@@ -88,8 +86,8 @@ def check_norm(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_norm_rounds_where_its_model_rounds(backend: Any) -> None:
-    x = random(9, 64, dtype=torch.bfloat16).detach()
-    weight = random(64, dtype=torch.float32, seed=1).detach()
+    x = on_device.leaf(9, 64, dtype=torch.bfloat16).detach()
+    weight = on_device.leaf(64, dtype=torch.float32, seed=1).detach()
     n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     before = norm(x, weight, options=NormOptions(eps=1e-6, round_before_weight=True), backend=backend)
     after = norm(x, weight, options=NormOptions(eps=1e-6), backend=backend)
@@ -108,7 +106,7 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
     functions = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
     functions["relu_squared"] = lambda x: F.relu(x).square()
     for shape in [(2, 3, 51), (5, 1100), (0, 8)]:
-        gate_up = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        gate_up = on_device.leaf(*shape[:-1], 2 * shape[-1], dtype=dtype)
         with torch.no_grad():
             gate_up *= 3
         gate, up = gate_up.chunk(2, -1)
@@ -116,7 +114,7 @@ def test_gated_activations(activation: Any, dtype: torch.dtype, backend: Any) ->
         leaf = gate_up.detach().double().requires_grad_()
         true_gate, true_up = leaf.chunk(2, -1)
         activated = functions.get(activation, lambda x: F.gelu(x, approximate="tanh"))(true_gate)
-        upstream = random(*shape, dtype=dtype, seed=1)
+        upstream = on_device.leaf(*shape, dtype=dtype, seed=1)
         assert relative_error(y, activated * true_up) <= TOLERANCE[dtype]
         (got,) = torch.autograd.grad((y * upstream).sum(), gate_up)
         (want,) = torch.autograd.grad((activated * true_up * upstream.double()).sum(), leaf)
@@ -137,8 +135,10 @@ class Block(torch.nn.Module):
         given: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
         self.gate, self.up = (torch.nn.Linear(16, 40, bias=bias, **given) for _ in range(2))
         self.down = torch.nn.Linear(40, 16, bias=bias, **given)
-        self.scales = torch.nn.ParameterList([random(16, dtype=torch.float64, seed=seed) for seed in range(5, 7)])
-        self.shift = torch.nn.Parameter(random(16, dtype=torch.float64, seed=8).detach()) if of_norm else None
+        self.scales = torch.nn.ParameterList(
+            [on_device.leaf(16, dtype=torch.float64, seed=seed) for seed in range(5, 7)]
+        )
+        self.shift = torch.nn.Parameter(on_device.leaf(16, dtype=torch.float64, seed=8).detach()) if of_norm else None
         self.options = NormOptions(eps=1e-5, subtract_mean=of_norm)
         self.memories: list[StorageWeakRef] = []
 
@@ -161,7 +161,7 @@ class Block(torch.nn.Module):
 
 def check_block(block: Block, y: Tensor, x: Tensor) -> None:
     leaves = [x, *block.parameters()]
-    upstream = random(*y.shape, dtype=torch.float64, seed=3).detach()
+    upstream = on_device.leaf(*y.shape, dtype=torch.float64, seed=3).detach()
     want = torch.autograd.grad(block(x, by_kernels=False), leaves, upstream)
     for retains in (True, False):
         got = torch.autograd.grad(y, leaves, upstream, retain_graph=retains)
@@ -173,7 +173,7 @@ def check_block(block: Block, y: Tensor, x: Tensor) -> None:
 @pytest.mark.parametrize("of_norm", [False, True], ids=["RMSNorm", "LayerNorm"])
 def test_outputs_are_recomputed_instead_of_saved(bias: bool, of_norm: bool) -> None:
     """By a search of the graph the first time, at remembered places after it."""
-    block, x = Block(bias, of_norm), random(2, 5, 16, dtype=torch.float64)
+    block, x = Block(bias, of_norm), on_device.leaf(2, 5, 16, dtype=torch.float64)
     for _ in range(3):
         y = block(x)
         assert all(memory.expired() for memory in block.memories)
@@ -203,7 +203,7 @@ class TanhBlock(Block):
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_an_output_that_a_hook_kept_once_is_recomputed_later() -> None:
     """The first search finds it behind a hook; the graph without the hook is the same."""
-    block, x = TanhBlock(), random(2, 5, 16, dtype=torch.float64)
+    block, x = TanhBlock(), on_device.leaf(2, 5, 16, dtype=torch.float64)
     for block.has_hooks in (True, False, False):
         y = block(x)
         assert [memory.expired() for memory in block.memories] == [True, not block.has_hooks]
@@ -213,7 +213,7 @@ def test_an_output_that_a_hook_kept_once_is_recomputed_later() -> None:
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_graphs_that_begin_alike_are_told_apart() -> None:
     """Their last nodes are the same, and one of them holds outputs where the other has none."""
-    x = random(2, 5, 16, dtype=torch.float64)
+    x = on_device.leaf(2, 5, 16, dtype=torch.float64)
     for _ in range(3):
         other = ProductBlock()
         other(x)
@@ -227,7 +227,7 @@ def test_graphs_that_begin_alike_are_told_apart() -> None:
 
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_hooks_of_others_decide_what_is_kept() -> None:
-    block, x = Block(), random(2, 5, 16, dtype=torch.float64)
+    block, x = Block(), on_device.leaf(2, 5, 16, dtype=torch.float64)
     for others in (
         torch.autograd.graph.save_on_cpu(),
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
@@ -241,7 +241,7 @@ def test_hooks_of_others_decide_what_is_kept() -> None:
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_what_is_read_through_hooks_of_others_is_left_to_them() -> None:
     """Hooks that are on only while a part of the graph is made."""
-    block, x, unpacked = Block(), random(2, 5, 16, dtype=torch.float64), []
+    block, x, unpacked = Block(), on_device.leaf(2, 5, 16, dtype=torch.float64), []
 
     def offloaded(down: Any, activated: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(x) or x):  # type: ignore[func-returns-value]
@@ -267,7 +267,7 @@ def test_what_is_read_through_hooks_of_others_is_left_to_them() -> None:
     ids=["negated", "changed in place", "result kept", "copied"],
 )
 def test_all_else_is_kept_as_it_is(change: Any) -> None:
-    block, x = Block(), random(5, 16, dtype=torch.float64)
+    block, x = Block(), on_device.leaf(5, 16, dtype=torch.float64)
     leaves = list(block.parameters())
     block.changed = change
     got = torch.autograd.grad(block(x).sum(), leaves)
@@ -280,7 +280,7 @@ def test_all_else_is_kept_as_it_is(change: Any) -> None:
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_forwards_that_have_no_backward() -> None:
     """What autograd would refuse in the backward is no reason to refuse the forward."""
-    block, x = Block(), random(5, 16, dtype=torch.float64)
+    block, x = Block(), on_device.leaf(5, 16, dtype=torch.float64)
     scale = block.scales[0]
     y = norm(x, scale, None, options=block.options)
     hidden = block.up(y)
@@ -293,9 +293,10 @@ def test_forwards_that_have_no_backward() -> None:
     torch.autograd.grad(again.sum(), [block.scales[1], first])
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_a_detached_branch_may_outlive_its_norm() -> None:
-    block, x = Block(), random(5, 16, dtype=torch.float64)
+    block, x = Block(), on_device.leaf(5, 16, dtype=torch.float64)
     y = norm(x, block.scales[0], None, options=block.options)
     branch = block.up(y.detach())
     hidden = block.gate(y) + branch
@@ -307,7 +308,7 @@ def test_a_detached_branch_may_outlive_its_norm() -> None:
 
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_functions_of_others_are_not_remembered() -> None:
-    block, x, constants = Block(), random(5, 16, dtype=torch.float64), []
+    block, x, constants = Block(), on_device.leaf(5, 16, dtype=torch.float64), []
 
     def plus(constant: Tensor) -> Any:
         class Plus(torch.autograd.Function):
@@ -332,7 +333,7 @@ def test_functions_of_others_are_not_remembered() -> None:
 
 @pytest.mark.usefixtures("outputs_of_any_size")
 def test_changes_that_autograd_has_to_notice() -> None:
-    block, x = Block(), random(5, 16, dtype=torch.float64)
+    block, x = Block(), on_device.leaf(5, 16, dtype=torch.float64)
     y = block(x)
     with torch.no_grad():
         block.down.weight.mul_(2.0)
@@ -366,18 +367,19 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.reads}, {layout.writes}, {layout.tables}")
 def test_rotary(layout: RotaryLayout, dtype: torch.dtype, backend: Any) -> None:
     for D, R in ((8, 8), (20, 6)):
-        x = random(2, 5, 3, D, dtype=dtype)
+        x = on_device.leaf(2, 5, 3, D, dtype=dtype)
         # Not the tables of any angle, alike in no half: the definition alone counts.
-        cos, sin = (random(2, 1, 5, R, dtype=dtype, seed=seed).detach() for seed in (1, 2))
+        cos, sin = (on_device.leaf(2, 1, 5, R, dtype=dtype, seed=seed).detach() for seed in (1, 2))
         (y,) = rotary((x.transpose(1, 2),), cos, sin, num_rotated=R, layout=layout, backend=backend)
         leaf = x.detach().double().requires_grad_()
         truth = true_rotary(leaf.transpose(1, 2), cos.double(), sin.double(), layout=layout)
-        upstream = random(2, 3, 5, D, dtype=dtype, seed=3)
+        upstream = on_device.leaf(2, 3, 5, D, dtype=dtype, seed=3)
         assert relative_error(y, truth) <= TOLERANCE[dtype]
         (got,) = torch.autograd.grad((y * upstream).sum(), x)
         (want,) = torch.autograd.grad((truth * upstream.double()).sum(), leaf)
@@ -386,8 +388,8 @@ def test_rotary(layout: RotaryLayout, dtype: torch.dtype, backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tables_of_half_the_width(backend: Any) -> None:
-    x = random(2, 3, 5, 8, dtype=torch.float32)
-    cos, sin = (random(2, 1, 5, 4, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
+    x = on_device.leaf(2, 3, 5, 8, dtype=torch.float32)
+    cos, sin = (on_device.leaf(2, 1, 5, 4, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
     layout = RotaryLayout(tables="shared")
     (y,) = rotary((x,), cos, sin, num_rotated=8, layout=layout, backend=backend)
     assert relative_error(y, true_rotary(x, cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2), layout=layout)) < 1e-6
@@ -398,8 +400,8 @@ def test_tables_of_half_the_width(backend: Any) -> None:
 def test_queries_and_keys_in_one_launch(heads_dim: int, backend: Any) -> None:
     """Other numbers of heads, strides of a packed projection, one table for the batch, a gradient for one."""
     T, D = 5, 8
-    packed = random(2, T, 7 * D, dtype=torch.float32)
-    cos, sin = (random(1, T, D, dtype=torch.float32, seed=seed).detach().unsqueeze(2) for seed in (1, 2))
+    packed = on_device.leaf(2, T, 7 * D, dtype=torch.float32)
+    cos, sin = (on_device.leaf(1, T, D, dtype=torch.float32, seed=seed).detach().unsqueeze(2) for seed in (1, 2))
     layout = RotaryLayout()
 
     def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -419,8 +421,8 @@ def test_queries_and_keys_in_one_launch(heads_dim: int, backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_and_keys_of_other_lengths_under_one_position(backend: Any) -> None:
     """Tables that are one for all tokens do not say that there are as many queries as keys."""
-    q, k = random(2, 3, 5, 8, dtype=torch.float32), random(2, 3, 7, 8, dtype=torch.float32, seed=4)
-    cos, sin = (random(2, 1, 1, 8, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
+    q, k = on_device.leaf(2, 3, 5, 8, dtype=torch.float32), on_device.leaf(2, 3, 7, 8, dtype=torch.float32, seed=4)
+    cos, sin = (on_device.leaf(2, 1, 1, 8, dtype=torch.float32, seed=seed).detach() for seed in (1, 2))
     layout = RotaryLayout()
     for y, x in zip(rotary((q, k), cos, sin, num_rotated=8, layout=layout, backend=backend), (q, k), strict=True):
         assert relative_error(y, true_rotary(x.double(), cos.double(), sin.double(), layout=layout)) < 1e-6
@@ -429,12 +431,12 @@ def test_queries_and_keys_of_other_lengths_under_one_position(backend: Any) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_norm_too_wide_for_both_sums(backend: Any) -> None:
     x, weight, bias = (
-        random(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate([(3, 8200), (8200,), (8200,)])
+        on_device.leaf(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate([(3, 8200), (8200,), (8200,)])
     )
     y = norm(x, weight, bias, options=NormOptions(eps=1e-5, subtract_mean=True), backend=backend)
     leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     truth = torch.nn.functional.layer_norm(leaves[0], (8200,), leaves[1], leaves[2], 1e-5)
-    upstream = random(3, 8200, dtype=torch.float32, seed=5).detach()
+    upstream = on_device.leaf(3, 8200, dtype=torch.float32, seed=5).detach()
     assert relative_error(y, truth) < 1e-6
     wanted = torch.autograd.grad((truth * upstream).sum(), leaves)
     for got, want in zip(torch.autograd.grad((y * upstream).sum(), (x, weight, bias)), wanted, strict=True):

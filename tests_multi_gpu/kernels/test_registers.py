@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 
@@ -47,12 +48,22 @@ are faster in tiles of 128 features, see expert_gate.py
 """
 
 
+@pytest.mark.nightly(
+    pattern=[
+        "RMSNorm, bfloat16",
+        "experts, bfloat16, (SwiGLU|gpt-oss), (768|2880)",
+        "gated norm, bfloat16",
+        "convolution, bfloat16, 4 taps, packed",
+        "tile, float32, 128257, (plain|smoothing, soft-cap),.* padded",
+        "divergence, (forward_kl|jsd), bfloat16, 128257",
+    ]
+)
 @pytest.mark.parametrize("pattern", SOME)
 def test_some_launches_spill_nothing(pattern: str) -> None:
     check("sm_90", pattern)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_all_launches_spill_nothing(arch: str) -> None:
@@ -102,8 +113,9 @@ def check(arch: str, pattern: str) -> None:
             assert launch["loads_of_two_bytes"] <= 2, launch
 
 
+@pytest.mark.smoke
 def test_registers_are_limited_on_gpus_of_nvidia_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.zeros(2, 8)
+    logits = on_device.zeros(2, 8)
     assert tile_arguments(logits, is_padded=False)["maxnreg"] == 64
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "maxnreg" not in tile_arguments(logits, is_padded=False)

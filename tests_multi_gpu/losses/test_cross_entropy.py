@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from loss_inputs import BACKENDS, DEFAULTS, DEVICE, OPTIONS, fill_weights
@@ -37,8 +38,8 @@ T, V = 19, 83
 
 def make_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    logits = (2 * torch.randn(T, V, generator=generator)).to(DEVICE, dtype).requires_grad_()
-    labels = torch.randint(0, V, (T,), generator=generator)
+    logits = (2 * on_device.randn(T, V, generator=generator)).to(DEVICE, dtype).requires_grad_()
+    labels = on_device.randint(0, V, (T,), generator=generator)
     labels[::4] = -100
     return logits, labels.to(DEVICE)
 
@@ -48,6 +49,10 @@ def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, .
     return fused_cross_entropy(logits, labels, spec=loss, execution=Execution(backend=backend))
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(
+    name=["softcap", "token weight", "scale", "sum", "z-loss", "class weight", "items"], backend=["triton"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_matches_fp64_and_leaves_the_logits_alone(name: str, backend: str) -> None:
@@ -90,16 +95,17 @@ def test_bf16_logits_without_unit_stride(backend: str) -> None:
     assert relative_error(got, want) < 8e-3
 
 
+@pytest.mark.smoke
 def test_batched_shapes_and_refusals() -> None:
-    logits = torch.randn(2, 3, V)
-    labels = torch.randint(0, V, (2, 3))
+    logits = on_device.randn(2, 3, V)
+    labels = on_device.randint(0, V, (2, 3))
     losses = liger_dist.cross_entropy(logits, labels, reduction="none")
     assert isinstance(losses, Tensor)
     assert losses.shape == (2, 3)
     with pytest.raises(liger_dist.LigerDistError, match=r"\(2, 3\)"):
         liger_dist.cross_entropy(logits, labels[:, :2])
     with pytest.raises(liger_dist.LigerDistError, match="a label is 83"):
-        liger_dist.cross_entropy(logits, torch.full((2, 3), V))
+        liger_dist.cross_entropy(logits, on_device.full((2, 3), V))
     with pytest.raises(liger_dist.LigerDistError, match="int64"):
         liger_dist.cross_entropy(labels, labels)
 
@@ -131,8 +137,8 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
 def test_vectors_that_are_columns_of_a_matrix(backend: Any) -> None:
     logits, labels = make_logits(torch.float64)
     generator = torch.Generator().manual_seed(4)
-    gradient, z_gradient = torch.rand(2, len(labels), generator=generator, dtype=torch.float64).to(logits.device)
-    class_weight = torch.rand(V, generator=generator, dtype=torch.float64).to(logits.device)
+    gradient, z_gradient = on_device.rand(2, len(labels), generator=generator, dtype=torch.float64).to(logits.device)
+    class_weight = on_device.rand(V, generator=generator, dtype=torch.float64).to(logits.device)
     options = LossOptions(label_smoothing=0.1, z_loss=1e-2)
 
     def passes(*vectors: Tensor) -> list[Tensor]:
@@ -158,6 +164,7 @@ def column(vector: Tensor) -> Tensor:
     return vector[:, None].repeat(1, 3)[:, 1]
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("bounds", [(0, 83), (0, 40, 83), (0, 28, 56, 83, 83)], ids=str)
@@ -201,8 +208,8 @@ def saved_bytes(compute: Callable[[], Any]) -> int:
 
 def test_logits_in_bf16_are_kept_once() -> None:
     """Torch's own loss of the same logits, in fp32, keeps twice their bytes."""
-    labels = torch.randint(0, 640, (64,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    leaf = torch.randn(64, 640, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    labels = on_device.randint(0, 640, (64,), generator=torch.Generator().manual_seed(0))
+    leaf = on_device.randn(64, 640, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     logits = leaf.requires_grad_() * 1
     size = logits.numel() * logits.element_size()
     assert saved_bytes(lambda: nn.functional.cross_entropy(logits.float(), labels)) >= 2 * size

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from distilled import divergences
@@ -32,7 +33,7 @@ BAD = 1
 """the row that has a logit of +inf or NaN, or none but -inf"""
 HUGE = 1e20
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-MOST = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+MOST = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)]
 OUTPUTS = ("log_prob", "is_top1", "entropy", "mean_logit", "log_sum_exp", "sum_sq_prob", "log_prob_at", "top_k")
 PLACES = {
     "first lanes": slice(0, 16),
@@ -164,6 +165,7 @@ def truth_options(options: dict[str, Any]) -> dict[str, Any]:
     return options if weights is None else options | {"token_weight": weights.nan_to_num(posinf=1.0)}
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -178,7 +180,7 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
             labels[BAD] = -100
         options = given(labels)
         names, asked = outputs_of(options)
-        logits = torch.randn(T, V, generator=torch.Generator().manual_seed(1)).mul(3.0).to(DEVICE, dtype)
+        logits = on_device.randn(T, V, generator=torch.Generator().manual_seed(1)).mul(3.0).to(DEVICE, dtype)
         put(logits)
         logits.requires_grad_()
         leaf = finite(logits).requires_grad_()
@@ -210,14 +212,15 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: Any, logits_dtype: Any) -> None:
     """In one tile and in three, with gradients and without; hidden states of NaN in one row."""
     tolerance, wrong = DTYPES[dtype], []
-    hidden = torch.randn(T, D, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-    weight = torch.randn(V, D, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+    hidden = on_device.randn(T, D, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    weight = on_device.randn(V, D, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
     budgets = (None, T * 128 * 4)
     values = (-math.inf, torch.finfo(dtype).min)
     for value, (name, given), budget, has_nan in combined(
@@ -257,6 +260,8 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
+@pytest.mark.smoke
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -272,7 +277,9 @@ def test_divergences_of_extreme_logits(
         backend, dtype, 61, PLACES, values, ("both", "teacher", "student"), (1.0, 2.0), (1, 3)
     ):
         monkeypatch.setitem(globals(), "masked", PLACES[place])
-        student, teacher = torch.randn(2, T, V, generator=torch.Generator().manual_seed(4)).mul(2.0).to(DEVICE, dtype)
+        student, teacher = (
+            on_device.randn(2, T, V, generator=torch.Generator().manual_seed(4)).mul(2.0).to(DEVICE, dtype)
+        )
         for logits, name in ((student, "student"), (teacher, "teacher")):
             if who in ("both", name):
                 logits[:, masked] = value
@@ -344,7 +351,7 @@ def answer_with(known: list[list[Tensor]]) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 1e-2, 1e-4, 1e-6])
 def test_probabilities_do_not_drift_with_the_size_of_logits(temperature: float, backend: Any) -> None:
-    logits = (torch.randn(T, V, generator=torch.Generator().manual_seed(7)) + 1000.0).to(DEVICE).requires_grad_()
+    logits = (on_device.randn(T, V, generator=torch.Generator().manual_seed(7)) + 1000.0).to(DEVICE).requires_grad_()
     labels = torch.arange(T, device=DEVICE)
     spec = LossSpec(**(DEFAULTS | {"temperature": temperature}), outputs=())
     (got,) = torch.autograd.grad(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from loss_inputs import BACKENDS, DEVICE, IGNORED, OPTIONS, assert_gradients, fill_weights, fused, make_inputs, truth_of
@@ -17,6 +18,7 @@ VOCABULARIES = (2, 63, 64, 65, 127, 257, 264, 1001, 32001, 50257)
 """with and without a rest of 64 classes, above and below the size from which products are split"""
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("V", VOCABULARIES)
@@ -82,6 +84,7 @@ def test_outputs_and_their_gradients_match_fp64(options: dict[str, Any], backend
     assert_gradients(total(result), [hidden, weight, bias], total(truth), leaves, 3e-6)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget_rows", [100, 5], ids=["two chunks", "many chunks"])
@@ -107,6 +110,7 @@ def test_other_dtypes_are_no_worse_than_torch(dtype: torch.dtype, backend: str, 
         assert relative_error(ours_g, want) <= ratio * relative_error(torchs_g, want) + floor
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "needs",
@@ -198,12 +202,13 @@ def test_shapes_that_divide_nothing(T: int, D: int, V: int, backend: str) -> Non
     assert_gradients(result.loss, [hidden, weight], truth.loss, leaves, 5e-6)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_true_class_gradient_as_its_probability_nears_one(backend: str) -> None:
     """1 - p is 1e-6: a difference of p and 1 in fp32 would be off by 10 %."""
     V = 50
     weight = torch.eye(V, device=DEVICE).requires_grad_()
-    gap = torch.log(torch.tensor((V - 1) * 1e6)).item()
+    gap = torch.log(on_device.tensor((V - 1) * 1e6)).item()
     hidden = torch.zeros(2, V, device=DEVICE)
     hidden[:, 3] = gap
     hidden.requires_grad_()
@@ -255,6 +260,7 @@ def make_regime(name: str, T: int = 23, D: int = 10, V: int = 37) -> tuple[Tenso
     return x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), labels
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", REGIMES)
 def test_regimes_of_logits(name: str, backend: str) -> None:
@@ -312,26 +318,26 @@ def test_no_gradient_means_no_gradient_work() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"labels": torch.zeros(22, dtype=torch.long)}, ("(22,)", "(23,)", "Pad or cut")),
-        ({"labels": torch.zeros(23)}, ("float32", "labels.long()")),
-        ({"labels": torch.full((23,), 37)}, ("a label is 37", "37 rows", "resize_token_embeddings")),
-        ({"labels": torch.full((23,), -5)}, ("a label is -5",)),
-        ({"hidden_states": torch.zeros(23, 9)}, ("(23, 9)", "(37, 10)")),
-        ({"weight": torch.zeros(370)}, ("(370,)", "sharded")),
-        ({"weight": torch.zeros(37, 10, dtype=torch.float64)}, ("float64", "autocast")),
-        ({"bias": torch.zeros(36)}, ("(36,)", "(37,)")),
+        ({"labels": on_device.zeros(22, dtype=torch.long)}, ("(22,)", "(23,)", "Pad or cut")),
+        ({"labels": on_device.zeros(23)}, ("float32", "labels.long()")),
+        ({"labels": on_device.full((23,), 37)}, ("a label is 37", "37 rows", "resize_token_embeddings")),
+        ({"labels": on_device.full((23,), -5)}, ("a label is -5",)),
+        ({"hidden_states": on_device.zeros(23, 9)}, ("(23, 9)", "(37, 10)")),
+        ({"weight": on_device.zeros(370)}, ("(370,)", "sharded")),
+        ({"weight": on_device.zeros(37, 10, dtype=torch.float64)}, ("float64", "autocast")),
+        ({"bias": on_device.zeros(36)}, ("(36,)", "(37,)")),
         ({"label_smoothing": 1.5}, ("1.5", "[0, 1]")),
         ({"softcap": 0.0}, ("softcap is 0.0",)),
         ({"temperature": 0.0}, ("temperature is 0.0",)),
         ({"z_loss": float("nan")}, ("z_loss is nan",)),
         ({"reduction": "average"}, ("'average'", "'mean'")),
         ({"reduction": "sum", "num_items_in_batch": 3}, ("reduction='sum'", "reduction='mean'")),
-        ({"num_items_in_batch": torch.ones(2)}, ("(2,)", "one number")),
+        ({"num_items_in_batch": on_device.ones(2)}, ("(2,)", "one number")),
         ({"num_items_in_batch": -1}, ("-1",)),
-        ({"class_weight": torch.ones(36)}, ("class_weight", "(36,)", "(37,)")),
-        ({"token_weight": torch.ones(5)}, ("token_weight", "(5,)", "(23,)")),
-        ({"token_weight": torch.ones(23, dtype=torch.long)}, ("token_weight", "int64")),
-        ({"token_weight": torch.ones(23, requires_grad=True)}, ("token_weight", "Detach")),
+        ({"class_weight": on_device.ones(36)}, ("class_weight", "(36,)", "(37,)")),
+        ({"token_weight": on_device.ones(5)}, ("token_weight", "(5,)", "(23,)")),
+        ({"token_weight": on_device.ones(23, dtype=torch.long)}, ("token_weight", "int64")),
+        ({"token_weight": on_device.ones(23, requires_grad=True)}, ("token_weight", "Detach")),
         ({"outputs": ("logits",)}, ("'logits'", "entropy")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -346,19 +352,19 @@ def test_wrong_input_is_refused_with_the_value_and_the_way_out(change: dict[str,
 
 
 def test_rows_are_taken_and_put_back_once_and_fillers_go_nowhere() -> None:
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([4, 0, -1, 2, -1])
+    x = on_device.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    index = on_device.tensor([4, 0, -1, 2, -1])
     taken = take_rows(x, index)
     assert torch.equal(taken[[0, 1, 3]], x[[4, 0, 2]])
-    upstream = torch.randn(5, 3, dtype=torch.float64)
+    upstream = on_device.randn(5, 3, dtype=torch.float64)
     (got,) = torch.autograd.grad((taken * upstream).sum(), x)
-    want = torch.zeros(6, 3, dtype=torch.float64)
+    want = on_device.zeros(6, 3, dtype=torch.float64)
     want[[4, 0, 2]] = upstream[[0, 1, 3]]
     assert torch.equal(got, want)
-    values = torch.arange(1.0, 6.0, requires_grad=True)
+    values = on_device.arange(1.0, 6.0, requires_grad=True)
     spread = put_rows(values, index, 6)
     assert spread.tolist() == [2.0, 0.0, 4.0, 0.0, 1.0, 0.0]
-    (back,) = torch.autograd.grad((spread * torch.arange(6.0)).sum(), values)
+    (back,) = torch.autograd.grad((spread * on_device.arange(6.0)).sum(), values)
     assert back.tolist() == [4.0, 0.0, 0.0, 2.0, 0.0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,16 +33,17 @@ BUDGETS = {"three tiles": T * 128 * 4, "tiles of a few tokens": 5 * 128 * 4, "on
 def given_for(labels: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Options with temperatures of tokens, and chosen classes: the label itself, one class twice, and none at all."""
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(V, (*labels.shape, K), generator=generator).to(DEVICE)
+    ids = on_device.randint(V, (*labels.shape, K), generator=generator)
     ids[..., 1] = labels.clamp_min(0)
     ids[..., 3] = ids[..., 2]
     ids[::3, ..., 4] = -1
     given = options | {"token_ids": ids, "top_k": 7}
     if options.get("temperature") is True:
-        given["temperature"] = (0.5 + torch.rand(labels.shape, generator=generator)).to(DEVICE)
+        given["temperature"] = (0.5 + on_device.rand(labels.shape, generator=generator)).to(DEVICE)
     return given
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -140,7 +142,7 @@ def test_given_logits(name: str, backend: str) -> None:
 def upstream_of(truth: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(9)
     values = {name: getattr(truth, name) for name in ("loss", *DIFFERENTIABLE)}
-    return {name: torch.randn(value.shape, generator=generator).to(DEVICE) for name, value in values.items()}
+    return {name: on_device.randn(value.shape, generator=generator) for name, value in values.items()}
 
 
 def check_outputs(result: Any, truth: Any, tolerance: float) -> None:
@@ -175,13 +177,13 @@ def test_a_temperature_for_the_call_the_sequence_or_the_token(shape: tuple[int, 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"temperature": torch.ones(2)}, r"temperature has shape \(2,\) and labels have shape \(19,\)"),
-        ({"temperature": torch.ones(T, dtype=torch.int64)}, "temperature has dtype torch.int64"),
-        ({"temperature": torch.ones(T, requires_grad=True)}, "temperature requires a gradient"),
-        ({"temperature": torch.full((T,), 0.7).bfloat16()}, r"dtype torch.bfloat16, in which 0\.7 is 0\.699"),
-        ({"token_ids": torch.zeros(T, 2).long()}, r"token_ids was given and outputs is \(\)"),
+        ({"temperature": on_device.ones(2)}, r"temperature has shape \(2,\) and labels have shape \(19,\)"),
+        ({"temperature": on_device.ones(T, dtype=torch.int64)}, "temperature has dtype torch.int64"),
+        ({"temperature": on_device.ones(T, requires_grad=True)}, "temperature requires a gradient"),
+        ({"temperature": on_device.full((T,), 0.7).bfloat16()}, r"dtype torch.bfloat16, in which 0\.7 is 0\.699"),
+        ({"token_ids": on_device.zeros(T, 2).long()}, r"token_ids was given and outputs is \(\)"),
         ({"outputs": ("log_prob_at",)}, "outputs contains 'log_prob_at' and token_ids is missing"),
-        ({"token_ids": torch.zeros(T, 2), "outputs": "log_prob_at"}, "token_ids have shape"),
+        ({"token_ids": on_device.zeros(T, 2), "outputs": "log_prob_at"}, "token_ids have shape"),
         ({"outputs": ("top_k",)}, "outputs contains 'top_k' and top_k is missing"),
         ({"outputs": ("top_k",), "top_k": V + 1}, "top_k is 332 but lm_head has 331 rows"),
         ({"outputs": ("top_k",), "top_k": -1}, "top_k is -1; expected a number of classes above 0"),
@@ -189,7 +191,7 @@ def test_a_temperature_for_the_call_the_sequence_or_the_token(shape: tuple[int, 
         ({"temperature": "0.7"}, "temperature is '0.7'; expected a number above 0, a list"),
         ({"temperature": [0.7, "a"]}, "temperature is .*; expected a number above 0, a list"),
         ({"temperature": 1e-40}, "temperature is 1e-40; expected at least"),
-        ({"token_ids": torch.ones(T, 0).long(), "outputs": ("log_prob_at",)}, "expected K > 0 class indices"),
+        ({"token_ids": on_device.ones(T, 0).long(), "outputs": ("log_prob_at",)}, "expected K > 0 class indices"),
         ({"token_ids": [[1]], "outputs": ("log_prob_at",)}, "token_ids is of type list; expected a torch.Tensor"),
         ({"class_weight": [1.0]}, "class_weight is of type list; expected a torch.Tensor"),
         ({"top_k": 0, "outputs": ("top_k",)}, "top_k is 0; expected a number of classes above 0"),
@@ -209,12 +211,13 @@ def test_refused(given: dict[str, Any], sentence: str) -> None:
 def test_numbers_out_of_range_are_refused() -> None:
     hidden, weight, _, labels = make_inputs(T, D, V, bias=False)
     with pytest.raises(liger_dist.LigerDistError, match=r"not above 0 by at least 1e-06; .* smallest is 0\.0"):
-        liger_dist.linear_cross_entropy(hidden, weight, labels, temperature=torch.zeros(T))
-    ids = torch.full((T, 1), V)
+        liger_dist.linear_cross_entropy(hidden, weight, labels, temperature=on_device.zeros(T))
+    ids = on_device.full((T, 1), V)
     with pytest.raises(liger_dist.LigerDistError, match="token_ids has an id of 331 or more"):
         liger_dist.linear_cross_entropy(hidden, weight, labels, token_ids=ids, outputs=("log_prob_at",))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "temperatures", "all", "class weights"])
@@ -243,6 +246,8 @@ def test_fp32_logits_of_16_bit_operands(name: str, dtype: torch.dtype, backend: 
         assert exact < 1.5 * eps
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(name=["temperatures"], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_log_probs_of_fp32_logits(name: str, backend: str) -> None:
@@ -283,9 +288,9 @@ def test_fp32_operands() -> None:
 def large_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of deviation 8, which 16 bits round by far more than fp32 sums err."""
     generator = torch.Generator().manual_seed(2)
-    hidden = (8.0 * torch.randn(T, D, generator=generator)).to(DEVICE, dtype).requires_grad_()
-    weight = (torch.randn(V, D, generator=generator) / D**0.5).to(DEVICE, dtype).requires_grad_()
-    labels = torch.randint(V, (T,), generator=generator).to(DEVICE)
+    hidden = (8.0 * on_device.randn(T, D, generator=generator)).to(DEVICE, dtype).requires_grad_()
+    weight = (on_device.randn(V, D, generator=generator) / D**0.5).to(DEVICE, dtype).requires_grad_()
+    labels = on_device.randint(V, (T,), generator=generator)
     labels[::4] = -100
     return hidden, weight, labels
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,8 +44,8 @@ BUDGETS = {"three tiles": T * 128 * 4, "chunks of two tokens": 2 * V * 4, "one c
 def soft_labels_for(labels: Tensor, sizes: tuple[int, int] = (K, V)) -> tuple[Tensor, Tensor]:
     """Probabilities that sum to at most 1: of the label itself, of one class twice, of none at all, and of padding."""
     (k, classes), generator = sizes, torch.Generator().manual_seed(11)
-    ids = torch.randint(classes, (*labels.shape, k), generator=generator)
-    probs = torch.randn((*labels.shape, k), generator=generator).softmax(-1) * 0.9
+    ids = on_device.randint(classes, (*labels.shape, k), generator=generator)
+    probs = on_device.randn((*labels.shape, k), generator=generator).softmax(-1) * 0.9
     ids[..., 1] = labels.clamp(0, classes - 1).cpu()
     ids[..., 3] = ids[..., 2]
     ids[::3, ..., 4] = -1
@@ -57,7 +58,7 @@ def soft_labels_for(labels: Tensor, sizes: tuple[int, int] = (K, V)) -> tuple[Te
 def test_the_gradient_may_take_the_memory_of_given_logits(remainder: Any, backend: Any) -> None:
     """Which are read at the named classes before; one of 32 KiB pieces of a row, and on a GPU several."""
     classes = 50257 if torch.cuda.is_available() else V
-    logits = torch.randn(T, classes, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits = on_device.randn(T, classes, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(T, device=DEVICE).masked_fill_(torch.arange(T, device=DEVICE) % 5 == 0, -100)
     soft = soft_labels_for(labels, (K, classes))
     loss = LossSpec(**(DEFAULTS | {"soft_labels": soft, "soft_weight": 0.7, "remainder": remainder}), outputs=())
@@ -83,10 +84,11 @@ def given_for(labels: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     given = options | {"soft_labels": soft_labels_for(labels)}
     for name in ("temperature", "token_weight"):
         if options.get(name) is True:
-            given[name] = (0.5 + torch.rand(labels.shape, generator=generator)).to(DEVICE)
+            given[name] = (0.5 + on_device.rand(labels.shape, generator=generator)).to(DEVICE)
     return given
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -96,11 +98,12 @@ def test_loss_and_gradients(name: str, budget: str, backend: str) -> None:
     result = fused(hidden, weight, bias, labels, backend=backend, memory_budget=BUDGETS[budget], **options)
     truth, leaves = truth_of(hidden, weight, bias, labels, **options)
     assert relative_error(result.loss, truth.loss) < 2e-6
-    upstream = torch.randn(truth.loss.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    upstream = on_device.randn(truth.loss.shape, generator=torch.Generator().manual_seed(9))
     total, true_total = (result.loss * upstream).sum(), (truth.loss * upstream).sum()
     assert_gradients(total, [hidden, weight, bias], true_total, leaves, 3e-6)
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_beside_outputs_that_carry_gradients(backend: str) -> None:
     """Classes of log_prob_at and of soft labels, some of them the same."""
@@ -120,6 +123,7 @@ def test_beside_outputs_that_carry_gradients(backend: str) -> None:
     assert_gradients(total, [hidden, weight, bias], true_total, leaves, 4e-6)
 
 
+@pytest.mark.nightly(name=["mixed", "renormalize", "drop"], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_given_logits(name: str, backend: str) -> None:
@@ -131,7 +135,7 @@ def test_given_logits(name: str, backend: str) -> None:
     leaf = logits.detach().double().requires_grad_()
     truth = cross_entropy_truth(leaf, labels, **options)
     assert relative_error(result.loss, truth.loss) < 2e-6
-    upstream = torch.randn(truth.loss.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    upstream = on_device.randn(truth.loss.shape, generator=torch.Generator().manual_seed(9))
     (got,) = torch.autograd.grad((result.loss * upstream).sum(), logits)
     (want,) = torch.autograd.grad((truth.loss * upstream).sum(), leaf)
     assert relative_error(got, want) < 3e-6
@@ -163,11 +167,12 @@ def test_16_bits(logits_dtype: Any, backend: str) -> None:
         assert relative_error(g, w) < 1.5 * relative_error(r, w)
 
 
+@pytest.mark.smoke
 def test_class_probabilities_of_torch() -> None:
     """All classes named: torch's own cross entropy with class probabilities."""
     hidden, weight, _, _ = make_inputs(T, D, V, bias=False)
     labels = torch.zeros(T, dtype=torch.int64, device=DEVICE)
-    probs = torch.randn(T, V, generator=torch.Generator().manual_seed(0)).softmax(-1).to(DEVICE)
+    probs = on_device.randn(T, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     ids = torch.arange(V, device=DEVICE).expand(T, V)
     for remainder in ("drop", "renormalize", "spread"):
         loss = liger_dist.linear_cross_entropy(hidden, weight, labels, soft_labels=(ids, probs), remainder=remainder)  # type: ignore[arg-type]
@@ -175,9 +180,10 @@ def test_class_probabilities_of_torch() -> None:
         torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, probs), rtol=1e-5, atol=1e-6)
 
 
-IDS, PROBS = torch.zeros(T, K, dtype=torch.int64), torch.full((T, K), 0.1)
+IDS, PROBS = on_device.zeros(T, K, dtype=torch.int64), on_device.full((T, K), 0.1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -198,7 +204,7 @@ IDS, PROBS = torch.zeros(T, K, dtype=torch.int64), torch.full((T, K), 0.1)
         ({"soft_labels": (IDS, PROBS), "remainder": "keep"}, "remainder is 'keep'; expected one of 'drop', 'renorm"),
         ({"soft_weight": 0.5}, "soft_weight is 0.5 and soft_labels are missing"),
         ({"remainder": "drop"}, "remainder is 'drop' and soft_labels are missing"),
-        ({"soft_labels": (IDS, PROBS), "class_weight": torch.ones(V)}, "soft_labels and class_weight were given"),
+        ({"soft_labels": (IDS, PROBS), "class_weight": on_device.ones(V)}, "soft_labels and class_weight were given"),
     ],
 )
 def test_refused(given: dict[str, Any], sentence: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Workers
-from test_vocab_parallel_loss import CASES, PLAIN, D, output_error, tensors_of_tokens
+from models import assert_below
+from row_shards import CASES, PLAIN, D, output_error, shard_of, tensors_of_tokens
 from torch import Tensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
 
@@ -18,7 +20,7 @@ import liger_dist
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
-from liger_dist.losses.token_exchange import ExchangedRowShard, ExchangePlan, numbers_of_token
+from liger_dist.losses.token_exchange import ExchangePlan, numbers_of_token
 from liger_dist.sharding.process_groups import compute_device
 
 TOKENS = {
@@ -34,47 +36,30 @@ TOKENS = {
 @pytest.mark.parametrize("vocab_size", [101, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_every_option(name: str, vocab_size: int, workers_on_all: Workers) -> None:
-    check(workers_on_all.run(errors_of, name, vocab_size, TOKENS["ragged"], 2))
+    assert_small(workers_on_all.run(errors_on_own_tokens, name, vocab_size, TOKENS["ragged"], 2))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 17])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:
     for name in ("plain", "log-probabilities and entropy"):
-        check(workers_on_all.run(errors_of, name, 101, TOKENS[tokens], num_chunks))
-    check(workers_on_all.run(errors_of, "plain", 101, TOKENS[tokens], num_chunks, (0, 1, 0)))
+        assert_small(workers_on_all.run(errors_on_own_tokens, name, 101, TOKENS[tokens], num_chunks))
+    assert_small(workers_on_all.run(errors_on_own_tokens, "plain", 101, TOKENS[tokens], num_chunks, (0, 1, 0)))
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0)], ids=str)
 def test_only_what_is_needed(needs: tuple[int, int, int], workers_on_all: Workers) -> None:
-    check(workers_on_all.run(errors_of, "bias", 101, TOKENS["uneven"], 2, needs))
+    assert_small(workers_on_all.run(errors_on_own_tokens, "bias", 101, TOKENS["uneven"], 2, needs))
 
 
-def check(results: list[dict[str, float]]) -> None:
+def assert_small(results: list[dict[str, float]]) -> None:
     # Triton, which runs on GPUs, takes the scale, the soft-cap and the temperature as fp32 numbers.
     tolerance = 1e-6 if torch.cuda.is_available() else 1e-10
     for errors in results:
-        assert max(errors.values()) < tolerance, errors
+        assert_below(errors, tolerance)
 
 
-def shard_of(vocab_size: int, *, divide_factor: float) -> tuple[ExchangedRowShard, slice]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = -(-vocab_size // size)
-    own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
-    world: Any = dist.group.WORLD
-    counting = world if compute_device().type == "cpu" else dist.new_group(backend="gloo")
-    shard = ExchangedRowShard(
-        group=world,
-        tokens_group=world,
-        counting_group=counting,
-        start=own.start,
-        vocab_size=vocab_size,
-        divide_factor=divide_factor,
-    )
-    return shard, own
-
-
-def errors_of(
+def errors_on_own_tokens(
     name: str,
     vocab_size: int,
     counts: tuple[int, ...],
@@ -86,7 +71,7 @@ def errors_of(
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        return on_device.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
     weight, bias = random(vocab_size, D), random(vocab_size)
     class_weight = random(vocab_size).abs() if case.pop("class_weight", False) else None
@@ -97,7 +82,7 @@ def errors_of(
     all_ranks: list[Any] = []
     for count in counts:
         hidden = random(count, D).requires_grad_()
-        labels = torch.randint(vocab_size, (count,), generator=generator).to(device)
+        labels = on_device.randint(vocab_size, (count,), generator=generator).to(device)
         labels[::4] = -100
         token_weight = random(count).abs() if has_token_weight else None
         given = case | tensors_of_tokens(case, count, vocab_size, generator)
@@ -128,12 +113,12 @@ def errors_of(
         weighted_sum(result, outputs, upstream).backward()
     expected = [hidden.grad, whole[0].grad[own] / factor, whole[1].grad[own] / factor]  # type: ignore[index]
     names = ("hidden states", "weight", "bias" if has_bias else "")
-    return gradient_errors(mine, expected, names) | {
+    return errors_of_inputs(mine, expected, names) | {
         output: output_error(result, truth, output) for output in ("loss", *outputs)
     }
 
 
-def gradient_errors(mine: list[Tensor], expected: list[Any], names: Sequence[str]) -> dict[str, float]:
+def errors_of_inputs(mine: list[Tensor], expected: list[Any], names: Sequence[str]) -> dict[str, float]:
     """Of tensors that require gradients; the others, and those without a name, have none."""
     errors = {}
     for tensor, want, label in zip(mine, expected, names, strict=True):
@@ -156,10 +141,10 @@ def test_16_bit_hidden_states_and_fp32_rows(dtype: torch.dtype, workers_on_all: 
 def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     device, rank, V, T, hidden_size = compute_device(), dist.get_rank(), 1009, 512, 64
     generator = torch.Generator().manual_seed(5)
-    weight = (torch.randn(V, hidden_size, generator=generator) / 8).to(dtype).float().to(device)
+    weight = (on_device.randn(V, hidden_size, generator=generator) / 8).to(dtype).float().to(device)
     counts = (T, T - 100, T // 8, T)[: dist.get_world_size()]
-    hidden = [torch.randn(count, hidden_size, generator=generator).to(device, dtype) for count in counts]
-    labels = [torch.randint(V, (count,), generator=generator).to(device) for count in counts]
+    hidden = [on_device.randn(count, hidden_size, generator=generator).to(device, dtype) for count in counts]
+    labels = [on_device.randint(V, (count,), generator=generator).to(device) for count in counts]
 
     def gradients_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Gradients of all ranks' tokens, by torch."""
@@ -195,6 +180,7 @@ def rounding_errors(dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     }
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(compute_device().type == "cuda", reason="an assertion on the device ends the process")
 def test_losses_scaled_differently_are_refused(workers_on_all: Workers) -> None:
     for sentence in workers_on_all.run(scaled_by_rank):
@@ -204,8 +190,11 @@ def test_losses_scaled_differently_are_refused(workers_on_all: Workers) -> None:
 
 def scaled_by_rank() -> str:
     shard, own = shard_of(11, divide_factor=1.0)
-    hidden, weight = torch.randn(5, D, requires_grad=True), torch.randn(own.stop - own.start, D, requires_grad=True)
-    labels = torch.arange(5)
+    hidden, weight = (
+        on_device.randn(5, D, requires_grad=True),
+        on_device.randn(own.stop - own.start, D, requires_grad=True),
+    )
+    labels = on_device.arange(5)
     loss = fused_linear_cross_entropy(
         hidden, weight, None, labels, spec=LossSpec(), execution=Execution(), rows=shard
     ).loss

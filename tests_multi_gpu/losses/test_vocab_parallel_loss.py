@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
 from models import make_batch, make_model
+from row_shards import CASES, PLAIN, D, output_error, own_rows, tensors_of_tokens
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from truth import cross_entropy_truth, relative_error, weighted_sum
@@ -19,74 +21,42 @@ from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.tensor_parallel import RowShard, vocab_parallel_linear_cross_entropy
 from liger_dist.sharding.process_groups import compute_device
 
-T, D = 13, 8
-PLAIN = ("reduction", "num_items_in_batch", "token_ids", "top_k")
-"""arguments of a loss that are no numbers of its formula"""
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "smoothing": {"label_smoothing": 0.2},
-    "z-loss": {"z_loss": 0.1},
-    "soft-cap and scales": {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7},
-    "class weights and smoothing": {"class_weight": True, "label_smoothing": 0.1},
-    "token weights": {"token_weight": True},
-    "items": {"num_items_in_batch": 5.0},
-    "log-probabilities and entropy": {
-        "outputs": ("log_prob", "entropy", "is_top1", "z_loss", "mean_logit"),
-        "z_loss": 0.1,
-    },
-    "every output, temperatures of tokens": {
-        "outputs": ("log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "mean_logit"),
-        "temperature": True,
-        "token_ids": 3,
-        "top_k": 3,
-        "softcap": 3.0,
-    },
-    "bias": {"bias": True},
-    "everything": {
-        "bias": True,
-        "class_weight": True,
-        "token_weight": True,
-        "label_smoothing": 0.1,
-        "z_loss": 0.1,
-        "softcap": 3.0,
-        "outputs": ("log_prob", "entropy"),
-    },
-}
+T = 13
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(vocab_size=[3], backend=["triton"])
+@pytest.mark.nightly(
+    name=["sum", "none", "z-loss", "token weights", "items", "bias", "class weights and smoothing"], backend=["triton"]
+)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("vocab_size", [101, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_full_logits(name: str, vocab_size: int, backend: str, workers_on_all: Workers) -> None:
     # Triton takes the scale, the soft-cap and the temperature as fp32 numbers.
     tolerance = 1e-10 if backend == "reference" else 1e-6
-    for errors in workers_on_all.run(errors_of, name, vocab_size, backend):
+    for errors in workers_on_all.run(errors_on_shared_tokens, name, vocab_size, backend):
         assert max(errors.values()) < tolerance, errors
 
 
-def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
+def errors_on_shared_tokens(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     case = dict(CASES[name])
     device = compute_device()
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        return on_device.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
     hidden, weight, bias = random(T, D), random(vocab_size, D), random(vocab_size)
-    labels = torch.randint(vocab_size, (T,), generator=generator).to(device)
+    labels = on_device.randint(vocab_size, (T,), generator=generator).to(device)
     labels[::4] = -100
     class_weight = random(vocab_size).abs() if case.pop("class_weight", False) else None
     token_weight = random(T).abs() if case.pop("token_weight", False) else None
     case |= tensors_of_tokens(case, T, vocab_size, generator)
     upstream = {"loss": random(T) if case.get("reduction") == "none" else random()}
     upstream |= {name: random(T) for name in ("log_prob", "entropy", "sum_sq_prob")} | {"log_prob_at": random(T, 3)}
-    if not case.pop("bias", False):
-        bias = torch.zeros_like(bias)
-        bias_used = None
-    else:
-        bias_used = bias
+    bias_used = bias if case.pop("bias", False) else None
+    bias = torch.zeros_like(bias) if bias_used is None else bias
     outputs = case.pop("outputs", ())
 
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
@@ -95,9 +65,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     )
     weighted_sum(truth, outputs, upstream).backward()
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = -(-vocab_size // size)
-    own = slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
+    own = own_rows(vocab_size)
     mine = [hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()]
     mine.append(bias[own].clone().requires_grad_())
     plain = {key: case.pop(key) for key in PLAIN if key in case}
@@ -116,7 +84,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
             outputs=outputs,
             **plain,
         ),
-        execution=Execution(backend=backend, memory_budget=2 * rows * 8),
+        execution=Execution(backend=backend, memory_budget=2 * -(-vocab_size // dist.get_world_size()) * 8),
     )
     weighted_sum(result, outputs, upstream).backward()
     expected = [whole[0].grad, whole[1].grad[own]]  # type: ignore[index]
@@ -128,6 +96,7 @@ def errors_of(name: str, vocab_size: int, backend: Any) -> dict[str, float]:
     return errors | {output: output_error(result, truth, output) for output in outputs}
 
 
+@pytest.mark.nightly(reduction=["none"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_compiled_loss_of_row_shards_reads_all_rows(reduction: Any, workers_2: Workers) -> None:
     for errors in workers_2.run(errors_of_compiled, reduction):
@@ -138,10 +107,8 @@ def errors_of_compiled(reduction: Any) -> list[float]:
     """Of the loss and its gradients, compiled without the collectives' own graphs and eager."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 8, generator=generator, dtype=torch.float64).to(compute_device()) for n in (12, 20)
-    )
-    labels = torch.randint(20, (12,), generator=generator).to(compute_device())
+    hidden, weight = (on_device.randn(n, 8, generator=generator, dtype=torch.float64) for n in (12, 20))
+    labels = on_device.randint(20, (12,), generator=generator)
     rank = dist.get_rank()
     shard = RowShard(group=dist.group.WORLD, start=10 * rank, vocab_size=20)  # type: ignore[arg-type]
 
@@ -157,29 +124,6 @@ def errors_of_compiled(reduction: Any) -> list[float]:
         value = function(*leaves)
         found.append([value, *torch.autograd.grad(value.square().sum(), leaves)])
     return [relative_error(got, want) for got, want in zip(*reversed(found), strict=True)]
-
-
-def tensors_of_tokens(case: dict[str, Any], count: int, vocab_size: int, generator: torch.Generator) -> dict[str, Any]:
-    """Temperatures and chosen classes for a case that asks for them: one class twice, and none for some tokens."""
-    if "token_ids" not in case:
-        return {}
-    device = compute_device()
-    ids = torch.randint(vocab_size, (count, case["token_ids"]), generator=generator).to(device)
-    ids[:, 1] = ids[:, 0]
-    ids[::3, 2] = -1
-    temperature = 0.5 + torch.rand(count, generator=generator, dtype=torch.float64).to(device)
-    return {"token_ids": ids, "temperature": temperature}
-
-
-def output_error(result: Any, truth: Any, name: str) -> float:
-    """Of one output; of the likeliest classes, their log-probabilities and the remainder."""
-    actual, wanted = getattr(result, name), getattr(truth, name)
-    if name != "top_k":
-        return relative_error(actual.double(), wanted.double())
-    assert torch.equal(actual.ids, wanted.ids)
-    # Three classes of three leave no remainder.
-    remainder = float((actual.remainder - wanted.remainder).abs().max()) if len(actual.remainder) else 0.0
-    return max(relative_error(actual.log_prob, wanted.log_prob), remainder)
 
 
 def test_the_op_refuses_a_weight_that_is_sharded(workers_2: Workers) -> None:
@@ -206,7 +150,7 @@ def given_sharded_weights() -> dict[str, str]:
         sentences[str(cell)] = str(caught.value)
         if isinstance(head.weight, DTensor):
             with pytest.raises(liger_dist.LigerDistError) as caught:
-                liger_dist.cross_entropy(head.weight, torch.zeros(len(head.weight), dtype=torch.int64))
+                liger_dist.cross_entropy(head.weight, on_device.zeros(len(head.weight), dtype=torch.int64))
             sentences[f"logits, {cell}"] = str(caught.value)
         if cell.engine == "zero":
             import deepspeed

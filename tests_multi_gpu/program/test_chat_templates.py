@@ -219,6 +219,7 @@ MARKED_OTHERWISE = {
 """template and kinds where the marks that TRL has added are not what follows the prompt"""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if f"{name}_training" in TEMPLATES))
 def test_the_labels_without_marks_are_those_with_marks(name: str) -> None:
     plain, marked = tokenizer_for(name), tokenizer_for(f"{name}_training")
@@ -228,6 +229,7 @@ def test_the_labels_without_marks_are_those_with_marks(name: str) -> None:
             assert ("".join(got) == "".join(want)) != (kind in MARKED_OTHERWISE.get(name, ())), kind
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llama3"])
 def test_contents_in_parts(name: str) -> None:
     tokenizer = tokenizer_for(name)
@@ -244,6 +246,7 @@ def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
     assert "leaves out or changes: 'Hello world'" in learned(tokenizer, KINDS["one"])
 
 
+@pytest.mark.smoke
 def test_variables_of_a_template() -> None:
     """Qwen3's empty reasoning is the prompt's part, and no label, where it is switched off."""
     tokenizer = tokenizer_for("qwen3")
@@ -256,6 +259,7 @@ def test_variables_of_a_template() -> None:
     assert [text.removesuffix("<|im_end|>\n") for text in found] == ["First answer", "Second answer", "Third answer"]
 
 
+@pytest.mark.smoke
 def test_special_tokens_in_texts() -> None:
     tokenizer = tokenizer_for("llama3")
     eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")

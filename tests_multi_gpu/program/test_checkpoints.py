@@ -78,6 +78,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("damage", "name"), DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(
     damage: Callable[[Path, Path], None], name: str, trained: Path, data: Path, cache: Path, tmp_path: Path, capfd: Any
@@ -182,6 +183,7 @@ def test_one_process_is_continued_by_two(
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=2e-5)
 
 
+@pytest.mark.nightly(strategy=["fsdp1", "ddp"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "ddp"])
 def test_tied_weights_are_read_by_every_strategy(
     strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -370,6 +372,7 @@ def test_a_planted_command_in_deepspeeds_files_does_not_run(
     assert not flag.exists(), "the command ran"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 3])
 def test_deepspeeds_own_files_are_read(
     stage: int, with_deepspeed: dict[int, Path], workers_2: Workers, data: Path, cache: Path, tmp_path: Path

@@ -97,6 +97,7 @@ def test_every_listed_command_exists(name: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith(f"usage: liger-dist {name}")
 
 
+@pytest.mark.smoke
 def test_explain(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{script}:make_model", "--strategy", "none"]) == 0
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -104,6 +105,7 @@ def test_explain(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["adapter"] == "replicated"
 
 
+@pytest.mark.smoke
 def test_verify(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{script}:make_model"]) == 0
     assert "verdict          ok" in capsys.readouterr().out
@@ -113,6 +115,7 @@ def test_verify(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "twice the loss does not give twice lm_head's gradient" in capsys.readouterr().out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -154,6 +157,7 @@ def test_two_processes(script: Path) -> None:
     assert "UserWarning" not in finished.stderr, finished.stderr
 
 
+@pytest.mark.smoke
 def test_the_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -162,6 +166,7 @@ def test_the_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str])
     assert printed.endswith("nothing is wrong\n")
 
 
+@pytest.mark.smoke
 def test_the_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_dist import doctor
 
@@ -187,6 +192,7 @@ def test_the_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.smoke
 def test_the_doctor_knows_which_triton_linear_attention_refuses() -> None:
     from liger_dist.doctor import of_linear_attention
 
@@ -203,6 +209,7 @@ def test_the_doctor_under_torchrun(workers_2: Workers) -> None:
         assert "right over 2 processes" in text
 
 
+@pytest.mark.smoke
 def test_the_doctor_hears_of_every_process(workers_2: Workers) -> None:
     """Wrong sums and few open files of one of them alone."""
     for rank, (text, ok) in enumerate(workers_2.run(diagnosed_with_a_broken_link)):
@@ -247,6 +254,7 @@ esac
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("loaded", "verdict"), [(91002, "note"), (91501, "ok"), (91600, "ok")])
 def test_the_doctor_sees_an_older_cudnn(monkeypatch: pytest.MonkeyPatch, loaded: int, verdict: str) -> None:
     from liger_dist import doctor

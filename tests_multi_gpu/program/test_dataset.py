@@ -104,6 +104,7 @@ def tokens_of(sequences: list[list[Piece]]) -> Counter[int]:
     return Counter(token for sequence in sequences for ids, *_ in sequence for token in ids.tolist())
 
 
+@pytest.mark.nightly(processes=[1])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_counts_agree_with_an_independent_count(
     processes: int, many: Path, documents: list[list[int]], tokenizer_folder: Path, tmp_path: Path
@@ -143,6 +144,7 @@ def test_sequences_hold_every_token_once(
     assert tokens_of([sequence for of_rank in taken for sequence in of_rank]) == tokens_of(sequences)
 
 
+@pytest.mark.nightly
 def test_a_killed_run_keeps_its_finished_shards(tokenizer_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     with data.open("w") as file:
@@ -167,6 +169,7 @@ def test_a_killed_run_keeps_its_finished_shards(tokenizer_folder: Path, tmp_path
     assert counts_in(tmp_path / "run")["sources"][0]["documents_read"] == 4 * len(TEXTS)
 
 
+@pytest.mark.nightly
 def test_processes_that_tokenise_end_with_their_parent(tokenizer_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"{c} {10 * text}"}) + "\n" for c in range(8) for text in TEXTS))
@@ -236,6 +239,7 @@ def test_a_stream_counts_documents_of_any_size(tokenizer_folder: Path, tmp_path:
     assert again.fingerprint == stream.fingerprint
 
 
+@pytest.mark.smoke
 def test_weighted_streams_without_a_row_are_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n' * 50)
@@ -293,6 +297,7 @@ def test_weights_decide_how_often_a_source_is_read(tokenizer_folder: Path, tmp_p
     assert [order[position] for position in (5, 1500, 700)] == [places[position] for position in (5, 1500, 700)]
 
 
+@pytest.mark.nightly(shares=["(0.5, 0.5)", "(0.2, 0.8)"])
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.9, 0.1), (0.2, 0.8)], ids=str)
 def test_weights_of_a_stream_are_shares_of_the_tokens(
     shares: tuple[float, float], tokenizer_folder: Path, tmp_path: Path
@@ -312,6 +317,7 @@ def test_weights_of_a_stream_are_shares_of_the_tokens(
     assert abs(share - shares[0]) < 0.02
 
 
+@pytest.mark.smoke
 def test_a_pass_over_weighted_streams_reads_every_document(tokenizer_folder: Path, tmp_path: Path) -> None:
     """The source that ends last once, the other one at least once."""
     sources, numbers = [], (300, 40)
@@ -481,6 +487,7 @@ def test_a_cache_that_lost_a_token_is_an_error(many: Path, tokenizer_folder: Pat
         loaded(config)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_pretrained_folder_without_a_tokenizer_is_refused(family: str, data: Path, tmp_path: Path) -> None:
     """Transformers makes an empty tokenizer from the config of a Qwen2 model."""

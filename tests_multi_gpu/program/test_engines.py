@@ -46,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(way=["hsdp", "sp", "zero1", "zero2", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_strategy_draws_the_same_curve(
     way: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -63,6 +64,7 @@ def test_every_strategy_draws_the_same_curve(
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
+@pytest.mark.nightly
 def test_the_norm_is_known_without_clipping(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -77,6 +79,7 @@ def test_the_norm_is_known_without_clipping(
         assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("way", [{"strategy": "tp"}, {"strategy": "fsdp2", "sp": 2}], ids=["tp", "sp"])
 @pytest.mark.parametrize("length", [64, 63])
 def test_ranks_of_one_group_read_what_one_process_reads(
@@ -90,6 +93,7 @@ def test_ranks_of_one_group_read_what_one_process_reads(
     np.testing.assert_allclose(*seen, rtol=1e-4)
 
 
+@pytest.mark.nightly(sizes=[{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2}])
 @pytest.mark.skipif(torch.cuda.device_count() in (1, 2, 3), reason="four processes, of GPUs or of CPUs")
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
@@ -118,6 +122,7 @@ def on_four(workers_on_all: Workers, data: Path, cache: Path, tmp_path_factory: 
     return output
 
 
+@pytest.mark.nightly(way=["fsdp1", "ddp", "tp"])
 @pytest.mark.parametrize("way", ["fsdp2", "fsdp1", "ddp", "tp", "none"])
 def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(
     way: str, on_four: Path, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -206,6 +211,7 @@ def test_masters_of_stage_0_are_exported(
     assert any(not torch.equal(weight, rounded[name].float()) for name, weight in model.named_parameters())
 
 
+@pytest.mark.smoke
 def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
     export(on_four, tmp_path / "model", step=6, dtype="float32")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -236,6 +242,7 @@ def test_an_export_generates_as_the_pretrained_model_does(
         assert found[name] == settings[name]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -61,6 +61,7 @@ def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return config
 
 
+@pytest.mark.nightly
 def test_lora_beside_experts_has_their_loads(alone: TrainConfig, workers_2: Workers, tmp_path: Path) -> None:
     config = replace(alone, output_dir=str(tmp_path / "one"), lora_rank=4)
     train(config)
@@ -73,7 +74,13 @@ def test_lora_beside_experts_has_their_loads(alone: TrainConfig, workers_2: Work
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 2})]
+    ("ranks", "sizes"),
+    [
+        (2, {"ep": 2}),
+        pytest.param(2, {}, marks=pytest.mark.nightly),
+        pytest.param(4, {"ep": 2}, marks=pytest.mark.nightly),
+        pytest.param(4, {"ep": 2, "dp_replicate": 2}, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_on_several_ranks_is_that_of_one_process(
     ranks: int, sizes: dict[str, int], alone: TrainConfig, workers_2: Workers, workers_4: Workers, tmp_path: Path
@@ -112,6 +119,7 @@ def test_a_checkpoint_of_experts_on_several_ranks_goes_on_in_one_process(
         assert mine == pytest.approx(expected, rel=2e-4)
 
 
+@pytest.mark.nightly
 def test_a_tied_mixture_on_several_ranks_is_that_of_one_process(
     alone: TrainConfig, cache: Path, workers_2: Workers, tmp_path: Path
 ) -> None:
@@ -141,6 +149,7 @@ def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
         assert 0 < row["experts/router_entropy"] <= torch.tensor(6.0).log() + 1e-3
 
 
+@pytest.mark.smoke
 def test_loads_without_a_forward_are_no_numbers() -> None:
     model = liger_dist.wrap(make_model("qwen3_moe"))
     loads = ExpertLoads(model)
@@ -206,6 +215,7 @@ def test_wrong_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None
         parallel_dims_of(TrainConfig(**changes), 4)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -243,6 +253,7 @@ def test_the_preset_is_the_released_shape_and_its_active_parameters_count(tmp_pa
     assert AutoConfig.for_model("qwen3_moe").num_experts == 128
 
 
+@pytest.mark.smoke
 def test_a_plan_knows_experts(data: Path, cache: Path, tmp_path: Path) -> None:
     config = config_for(data, cache, tmp_path, model="qwen3_moe_tiny", strategy="fsdp2")
     model_config = find_config(config, 601)

@@ -34,7 +34,8 @@ FEW = 40
 CONFIG = TrainConfig(model="", data=[], strategy="fsdp2", ep=2, dtype="float32")
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param((), marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", [SOME, pytest.param((), marks=[pytest.mark.nightly, pytest.mark.timeout(900)])])
 def test_families_on_two_ranks(names: tuple[str, ...], workers_2: Workers) -> None:
     from transformers.distributed import DistributedConfig
 

@@ -49,6 +49,7 @@ def test_dora_on_4_bits(workers_2: Workers, data: Path, cache: Path, tmp_path: P
     assert losses_of(tmp_path / "fsdp2") == pytest.approx(losses_of(tmp_path / "none"), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_strategy(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     """Two steps on two ranks and two on one are four on one."""
     base = write_base(cache, tmp_path / "base")
@@ -106,6 +107,7 @@ def bytes_of_4_bits(config: Any) -> tuple[int, int]:
     return weights + scales, found.parameters
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("strategy", "frozen"), [("fsdp2", "shard"), ("fsdp2", "replicate"), ("ddp", "shard")])
 def test_a_dry_run_knows_4_bits(
     strategy: str, frozen: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path

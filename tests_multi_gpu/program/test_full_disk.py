@@ -87,6 +87,7 @@ def test_metrics_on_a_full_disk(data: Path, cache: Path, small_disk: Path) -> No
     assert "No space left" in said
 
 
+@pytest.mark.nightly(in_background=[True])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_is_one_sentence(
     in_background: bool, data: Path, cache: Path, trained: Path, tmp_path: Path
@@ -121,11 +122,11 @@ def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, tra
     assert losses_of(small_disk) == pytest.approx(losses_of(trained)[:4], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [{"strategy": "fsdp2"}, {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero3.json")}],
-    ids=["fsdp2", "zero3"],
-)
+ZERO3 = {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero3.json")}
+
+
+@pytest.mark.nightly(way=[ZERO3])
+@pytest.mark.parametrize("way", [{"strategy": "fsdp2"}, ZERO3], ids=["fsdp2", "zero3"])
 def test_a_disk_that_is_full_for_one_rank(
     way: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_shape_of_qwen3_5_4b_has_its_size() -> None:
     check_packing(config, model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("program", ["train", "plan", "teacher", "score"])
 def test_documents_that_would_mix_are_refused_before_data_is_read(
     program: str, data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

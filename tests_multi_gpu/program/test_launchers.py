@@ -42,6 +42,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert processes == "2"
 
 
+@pytest.mark.nightly
 def test_the_deepspeed_launcher_with_only_the_json_changed(tmp_path: Path) -> None:
     """A program that knows nothing of this library."""
     launch = [str(BIN / "liger-dist"), "deepspeed", str(BIN / "deepspeed"), "--num_accelerators", "2"]
@@ -225,7 +226,7 @@ def test_slurm_signals_before_the_run_begins(tmp_path: Path) -> None:
     assert not slurm.running.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="programs that meet on CPUs")
 def test_a_requeued_job_goes_on_where_it_was(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     """With torchrun and the program. The command begins anew, which counts the first time only."""
@@ -258,6 +259,7 @@ def test_a_requeued_job_goes_on_where_it_was(data: Path, cache: Path, trained: P
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
 
 
+@pytest.mark.nightly
 def test_the_smoke_test_on_cpus(tmp_path: Path) -> None:
     finished = started(
         "cpu_smoke.sh", "--output_dir", str(tmp_path / "run"), "--cache_dir", str(tmp_path), LOG_DIR=str(tmp_path)

@@ -51,7 +51,8 @@ def without_names(counts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in source.items() if name not in ("source", "files")}
 
 
-@pytest.mark.parametrize("eval_fraction", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
+@pytest.mark.nightly
+@pytest.mark.parametrize("eval_fraction", [pytest.param(0.0, marks=pytest.mark.nightly), 0.05])
 def test_a_long_text_file_is_one_document_in_the_cache(
     eval_fraction: float,
     books: dict[str, Path],
@@ -80,6 +81,7 @@ def test_a_long_text_file_is_one_document_in_the_cache(
     assert lengths[2] > 2**18, "a sequence that is longer than a text has all of it"
 
 
+@pytest.mark.nightly(sequence_length=[1000])
 @pytest.mark.parametrize(("sequence_length", "weights"), [(1000, None), (1000, [1.0]), (2**21, None)])
 def test_a_long_text_file_is_one_document_of_a_stream(
     sequence_length: int, weights: list[float] | None, books: dict[str, Path], tokenizer_folder: Path, tmp_path: Path
@@ -156,6 +158,7 @@ def test_labels_are_those_of_the_sequences(streaming: bool, tokenizer_folder: Pa
     assert counts["sources"][0]["labels"] == expected
 
 
+@pytest.mark.smoke
 def test_a_file_of_two_sources_counts_for_the_one_that_reads_it(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all"
     folder.mkdir()
@@ -182,6 +185,7 @@ def test_a_file_of_two_sources_counts_for_the_one_that_reads_it(tokenizer_folder
         assert resumed.counts([resumed.state()]) == data.counts([state])
 
 
+@pytest.mark.smoke
 def test_a_row_group_of_parquet_is_decoded_a_few_times(tmp_path: Path) -> None:
     """Whatever the size of the parts: each decodes its row group from the start to its own end."""
     rows = [{"text": f"row {row}"} for row in range(3000)]

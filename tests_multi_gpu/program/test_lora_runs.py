@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_tensors import full_parameters
 from harness import Workers
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -70,11 +71,11 @@ def stored_of_a_run(config: TrainConfig) -> tuple[int, int, dict[str, tuple[torc
         model = engine_of(config).model
     finally:
         model_module.wrap = wrap
-    named = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
-    full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named.items()}
-    return at_wrap[0], bytes_held(model), {name: (p.dtype, p.float()) for name, p in full.items()}
+    found = {name: (p.dtype, p.float()) for name, p in full_parameters(model).items()}
+    return at_wrap[0], bytes_held(model), found
 
 
+@pytest.mark.nightly(dora=[True])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_fsdp2_holds_no_full_base(
@@ -107,6 +108,7 @@ def test_lora_fsdp2_holds_no_full_base(
     assert {p.dtype for name, p in expected.items() if "lora_" in name} == {torch.float32}
 
 
+@pytest.mark.nightly(dora=[True])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_lora_fsdp2_losses_are_those_of_one_process(
     dora: bool, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -189,11 +191,13 @@ def test_lora_checkpoints_without_checksums_of_the_base_resume_by_its_path(
     export(run, tmp_path / "exported", step=2)
 
 
+@pytest.mark.smoke
 def test_export_of_full_weights_has_no_base(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LigerDistError, match=r"--base is .* has all weights of its model"):
         export(trained, tmp_path / "exported", step=None, base=tmp_path)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_lora_export_unties_what_it_changes(target: str, data: Path, cache: Path, tmp_path: Path) -> None:
     base = write_base(cache, tmp_path / "base", tied=True)

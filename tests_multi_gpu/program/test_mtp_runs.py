@@ -74,6 +74,7 @@ def test_mtp_run_resumes_exactly(data: Path, cache: Path, tmp_path: Path) -> Non
         train(replace(half, stop_at_step=None, steps=6, resume=True, mtp='{"depth": 1}'))
 
 
+@pytest.mark.nightly(lm_head=["gather"])
 @pytest.mark.parametrize("lm_head", ["gather", "vocab_parallel"])
 def test_mtp_run_under_fsdp2_is_that_of_one_process(
     lm_head: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -88,6 +89,7 @@ def test_mtp_run_under_fsdp2_is_that_of_one_process(
             assert mine[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -104,6 +106,7 @@ def test_wrong_mtp_options_are_refused(changes: dict[str, Any], sentence: str) -
         TrainConfig(**changes)
 
 
+@pytest.mark.smoke
 def test_a_plan_and_utilisation_know_mtp(data: Path, cache: Path, tmp_path: Path) -> None:
     config = config_for(data, cache, tmp_path, **ALONE, **SHORT)
     plain = replace(config, mtp=None)

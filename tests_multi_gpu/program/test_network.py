@@ -19,7 +19,7 @@ from training_runs import LAUNCH, as_options, config_for, losses_of, metrics_of
 
 HOSTS = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(torch.cuda.is_available(), reason="hosts that meet on CPUs"),
     pytest.mark.timeout(400),
 ]

@@ -250,6 +250,7 @@ def test_a_copy_of_the_data_is_the_same_data(trained: Path, data: Path, cache: P
     train(config_for(tmp_path / "copied", cache, tmp_path / "run", **ALONE, resume=True, steps=13))
 
 
+@pytest.mark.nightly(ranks=[1])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_streamed_run_goes_on_exactly_or_is_refused(
     ranks: int, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -381,6 +382,7 @@ def test_tensorboard_has_the_numbers(data: Path, cache: Path, tmp_path: Path) ->
         train(config_for(data, cache, tmp_path / "other", **ALONE, trackers=["tensorbord"]))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name", ["linear", "cosine", "constant_with_warmup", "warmup_stable_decay", "cosine_with_min_lr"]
 )
@@ -421,6 +423,8 @@ def test_weight_decay_is_of_matrices_that_are_not_named() -> None:
     assert {(*group["betas"], group["eps"]) for group in optimizer.param_groups} == {(0.8, 0.95, 1e-6)}
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(strategy=["none"])
 @pytest.mark.parametrize("strategy", ["none", "fsdp2"])
 def test_states_of_eight_bits(strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
@@ -438,6 +442,7 @@ def test_states_of_eight_bits(strategy: str, workers_2: Workers, data: Path, cac
     assert len(losses_of(tmp_path / "run")) == 6
 
 
+@pytest.mark.nightly
 def test_states_of_eight_bits_resume(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     """Bit for bit; and in one process, where k_proj has 4096 numbers, enough for 8 bits, and again in two."""
     pytest.importorskip("torchao")
@@ -464,6 +469,7 @@ def test_states_of_eight_bits_resume(workers_2: Workers, data: Path, cache: Path
     assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "whole")
 
 
+@pytest.mark.smoke
 def test_states_of_eight_bits_are_read_as_fp32_and_the_other_way_round(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     from torchao.optim.subclass_8bit import OptimState8bit

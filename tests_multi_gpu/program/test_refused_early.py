@@ -33,6 +33,7 @@ def texts(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -78,6 +79,7 @@ def test_what_is_right_runs(texts: Path, tokenizer_folder: Path, tmp_path: Path)
     train(short(texts, tokenizer_folder, tmp_path, **changes))
 
 
+@pytest.mark.smoke
 def test_names_of_lora_layers_are_parameters() -> None:
     config = TrainConfig(lora_rank=2, dora=True, no_weight_decay=["lora_magnitude_vector"])
     lora = add_lora(make_model("llama", dtype=torch.float32).cpu(), config, has_weights=True)
@@ -93,6 +95,7 @@ def test_a_model_in_the_cache_of_a_hub_is_named(texts: Path, tokenizer_folder: P
         train(short(texts, tokenizer_folder, tmp_path, model=str(tmp_path / "models--a--b")))
 
 
+@pytest.mark.smoke
 def test_a_dataset_in_the_cache_of_a_hub_is_read(texts: Path, tmp_path: Path) -> None:
     """As ``hf download`` leaves it: links from snapshots to blobs."""
     folder = tmp_path / "datasets--a--b"
@@ -134,6 +137,7 @@ def test_a_saved_dataset_with_a_format_is_read(format: str, tokenizer_folder: Pa
         assert data.counts([])["sources"][0]["labels"] == 90
 
 
+@pytest.mark.smoke
 def test_a_csv_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("text,id,text\na,1,b\n")
@@ -144,6 +148,7 @@ def test_a_csv_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     assert [(row.values or {})["text"] for row in rows_of(file)] == ["a"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -96,6 +96,7 @@ def test_a_job_that_its_queue_starts_again_goes_on(
         train(dataclasses.replace(config, overwrite=False))
 
 
+@pytest.mark.smoke
 def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
@@ -112,6 +113,7 @@ def test_what_a_killed_run_left_is_removed(data: Path, cache: Path, trained: Pat
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 6, 7]
 
 
+@pytest.mark.smoke
 def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     """As where it was lost before its checksum was noted: a file of the right size, with nothing in it."""
     shutil.copytree(trained, tmp_path / "run")
@@ -243,6 +245,7 @@ def after_a_while() -> tuple[int, bool]:
     return result, heard > 3
 
 
+@pytest.mark.smoke
 def test_errors_before_ranks_meet_are_said_once_on_each_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +269,7 @@ def test_errors_before_ranks_meet_are_said_once_on_each_machine(
         assert printed.endswith(said) if said else printed == ""
 
 
+@pytest.mark.smoke
 def test_folders_are_written_as_a_whole(tmp_path: Path) -> None:
     def fail(partial: Path) -> None:
         partial.mkdir()
@@ -311,6 +315,7 @@ def refused_without_a_shared_disk(config: TrainConfig, option: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 def test_checkpoints_of_which_none_is_complete(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     """They are neither removed, nor is the run begun anew without a word."""
     shutil.copytree(trained, tmp_path / "run")
@@ -352,6 +357,7 @@ def test_a_run_that_is_done_says_so(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.smoke
 def test_what_is_written_when_numbers_break_is_published(data: Path, cache: Path, tmp_path: Path) -> None:
     own, own_save, steps = Trainer.step, TorchEngine.save, []
 
@@ -376,6 +382,7 @@ def test_what_is_written_when_numbers_break_is_published(data: Path, cache: Path
     assert published(tmp_path) == ["step-00000002"]
 
 
+@pytest.mark.smoke
 def test_a_preset_is_no_folder_of_its_name(
     data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +391,7 @@ def test_a_preset_is_no_folder_of_its_name(
     assert len(losses_of(Path("tiny"))) == 1
 
 
+@pytest.mark.smoke
 def test_a_model_folder_without_all_weights_is_refused(data: Path, cache: Path, trained: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -403,6 +411,7 @@ def test_a_model_folder_without_all_weights_is_refused(data: Path, cache: Path, 
         train(config)
 
 
+@pytest.mark.smoke
 def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
     """A whole process group is told, torchrun with it, which tells its processes once more."""
     interruption = Interruption(60.0, lambda: 0)
@@ -412,6 +421,7 @@ def test_the_signal_that_torchrun_hands_on_is_no_second_one() -> None:
         assert interruption.requested
 
 
+@pytest.mark.smoke
 def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path) -> None:
     for changes, words in (
         ({"strategy": "ddp", "lm_head": "vocab_parallel"}, "lm_head is vocab_parallel"),
@@ -424,6 +434,7 @@ def test_plans_of_what_would_be_refused(data: Path, cache: Path, tmp_path: Path)
             train(plan)
 
 
+@pytest.mark.nightly(strategy=["ddp"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_layers_that_are_compiled(
     strategy: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path

@@ -62,6 +62,7 @@ def train_with_broken_steps(config: TrainConfig) -> None:
         train(config)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["none", "fsdp1", "fsdp2", "ddp"])
 def test_steps_with_nan_are_skipped_and_counted(
     strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path, capsys: Any
@@ -141,6 +142,7 @@ def test_a_moving_average_is_evaluated_saved_and_resumed(
         export(tmp_path / "plain", tmp_path / "none", step=None, ema=True)
 
 
+@pytest.mark.smoke
 def test_the_average_is_that_of_its_definition() -> None:
     model = nn.Linear(3, 2)
     average = Ema(model, 0.75)
@@ -188,6 +190,7 @@ def test_muon_on_shards_is_muon(workers_2: Workers) -> None:
     workers_2.run(muon_steps)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8), (33, 7)], ids=str)
 def test_muon_is_torchs(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -203,6 +206,7 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(own, torchs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["none", "fsdp2"])
 def test_muon_trains_and_resumes_exactly(
     strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -261,6 +265,7 @@ def test_every_held_out_set_has_its_loss(data: Path, cache: Path, tmp_path: Path
     assert min(each.values()) < row["eval_loss"] < max(each.values())
 
 
+@pytest.mark.nightly(strategy=["fsdp1"])
 @pytest.mark.parametrize("strategy", ["none", "fsdp1", "fsdp2"])
 def test_prompts_are_continued_as_the_exported_model_does(
     strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -319,6 +324,7 @@ def chats(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.nightly(streaming=[True])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_long_conversations_are_cut_or_bad(streaming: bool, cache: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
@@ -355,6 +361,7 @@ def test_long_conversations_are_cut_or_bad(streaming: bool, cache: Path, tmp_pat
         run(max_bad_rows=0.19)
 
 
+@pytest.mark.smoke
 def test_cut_labels_are_those_of_the_whole(cache: Path, tmp_path: Path) -> None:
     """The labels of a cut conversation are the first ones of the same conversation in a longer sequence."""
     config = config_for(chats(tmp_path), cache, tmp_path / "run", **ALONE, eval_fraction=0.0)
@@ -477,6 +484,7 @@ print("done")
 """
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_that_vanishes_is_no_error(tmp_path: Path) -> None:
     """It gets its name, or is removed, while its files are counted."""
     ended = threading.Event()

@@ -203,12 +203,14 @@ def test_a_last_piece_of_one_token(teacher: Path, data: Path, cache: Path, tmp_p
     assert source["labels"] == report["labels"]
 
 
+@pytest.mark.smoke
 def test_labels_without_a_class(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
     """The most likely class of some tokens is one that the tokenizer does not have."""
     with InThisProcess() as here, pytest.raises(liger_dist.LigerDistError, match=r"labels of shard .*larger --top_k"):
         here.run(score, settings(data / "ast0.txt", cache, tmp_path, teacher, top_k=1))
 
 
+@pytest.mark.smoke
 def test_a_disk_that_one_rank_cannot_write_to(teacher: Path, data: Path, cache: Path, tmp_path: Path) -> None:
     """The shard's place is taken by a folder."""
     config = settings(data / "ast0.txt", cache, tmp_path, teacher)
@@ -227,6 +229,7 @@ def training(scores: Path, cache: Path, folder: Path, **changes: Any) -> TrainCo
     return config_for(scores / "data", cache, folder, **(given | changes))
 
 
+@pytest.mark.nightly(way=["vocab_parallel", "fsdp1", "weighted stream"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_strategy_draws_the_same_curve(
     way: str, scores: Path, workers_2: Workers, cache: Path, tmp_path: Path
@@ -322,6 +325,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", BAD)
 def test_bad_rows(case: str, cache: Path, tmp_path: Path) -> None:
     """The row and what is wrong with it are named, and nothing is trained."""

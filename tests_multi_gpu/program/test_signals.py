@@ -41,9 +41,10 @@ def is_computing(process: subprocess.Popen[str], folder: Path) -> bool:
     return (folder / "checkpoints" / "begun").is_file()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1))],
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGINT, signal.SIGUSR1))],
     ids=lambda number: number.name,
 )
 def test_a_signal_inside_a_long_step_saves_and_ends(
@@ -88,7 +89,8 @@ def test_the_last_checkpoint_has_the_time_that_torchrun_gives(monkeypatch: pytes
     assert float(given) + 60 <= float(signal_at), "Slurm's signal comes early enough to requeue the job afterwards"
 
 
-@pytest.mark.parametrize("newest", [pytest.param("none", marks=pytest.mark.slow), "that of step 6"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("newest", [pytest.param("none", marks=pytest.mark.nightly), "that of step 6"])
 def test_a_micro_batch_that_takes_longer_than_the_grace(
     newest: str, data: Path, cache: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +121,8 @@ def test_a_micro_batch_that_takes_longer_than_the_grace(
     ), output
 
 
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_path: Path) -> None:
     config = config_for(data, cache, tmp_path / "run", **LONG_STEP)
     with ends_within(120, tmp_path):
@@ -139,7 +142,7 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
             {"tp": 3, "strategy": "tp"},
             "--tp 3 needs 3 processes but 2 are running",
             id="layout",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {"lr_scheduler_kwargs": '{"slope": 1}'}, "does not take slope of --lr_scheduler_kwargs", id="schedule"
@@ -148,7 +151,7 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
             {"data": ["nowhere.jsonl"]},
             "the data file nowhere.jsonl does not exist",
             id="data",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -78,6 +78,7 @@ def test_rows_are_read_once_however_a_file_is_cut(size: int, tmp_path: Path) -> 
     assert len(found) == 6 * len(rows), "a folder has all of its files, and saved datasets"
 
 
+@pytest.mark.smoke
 def test_what_of_a_folder_is_data(tmp_path: Path) -> None:
     """As a hub, an editor, Python and macOS leave it: splits and hidden names as ``datasets`` reads them; what is not
     read is listed."""
@@ -221,6 +222,7 @@ def test_turns_that_are_marked_are_not_learned(values: dict[str, Any], expected:
     assert everything == encoded(tokenizer, {"messages": plain})["ids"].tolist(), "and stay in the text"
 
 
+@pytest.mark.smoke
 def test_a_system_prompt_and_a_history_are_read(tokenizer: Any) -> None:
     system = [{"role": "system", "content": "how are you"}]
     for values, turns in (
@@ -293,6 +295,7 @@ def test_labels_are_the_ids_where_a_turn_is_predicted(tokenizer: Any) -> None:
     assert (row["labels"][shown] == row["ids"][shown]).all()
 
 
+@pytest.mark.smoke
 def test_columns_have_the_names_that_options_say(tokenizer: Any) -> None:
     format = Format(text_column="body", messages_column="chat")
     assert learned(tokenizer, {"body": "hello"}, format) == "hello<|end|>"
@@ -360,6 +363,7 @@ def test_a_bad_row_says_what_is_wrong(values: dict[str, Any], words: str, tokeni
     assert len(row["ids"]) == 0
 
 
+@pytest.mark.smoke
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     own = load_tokenizer(tmp_path)
@@ -400,6 +404,7 @@ def test_data_that_is_none_is_refused(make: Any, words: str, tmp_path: Path) -> 
         find_source(str(make(tmp_path)))
 
 
+@pytest.mark.smoke
 def test_files_of_other_programs_are_read_as_they_are(tmp_path: Path) -> None:
     long = "x" * 200_000
     (tmp_path / "a.csv").write_bytes(f'\ufefftext,other\n"{long}",1\n'.encode())
@@ -425,6 +430,7 @@ def test_a_tokenizer_is_not_trained_on_broken_rows(tmp_path: Path) -> None:
     assert not (tmp_path / "tokenizer").exists()
 
 
+@pytest.mark.smoke
 def test_bytes_that_are_not_utf8_make_bad_rows(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text " * 10**6 + b"caf\xe9 au lait")
     (found,) = rows_of(tmp_path / "a.txt")

@@ -84,6 +84,7 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
     return sentences
 
 
+@pytest.mark.nightly(strategy=["fsdp1"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_accumulation_holds_sharded_gradients_alone(
     strategy: Any, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -127,6 +128,7 @@ def bytes_before_each_micro_batch(config: TrainConfig) -> tuple[list[int], int]:
     return held, 4 * numbers
 
 
+@pytest.mark.smoke
 def test_a_tracker_that_fails_is_left_out(data: Path, cache: Path, tmp_path: Path) -> None:
     from accelerate.tracking import TensorBoardTracker
 

@@ -41,6 +41,7 @@ from liger_dist_train.trainer import Trainer
 ZERO_2 = {"strategy": "deepspeed", "deepspeed": str(LAUNCH / "deepspeed" / "zero2.json")}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes that meet on CPUs")
 def test_two_nodes_survive_a_killed_worker(data: Path, cache: Path, tmp_path: Path, workers_2: Workers) -> None:
     """Two agents of one process meet by c10d's rendezvous and train as one job of two. One worker is killed; the
@@ -117,6 +118,7 @@ def has_ended(pid: int, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("frozen", [1, 0])
 def test_a_frozen_rank_is_named(frozen: int, data: Path, cache: Path, tmp_path: Path) -> None:
     """Rank 0 with the store that all ranks talk through, as on several machines."""

@@ -63,6 +63,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert published(trained) == ["step-00000006", "step-00000012"]
 
 
+@pytest.mark.nightly(dtype=["bfloat16"])
 @pytest.mark.parametrize(("strategy", "dtype", "tolerance"), [("fsdp2", "float32", 1e-5), ("ddp", "bfloat16", 2e-2)])
 def test_fused_and_unfused_losses_agree_at_every_step(
     strategy: str, dtype: str, tolerance: float, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -78,6 +79,7 @@ def test_fused_and_unfused_losses_agree_at_every_step(
     assert np.abs(np.subtract(*losses)).max() < (tolerance if not torch.cuda.is_available() else max(tolerance, 1e-3))
 
 
+@pytest.mark.nightly(strategy=["fsdp1"])
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_long_sequences_with_tiles_and_offloaded_checkpoints(
     data: Path, cache: Path, tmp_path: Path, workers_2: Workers, strategy: str
@@ -172,11 +174,13 @@ def test_weights_of_a_folder_are_loaded_under_fsdp2(
     assert abs(losses[0] - losses[1]) < 1e-5
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_of_another_model_is_refused(data: Path, cache: Path, trained: Path) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"another model: .*hidden_size 128 instead of 384"):
         train(config_for(data, cache, trained, resume=True, model="small", strategy="none"))
 
 
+@pytest.mark.smoke
 def test_errors_of_a_new_user_in_one_process(data: Path, cache: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
@@ -304,6 +308,7 @@ def test_the_order_of_data_is_a_function_of_seed_and_step() -> None:
     assert [other[i] for i in range(10)] != [first[i] for i in range(10)]
 
 
+@pytest.mark.smoke
 def test_sections_nulls_and_numbers_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -323,6 +328,7 @@ def test_sections_nulls_and_numbers_of_a_file(tmp_path: Path) -> None:
         parse(["--steps", "1.5"])
 
 
+@pytest.mark.smoke
 def test_command_line_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("steps: 5\ndata: [a, b]\nfused_loss: false\nlearning_rate: 0.5\n")

@@ -52,6 +52,7 @@ def settings(data: Path, cache: Path, folder: Path, teacher: Path | str, **chang
     )
 
 
+@pytest.mark.nightly(way=["vocab_parallel", "fsdp1", "ddp", "tp", "zero3"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_strategy_draws_the_same_curve(
     way: str, alone: list[float], teacher: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
@@ -103,6 +104,7 @@ def test_refused_options(options: list[str], sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_a_teacher_that_does_not_fit(data: Path, cache: Path, teacher: Path, tmp_path: Path) -> None:
     config = AutoModelForCausalLM.from_pretrained(teacher).config
     config.vocab_size = 300
@@ -114,6 +116,7 @@ def test_a_teacher_that_does_not_fit(data: Path, cache: Path, teacher: Path, tmp
         assert sentence in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_the_plan_has_the_teacher(
     data: Path, cache: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -398,6 +398,7 @@ def test_the_oldest_releases_are_one_list() -> None:
         assert f"| {package} | {least} | {', '.join(releases)} |" in page
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("is_newer", [True, False])
 def test_the_doctor_tells_of_a_release_that_is_newer_than_those_checked(
     is_newer: bool, monkeypatch: pytest.MonkeyPatch

@@ -227,6 +227,7 @@ RUN = [
 ]
 
 
+@pytest.mark.nightly(page=["docs/distillation.md", "docs/training.md", "docs/cuda_graphs.md"])
 @pytest.mark.timeout(480)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs here")
 @pytest.mark.parametrize(("page", "text"), RUN, ids=[page for page, _ in RUN])

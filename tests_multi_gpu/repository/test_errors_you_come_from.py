@@ -129,7 +129,7 @@ def test_every_row_is_raised_here() -> None:
     assert set(named) == {*RAISED, MEMORY}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("error", RAISED)
 def test_the_error(error: str, workers_2: Workers) -> None:
     if error == "integer division or modulo by zero":
@@ -151,6 +151,7 @@ WRAPPED_BY = {"fsdp2": "fsdp2", "fsdp1": "fsdp1", "flat fsdp1": "fsdp1", "zero3"
 LINES = [(error, line, strategy) for error, _, line in ROWS if error != MEMORY for _, strategy in RAISED[error]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("error", "line", "strategy"), LINES, ids=[f"{error}, {way}" for error, _, way in LINES])
 def test_the_line_ends_it(error: str, line: str, strategy: str, workers_2: Workers) -> None:
     """The model trains one step with that line as it does unsharded."""

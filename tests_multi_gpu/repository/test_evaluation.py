@@ -45,7 +45,7 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path: Path) -> None:
             # The tokenizer has the same chat template; what the model answers is nothing to compare.
             shutil.copytree(tmp_path / "runs" / "train" / "exported", tmp_path / "runs" / "chats" / "exported")
         run_in(tmp_path, line.removeprefix("HF_HUB_OFFLINE=1 "))
-    bits = [compare(tmp_path, tmp_path / "runs" / name) for name in ("train", "lora")]
+    bits = [assert_log_likelihoods(tmp_path, tmp_path / "runs" / name) for name in ("train", "lora")]
     assert abs(bits[0] - bits[1]) > 1e-4, "LoRA changed nothing"
     asked = [sample["arguments"]["gen_args_0"]["arg_0"] for sample in samples(tmp_path / "runs" / "chats", "colours")]
     assert len(asked) == 200
@@ -68,7 +68,7 @@ def samples(run: Path, task: str) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def compare(folder: Path, run: Path) -> float:
+def assert_log_likelihoods(folder: Path, run: Path) -> float:
     """Asserts that every log-likelihood is that of transformers alone; returns the bits per byte."""
     tokenizer: Any = AutoTokenizer.from_pretrained(run / "exported")
     model: Any = AutoModelForCausalLM.from_pretrained(run / "exported", dtype=torch.float32).double().eval()

@@ -35,6 +35,7 @@ def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
     assert "the same losses as without a graph" in said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
     command = [*EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]

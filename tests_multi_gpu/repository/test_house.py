@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from repeated import REPEATED, missing_tests
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -210,6 +209,7 @@ def test_every_package_is_installed() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists(), "the name 'kernels' belongs to another package"
 
 
+@pytest.mark.smoke
 def test_continuous_integration_runs_the_readmes_commands() -> None:
     commands = (ROOT / ".ci" / "run").read_text()
     readme = (ROOT / "README.md").read_text()
@@ -218,6 +218,35 @@ def test_continuous_integration_runs_the_readmes_commands() -> None:
         assert command in readme
 
 
-def test_what_make_test_leaves_out_exists() -> None:
-    assert REPEATED
-    assert missing_tests(Path(__file__).parents[1]) == []
+FACTORIES = {
+    *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"),
+}
+"""of torch, whose tensors are on the CPU unless a device is given"""
+ON_GPUS = ("kernels", "losses", "fused_layers", "fused_head", "conformance", "sharding")
+"""folders that ``make test-gpu`` runs, and the modules beside them"""
+
+
+def without_device(source: str) -> list[int]:
+    """Lines on which a factory of torch is called without a device."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return sorted(
+        call.lineno
+        for call in calls
+        if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES}
+        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    )
+
+
+@pytest.mark.smoke
+def test_tensors_of_tests_are_on_the_device_of_the_tests() -> None:
+    """A test that passes on a CPU alone is found there: ``on_device`` builds tensors, or a call names its device."""
+    tests = ROOT / "tests_multi_gpu"
+    beside = [path for path in tests.glob("*.py") if path.stem not in HOST_MODELS]
+    files = [*beside, *(path for folder in ON_GPUS for path in (tests / folder).glob("*.py"))]
+    found = {path.relative_to(tests): lines for path in files if (lines := without_device(path.read_text()))}
+    assert not found, "build these tensors by on_device, or name their device"
+    assert without_device("torch.ones(2)\ntorch.ones(2, device='cpu')\nrandom.rand(2)\n") == [1]
+
+
+HOST_MODELS = ("verl_engines", "openrlhf_actors", "skyrl_models")
+"""modules with engines of other frameworks, which build their own tensors"""

@@ -16,7 +16,7 @@ from training_runs import ROOT
 PAGE = ROOT / "docs" / "own_chats.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs")
 def test_from_chats_to_answers(tmp_path: Path) -> None:
     for name in ("docs", "launch"):

@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "page", ["adding_a_kernel", "adding_a_host", pytest.param("adding_a_layout", marks=pytest.mark.slow)]
+    "page",
+    [
+        "adding_a_kernel",
+        *(pytest.param(page, marks=pytest.mark.nightly) for page in ("adding_a_host", "adding_a_layout")),
+    ],
 )
 def test_the_files_of_a_page_work(page: str, tmp_path: Path) -> None:
     for folder in ("liger_dist", "kernels", "launch", "tests_multi_gpu"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.smoke
 def test_the_reason_comes_first_when_no_adapter_serves() -> None:
     from matrix import SITUATIONS
 

@@ -57,6 +57,7 @@ def generate(model: Any) -> None:
 MOMENTS = ("before the optimizer", "before backward", "before step", "after step")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_calls_without_gradients_change_no_training_step(layout: str, tied: bool, workers_2: Workers) -> None:
@@ -109,6 +110,7 @@ def error_after_steps(layout: str, tied: bool, call: Callable[[Any], None], mome
     return max(float((full(p) - truth[name]).abs().max()) for name, p in model.named_parameters())
 
 
+@pytest.mark.smoke
 def test_generate_gathers_what_stays_unsharded_once(workers_2: Workers) -> None:
     """Not once for each token: lm_head and final norm stay for the tokens of a call."""
     for gathers in workers_2.run(gathers_of_lm_head):

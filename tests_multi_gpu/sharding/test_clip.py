@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from harness import Workers
@@ -20,7 +21,7 @@ def clipped(rank: int, norm_type: float) -> None:
     flat = init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
     # Of the last two, one rank has an empty shard, and every rank all.
-    full = [torch.randn(*shape) for shape in ((8, 6), (12, 4), (5,), (7, 3), (3, 2), (4,))]
+    full = [on_device.randn(*shape) for shape in ((8, 6), (12, 4), (5,), (7, 3), (3, 2), (4,))]
     grads = [torch.randn_like(value) * 3 for value in full]
     sharded: list[Any] = [
         distribute_tensor(full[0], grid, [Shard(0), Shard(1)]),
@@ -45,7 +46,7 @@ def clipped(rank: int, norm_type: float) -> None:
     for parameter, other in zip(parameters, plain, strict=True):
         found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         torch.testing.assert_close(found, other.grad)
-    assert torch.equal(liger_dist.clip_grad_norm_([], 1.0), torch.zeros(()))
+    assert torch.equal(liger_dist.clip_grad_norm_([], 1.0), on_device.zeros(()))
     gradient = parameters[2].grad
     assert gradient is not None
     gradient[0] = float("inf")
@@ -61,8 +62,9 @@ def test_clipping_adds_up_norms_on_two_meshes(norm_type: float, workers_4: Worke
     workers_4.run(clipped, 0, norm_type)
 
 
+@pytest.mark.smoke
 def test_clipping_refuses_what_it_cannot_add_up() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
+    parameter = nn.Parameter(on_device.zeros(2))
     with pytest.raises(liger_dist.LigerDistError, match="max_norm is -1"):
         liger_dist.clip_grad_norm_([parameter], -1)
     parameter.ds_id, parameter.ds_shape = 0, parameter.shape  # type: ignore[attr-defined]
@@ -74,9 +76,9 @@ def test_gradients_of_several_dtypes() -> None:
     """Against fp64; each is multiplied by a factor of its dtype."""
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    parameters = [nn.Parameter(torch.zeros(50, 3, dtype=dtype)) for dtype in dtypes]
+    parameters = [nn.Parameter(on_device.zeros(50, 3, dtype=dtype)) for dtype in dtypes]
     for parameter in parameters:
-        parameter.grad = torch.randn(50, 3).to(parameter.dtype)
+        parameter.grad = on_device.randn(50, 3).to(parameter.dtype)
     true = [parameter.grad.double().clone() for parameter in parameters if parameter.grad is not None]
     norm = torch.cat(true).norm()
     assert float(liger_dist.clip_grad_norm_(parameters, 1.0)) == pytest.approx(float(norm), rel=1e-2)
@@ -89,8 +91,8 @@ def test_gradients_of_several_dtypes() -> None:
 
 def test_a_norm_that_fp16_cannot_hold() -> None:
     """The factor of fp16 gradients is that of the largest fp16 number, not 0."""
-    large, small = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
-    large.grad, small.grad = torch.tensor([1e6]), torch.tensor([1.0]).half()
+    large, small = nn.Parameter(on_device.zeros(1)), nn.Parameter(on_device.zeros(1, dtype=torch.float16))
+    large.grad, small.grad = on_device.tensor([1e6]), on_device.tensor([1.0]).half()
     assert float(liger_dist.clip_grad_norm_([large, small], 1e5)) == pytest.approx(1e6)
     assert large.grad is not None
     assert small.grad is not None

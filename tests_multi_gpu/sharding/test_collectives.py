@@ -19,6 +19,15 @@ CHUNKS = 6
 LOCAL = [cell for cell in (*by_world(PRINCIPAL, 2), _fsdp2(head="root")) if not cell.layout.get("rows")]
 
 
+@pytest.mark.nightly(
+    cell=[
+        "FSDP1, flat parameters on 2",
+        "FSDP2, head alone on 2",
+        "ZeRO, stage 0 on 2",
+        "ZeRO, stage 1 on 2",
+        "ZeRO, stage 2 on 2",
+    ]
+)
 @pytest.mark.parametrize("cell", LOCAL, ids=str)
 def test_the_loss_adds_no_collective_to_the_engine(cell: Cell, workers_2: Workers) -> None:
     skip_without(cell)
@@ -27,6 +36,8 @@ def test_the_loss_adds_no_collective_to_the_engine(cell: Cell, workers_2: Worker
         assert sum(fused.values()) > 0
 
 
+@pytest.mark.smoke
+@pytest.mark.nightly(cell=["FSDP1, flat parameters on 2", "FSDP2, head alone on 2", "FSDP2, head in the root on 2"])
 @pytest.mark.parametrize("cell", [c for c in LOCAL if c.engine != "zero"], ids=str)
 def test_a_global_mean_adds_one(cell: Cell, workers_2: Workers) -> None:
     both = (workers_2.run(count, replace(cell, data=data)) for data in ("global mean", "uneven"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_gradients
 from harness import Workers
 from layouts import zero_settings
 from models import make_batch, make_config, make_model
@@ -53,7 +54,7 @@ def cells_of(strategy: str) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def check(found: dict[str, str], strategy: str) -> None:
+def assert_exact_or_refused(found: dict[str, str], strategy: str) -> None:
     assert found
     for name, result in found.items():
         if strategy == "fsdp1":
@@ -67,24 +68,35 @@ def check(found: dict[str, str], strategy: str) -> None:
             assert result == "exact", name
 
 
+@pytest.mark.nightly(
+    strategy=[
+        "ddp",
+        "fsdp2, replicated",
+        "fsdp2, resharded late",
+        "fsdp2, offloaded",
+        "fsdp1, replicated",
+        "ZeRO-2",
+        "ZeRO-3",
+    ]
+)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
 def test_gradients(strategy: str, workers_2: Workers) -> None:
     """Of each storage, kind, adapter and use; the slow test has all of them together."""
     cells = dict(list(cells_of(strategy).items())[::3])
     for found in workers_2.run(outcomes, cells):
-        check(found, strategy)
+        assert_exact_or_refused(found, strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
 def test_gradients_of_all_formats(strategy: str, workers_2: Workers) -> None:
     for found in workers_2.run(outcomes, cells_of(strategy), time_limit=600):
         assert len(found) == 16
-        check(found, strategy)
+        assert_exact_or_refused(found, strategy)
 
 
 def test_gradients_of_one_process() -> None:
-    check(outcomes(cells_of("none")), "none")
+    assert_exact_or_refused(outcomes(cells_of("none")), "none")
 
 
 def int8() -> Any:
@@ -132,6 +144,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("base", "strategy"), REFUSED)
 def test_other_quantised_weights_are_refused_by_name(base: str, strategy: str, workers_2: Workers) -> None:
     if base == "torchao":
@@ -158,7 +171,6 @@ def test_weights_of_8_bits_stay_full(strategy: str, workers_2: Workers) -> None:
 
 def error_of_8_bits(strategy: str) -> float:
     """Of every gradient, against the same quantised model in one process."""
-    from peft_methods import gradients_of
 
     def made() -> Any:
         base = int8()
@@ -172,7 +184,7 @@ def error_of_8_bits(strategy: str) -> float:
     strategies = {"ddp": "ddp", "fsdp2": liger_dist.FSDP2(**options), "fsdp1": liger_dist.FSDP1(**options)}
     root = liger_dist.wrap(made(), strategies[strategy])
     root(**make_batch(dist.get_rank())).loss.backward()
-    gradients = gradients_of(root)
+    gradients = full_gradients(root)
     truth = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert gradients.keys() == truth.keys()
     return max(float((gradients[name] - true).norm() / true.norm()) for name, true in truth.items())
@@ -250,6 +262,7 @@ LOADED = {
 }
 
 
+@pytest.mark.nightly(base=["4 bits, tied", "fp32", "fp32, tied"])
 @pytest.mark.parametrize("base", LOADED)
 def test_loading_shard_by_shard(base: str, workers_2: Workers) -> None:
     strategies = ("fsdp2", "fsdp2, replicated", "fsdp2, vocab-parallel", "fsdp2, resharded late")
@@ -300,6 +313,7 @@ def refused_to_save() -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 def test_what_was_loaded_in_shards_needs_fsdp2(workers_2: Workers) -> None:
     for sentence in workers_2.run(refused_after_loading):
         assert "was sharded by liger_dist.sharded_loading(), whose models need strategy='fsdp2'" in sentence

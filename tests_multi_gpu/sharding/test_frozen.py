@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import own_name
 from harness import Workers
 from models import full, make_batch, make_config, make_model
 from torch import Tensor
@@ -45,7 +46,7 @@ def stored(strategy: str) -> list[str]:
     root = liger_dist.wrap(model, liger_dist.FSDP1(**options) if strategy == "fsdp1" else liger_dist.FSDP2(**options))
     wrong, held, trained = [], 0, 0
     for name, parameter in root.named_parameters():
-        own = name.replace("_fsdp_wrapped_module.", "")
+        own = own_name(name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.requires_grad:
             held, trained = held + local.numel(), trained + shapes[own].numel()
@@ -200,6 +201,7 @@ def error_of_the_second_adapter() -> float:
     return max(float((gradients[name] - true).norm() / true.norm()) for name, true in truth.items())
 
 
+@pytest.mark.smoke
 def test_ranks_that_train_other_parameters_are_refused_together(workers_2: Workers) -> None:
     """Their groups would differ, and each would wait for the other."""
     for sentence in workers_2.run(refused_unlike):

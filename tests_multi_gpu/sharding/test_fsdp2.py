@@ -53,6 +53,7 @@ def weighed_by_tokens() -> dict[str, float]:
 ON_DEVICE = pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
 
 
+@pytest.mark.smoke
 @ON_DEVICE
 @pytest.mark.parametrize("what", ["an id of the embedding", "a label", "an option"])
 def test_what_one_rank_of_a_vocab_parallel_head_refuses_is_refused_by_all(what: str, workers_2: Workers) -> None:
@@ -85,6 +86,7 @@ def refused_by_one(what: str, mesh: tuple[int, ...] | None = None) -> tuple[str,
     return str(caught.value), float(model(**batch).loss)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_replicas_of_rows_reduce_once_in_an_accumulation(tied: bool, workers_4: Workers) -> None:
     for reduces, error in workers_4.run(accumulated, tied):
@@ -226,6 +228,7 @@ def numbers_of_communicators() -> tuple[int, int, int, float]:
     return before, during, len(groups), difference
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "tp"])
 def test_accelerate_is_told_not_to_prepare_what_wrap_has_sharded(strategy: str, workers_2: Workers) -> None:
     pytest.importorskip("accelerate")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_gradients, full_parameters
 from harness import Workers
-from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, make_batch, make_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from truth import relative_error
 
 import liger_dist
@@ -86,6 +86,7 @@ def hook_all(model: nn.Module, register: str, called: set[str]) -> None:
         getattr(parameter, register)(lambda _, name=name: called.add(name))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_fsdp2_warns_of_experts_as_modules_and_fsdp1_trains_them(strategy: str, workers_2: Workers) -> None:
     for sentences, errors in workers_2.run(gradients_of_experts, strategy, time_limit=TIME_LIMIT):
@@ -133,12 +134,12 @@ def gradients_of_experts(strategy: str) -> tuple[list[str], dict[str, float]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         root = liger_dist.wrap(model, strategy)
-    before = parameters_of(root)
+    before = full_parameters(root)
     root(**make_batch(dist.get_rank())).loss.backward()
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = full_gradients(model)
     if strategy == "fsdp1":
         torch.optim.SGD(root.parameters(), lr=LEARNING_RATE).step()
-        after = parameters_of(root)
+        after = full_parameters(root)
         gradients = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
     for rank in range(2):
         for module in reference.modules():
@@ -147,14 +148,6 @@ def gradients_of_experts(strategy: str) -> tuple[list[str], dict[str, float]]:
         (reference(**make_batch(rank), use_cache=False).loss / 2).backward()
     errors = {n: relative_error(gradients[n], p.grad) for n, p in reference.named_parameters() if n in gradients}
     return [str(warning.message) for warning in caught], errors
-
-
-def parameters_of(root: nn.Module) -> dict[str, Tensor]:
-    """Full parameters under FSDP1."""
-    if not isinstance(root, FullyShardedDataParallel):
-        return {}
-    with FullyShardedDataParallel.summon_full_params(root):
-        return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in root.named_parameters()}
 
 
 def encoder_decoder(family: str) -> Any:
@@ -187,7 +180,7 @@ def test_training_an_encoder_decoder_with_num_items_in_batch_warns_once(family: 
     model = liger_dist.wrap(encoder_decoder(family), "none")
     batch: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in make_batch(0).items()}
     if family == "whisper":
-        batch = {"input_features": torch.randn(3, 4, 16), "labels": batch["labels"]}
+        batch = {"input_features": torch.randn(3, 4, 16, device="cpu"), "labels": batch["labels"]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch)

@@ -37,6 +37,7 @@ def test_of_a_large_head() -> None:
     assert vocab_parallel(LLAMA_8B).held_bytes < gathered(LLAMA_8B).held_bytes / 2
 
 
+@pytest.mark.smoke
 def test_the_costs_cross_where_tokens_outnumber_the_vocabulary() -> None:
     """G * N = 1.5 V with a reduction in fp32."""
     at = 128256 * 3 // 2 // 8

@@ -7,6 +7,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,22 +34,24 @@ def test_a_meta_model_gets_the_values_of_one_process(
     strategy: str, mesh: tuple[int, ...] | None, tied: bool, workers_2: Workers
 ) -> None:
     expected = {name: tensor.cpu() for name, tensor in built_on_meta("none", None, tied).items()}
-    assert_same(workers_2.run(built_on_meta, strategy, mesh, tied), expected)
+    assert_same_parameters(workers_2.run(built_on_meta, strategy, mesh, tied), expected)
 
 
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="GPUs draw other numbers than the CPUs of four ranks")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_meta_model_on_a_grid(tied: bool, workers_4: Workers) -> None:
     expected = {name: tensor.cpu() for name, tensor in built_on_meta("none", None, tied).items()}
-    assert_same(workers_4.run(built_on_meta, "fsdp2", GRID, tied), expected)
+    assert_same_parameters(workers_4.run(built_on_meta, "fsdp2", GRID, tied), expected)
 
 
 def test_a_meta_model_may_be_wrapped_where_it_is_made() -> None:
     """Inside ``with torch.device("meta")``, as outside."""
-    assert_same([built_on_meta("none", None, tied=False, inside=True)], built_on_meta("none", None, tied=False))
+    assert_same_parameters(
+        [built_on_meta("none", None, tied=False, inside=True)], built_on_meta("none", None, tied=False)
+    )
 
 
-def assert_same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+def assert_same_parameters(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     for parameters in results:
         assert parameters.keys() == expected.keys()
         for name, values in parameters.items():
@@ -120,7 +123,7 @@ class WithFlags(LlamaForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.register_buffer("flags", torch.arange(4) % 2 == 0)
+        self.register_buffer("flags", on_device.arange(4) % 2 == 0)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -128,7 +131,7 @@ class WithFlags(LlamaForCausalLM):
             # A rule that writes into a child.
             nn.init.normal_(self.model.layers[0].mlp.down_proj.weight)
         if module is self and self.writes:
-            self.flags.copy_(torch.arange(4) % 2 == 0)
+            self.flags.copy_(on_device.arange(4) % 2 == 0)
 
 
 def on_meta(writes: bool) -> Any:
@@ -138,6 +141,7 @@ def on_meta(writes: bool) -> Any:
     return model
 
 
+@pytest.mark.smoke
 def test_bool_buffers_of_a_meta_model_get_their_values_or_refuse() -> None:
     torch.manual_seed(3)
     model = on_meta(True)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def scalar(model: Any) -> None:
-    model.model.norm.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    model.model.norm.scale = nn.Parameter(on_device.ones((), dtype=torch.float64))
 
 
 def strided(model: Any) -> None:
@@ -160,6 +161,7 @@ def interleaved(model: Any) -> None:
     mlp.gate_proj.weight, mlp.up_proj.weight = (nn.Parameter(half) for half in both.chunk(2, dim=1))
 
 
+@pytest.mark.smoke
 def test_columns_of_one_tensor_are_two_parameters(workers_2: Workers) -> None:
     model = make_model("llama")
     interleaved(model)
@@ -233,7 +235,7 @@ def test_a_mesh_without_names_is_refused(workers_4: Workers) -> None:
 
 
 def with_a_mesh_without_names() -> str:
-    mesh = DeviceMesh(compute_device().type, torch.arange(4).reshape(2, 2))
+    mesh = DeviceMesh(compute_device().type, on_device.arange(4).reshape(2, 2))
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(make_model("llama"), "fsdp2", mesh=mesh)
     return str(caught.value)
@@ -247,6 +249,7 @@ ALONE = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", ALONE)
 def test_one_rank_that_refuses_is_heard_by_all(what: str, workers_2: Workers) -> None:
     """The other would wait in its first collective."""
@@ -311,6 +314,7 @@ def failed(strategy: Any) -> tuple[list[str], bool, bool]:
     return sentences, model.model.gradient_checkpointing, liger_dist.wrap.__globals__["is_wrapped"](model)
 
 
+@pytest.mark.smoke
 def test_a_tied_unit_of_fsdp1_that_holds_embedding_and_head_is_exact(workers_2: Workers) -> None:
     for error in workers_2.run(in_one_unit):
         assert error < 1e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def with_different_tokens() -> dict[str, str]:
     torch.manual_seed(rank)
     attempt("dropout", model, batch)
     model = liger_dist.wrap(make_model("llama"), "tp")
-    ids = torch.randint(100, (*batch["labels"].shape, 3), generator=torch.Generator().manual_seed(rank))
+    ids = on_device.randint(100, (*batch["labels"].shape, 3), generator=torch.Generator().manual_seed(rank))
     ids = ids.to(batch["labels"].device)
     at = batch | {"outputs": ("log_prob_at",)}
     attempt("other ids", model, at | {"token_ids": ids})
@@ -91,13 +92,14 @@ def diverged_on_a_grid() -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["tp", "fsdp2"])
 def test_the_documented_way_to_clip(strategy: str, workers_4: Workers) -> None:
-    for error in workers_4.run(clipped, strategy):
+    for error in workers_4.run(error_of_clipping, strategy):
         assert error < 1e-6
 
 
-def clipped(strategy: str) -> float:
+def error_of_clipping(strategy: str) -> float:
     """As docs/how_it_works.md has it."""
     chosen: Strategy = liger_dist.TensorParallel()
     if strategy == "fsdp2":

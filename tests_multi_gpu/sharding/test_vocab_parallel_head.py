@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Workers
 from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_config, make_model
-from test_token_exchange import shard_of
+from row_shards import shard_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,18 +42,19 @@ def wrapped(head: str, *, tied: bool = False, mesh: tuple[int, ...] | None = Non
     return liger_dist.wrap(make_model("llama", tied=tied), strategy)
 
 
+@pytest.mark.nightly(tied=[True])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_it_trains_as_the_gathered_head_does(tied: bool, workers_2: Workers) -> None:
     """AdamW on all parameters at once, clipped gradients, and the other head's checkpoint in the middle."""
     with tempfile.TemporaryDirectory() as folder:
-        for results in workers_2.run(trained, tied, folder):
+        for results in workers_2.run(trained_with_checkpoints, tied, folder):
             straight = results["gather"]
             assert max(abs(a - b) for a, b in zip(straight[1:], straight, strict=False)) > 1e-3
             for name, losses in results.items():
                 assert losses == pytest.approx(straight[-len(losses) :], abs=1e-9), name
 
 
-def trained(tied: bool, folder: str) -> dict[str, list[float]]:
+def trained_with_checkpoints(tied: bool, folder: str) -> dict[str, list[float]]:
     """Losses and norms of five steps; and of the last three, after a checkpoint of the other lm_head's first two."""
     found = {}
     for head in HEADS:
@@ -84,6 +86,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list[
     return seen
 
 
+@pytest.mark.smoke
 def test_nothing_has_the_size_of_the_weight(workers_2: Workers) -> None:
     """By what operations return on one process; of a tied head, because FSDP2 gathers an embedding that is another
     parameter. The gathered head shows that whole weights would be seen."""
@@ -298,7 +301,7 @@ def test_ids_outside_the_vocabulary(workers_2: Workers) -> None:
 
 def outside() -> str:
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        wrapped("vocab_parallel", tied=True)(input_ids=torch.tensor([[1, VOCAB_SIZE]]))
+        wrapped("vocab_parallel", tied=True)(input_ids=on_device.tensor([[1, VOCAB_SIZE]]))
     return str(caught.value)
 
 
@@ -344,7 +347,7 @@ def test_different_arguments_are_refused_on_all_ranks(name: str, workers_2: Work
 
 def asked_on_one(name: str) -> str:
     model = wrapped("vocab_parallel")
-    weight = torch.ones(VOCAB_SIZE, dtype=torch.float64)
+    weight = on_device.ones(VOCAB_SIZE, dtype=torch.float64)
     usual: dict[str, Any] = {"class_weight": weight} if name == "other class weights" else {}
     changed = {key: weight * float(value) if key == "class_weight" else value for key, value in DIFFERENT[name].items()}
     arguments = make_batch(dist.get_rank()) | usual | (changed if dist.get_rank() == 0 else {})
