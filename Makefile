@@ -6,8 +6,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Only where torch brings none (CPU builds): the kernels then run in Triton's interpreter.
 TRITON := 3.6.0
 
-.PHONY: venv demo demo-distillation test test-all test-oldest test-newest test-verl test-skyrl check docs matrix families peft \
-	benchmarks format wheel test-wheel release-check publish clean
+.PHONY: venv demo demo-distillation smoke affected test test-all record golden test-gpu test-oldest test-newest test-verl \
+	test-skyrl check docs matrix families peft benchmarks format wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
 
@@ -52,13 +52,44 @@ $(VENV)/.engines: $(VENV)/.installed
 # A file's processes and runs are shared by its tests; conftest.py puts the longest files first.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.torchao $(VENV)/.engines
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+# Pairs of everything the conformance suite combines, and one case of each feature: no host frameworks.
+smoke: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PARALLEL) -m smoke
 
-# With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and those that repeat
-# another one with a detail changed (a second signal, another rank, tied weights).
+# Tests of what differs from the last commit, or from the one that SINCE names: make affected SINCE=main
+SINCE ?= HEAD
+affected: $(VENV)/.torchao $(VENV)/.engines
+	mkdir -p build
+	$(BIN)/python tests_multi_gpu/affected.py choose $(SINCE) > build/affected.txt
+	test ! -s build/affected.txt || $(BIN)/python -m pytest $(PARALLEL) --tests-from build/affected.txt
+
+test: $(VENV)/.torchao $(VENV)/.engines
+	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly"
+
+# With the tests that take minutes each (links between hosts that are cut, 200,000 documents) and all combinations.
 test-all: $(VENV)/.torchao $(VENV)/.engines
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# make test, which notes the lines that each test runs; then writes tests_multi_gpu/affected.json.
+record: $(VENV)/.torchao $(VENV)/.engines
+	rm -rf build/recording && mkdir -p build/recording
+	LIGER_DIST_RECORD=$(CURDIR)/build/recording $(BIN)/python -m pytest $(PARALLEL) -m "not nightly" || true
+	$(BIN)/python tests_multi_gpu/affected.py read build/recording
+
+# Writes the losses that tests_multi_gpu/conformance/test_golden.py expects; the commit says why they have moved.
+golden: $(VENV)/.installed
+	$(BIN)/python tests_multi_gpu/golden.py --write
+
+# On GPUs, by an interpreter that has torch and what the tests need: make test-gpu GPU_PYTHON=python3. Every part takes
+# less than ten minutes and can be run alone, such as make test-gpu-losses. The last two need two GPUs.
+GPU_PYTHON ?= $(BIN)/python
+GPU_WORKERS ?= 10
+GPU_PARTS := kernels losses fused_layers fused_head conformance sharding
+
+test-gpu: $(GPU_PARTS:%=test-gpu-%)
+test-gpu-%:
+	PYTHONPATH=kernels:launch:$$PYTHONPATH $(GPU_PYTHON) -m pytest --numprocesses $(GPU_WORKERS) --dist worksteal \
+		-m "not nightly" tests_multi_gpu/$*
 
 # The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA
 # there; PIP_CONSTRAINT of the caller does not count.
@@ -80,7 +111,7 @@ $(OLDEST)/.installed: setup.cfg Makefile
 	touch $@
 
 test-oldest: $(OLDEST)/.installed test-verl
-	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not nightly" -k "not ($(OLDEST_CRASHES))" $(OLDEST_TESTS:%=tests_multi_gpu/%.py)
 
 # make smoke with the newest releases that setup.cfg allows, in an environment that is made anew each time. The extra dev
 # pins liger-kernel and trl. PIP_CONSTRAINT of the caller does not count.
@@ -108,7 +139,7 @@ $(VERL)/.installed: setup.cfg Makefile
 test-verl: $(VERL)/.installed
 	for release in $(VERL_TRANSFORMERS); do \
 		$(VERL_PIP) transformers==$$release && \
-		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not slow" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
+		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not nightly" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
 	done
 
 # SkyRL needs Python 3.12.
