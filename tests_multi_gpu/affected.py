@@ -80,8 +80,8 @@ def read_recording(folder: Path) -> Recorded:
         data = coverage.CoverageData(str(path))
         data.read()
         for name in data.measured_files():
-            if not Path(name).is_relative_to(ROOT):
-                continue  # A copy of the code that a test has made.
+            if not name.endswith(".py") or not Path(name).is_relative_to(ROOT):
+                continue  # A block of a page, or a copy of the code that a test has made.
             of_file = lines.setdefault(str(Path(name).relative_to(ROOT)), {})
             for line, tests in data.contexts_by_lineno(name).items():
                 for test in tests:

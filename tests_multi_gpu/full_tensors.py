@@ -33,9 +33,10 @@ def _copies(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_gradients(root: nn.Module) -> dict[str, Tensor]:
-    """Copies every full gradient that there is; FSDP1 shows those of ``use_orig_params`` and full sharding."""
+    """Copies every full gradient of trained parameters; FSDP1 shows those of ``use_orig_params`` and full sharding, and
+    makes some for frozen ones."""
     with _summoned(root, with_grads=True):
-        named = {own_name(name): parameter.grad for name, parameter in root.named_parameters()}
+        named = {own_name(name): p.grad for name, p in root.named_parameters() if p.requires_grad}
         return {name: full(gradient).clone() for name, gradient in named.items() if gradient is not None}
 
 

@@ -315,8 +315,12 @@ def relative_errors(
 
     Some gradients are zero in exact arithmetic (a key bias shifts all scores alike); they are held to ``floor`` of the
     largest entry of all. A gradient without a truth is compared with zero.
+
+    Raises:
+        KeyError: a truth without a gradient.
     """
-    assert truths.keys() <= gradients.keys()
+    if not truths.keys() <= gradients.keys():
+        raise KeyError(f"no gradients of {sorted(truths.keys() - gradients.keys())}")
     largest = max(float(truth.abs().max()) for truth in truths.values())
     errors = {}
     for name, gradient in gradients.items():
