@@ -484,7 +484,7 @@ def test_a_loss_of_the_forwards_own_is_the_same_or_refused(name: str, when: str)
         assert "its own" not in refused
 
 
-@pytest.mark.nightly(name=["times all logits", "times the picked"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["times the tokens", "times all logits", "times the picked"])
 def test_a_compiled_forward_reads_the_sizes_of_its_logits(name: str) -> None:
     batch = make_batch(0, num_ignored=0)

@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divergence": ({"divergence": "kl"}, "divergence is 'kl'; expected one of 'forward_kl', 'reverse_kl', 'jsd'"),
     "beta": ({"divergence": "jsd", "beta": 0.0}, "beta is 0.0; expected a number between 0 and 1 for 'jsd'"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
-    "a tensor": ({"temperature": on_device.ones(3)}, "temperature is tensor.*expected a number"),
+    "a tensor": ({"temperature": torch.ones(3, device="cpu")}, "temperature is tensor.*expected a number"),
     "tiny": ({"temperature": 1e-300}, "temperature is 1e-300; expected at least 1e-06"),
     "beta of no jsd": ({"beta": 0.3}, "beta is 0.3 and divergence is 'forward_kl'; beta is of 'jsd' alone"),
     "no labels": ({"labels": None}, "labels are None; expected a tensor of token ids"),
@@ -344,14 +344,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label_smoothing": ({"label_smoothing": 0.1}, "label_smoothing was given to a distillation loss"),
     "outputs": ({"outputs": ("log_prob",)}, "outputs was given to a distillation loss"),
     "unknown": ({"labls": 1}, "distillation_loss was called with 'labls'"),
-    "label": ({"labels": on_device.full((3, 12), 101)}, "a label is 101 but lm_head has 101 rows"),
-    "shape": ({"labels": on_device.zeros(3, 11, dtype=torch.int64)}, r"labels have shape \(3, 11\)"),
+    "label": ({"labels": torch.full((3, 12), 101, device="cpu")}, "a label is 101 but lm_head has 101 rows"),
+    "shape": ({"labels": torch.zeros(3, 11, dtype=torch.int64, device="cpu")}, r"labels have shape \(3, 11\)"),
     "teacher_inputs": (
-        {"teacher_inputs": {"input_ids": on_device.ones(3, 9, dtype=torch.int64)}},
+        {"teacher_inputs": {"input_ids": torch.ones(3, 9, dtype=torch.int64, device="cpu")}},
         r"the teacher's inputs have shape \(3, 9\) and labels have shape \(3, 12\)",
     ),
     "teacher_hidden": (
-        {"teacher_hidden": on_device.ones(3, 12, 24)},
+        {"teacher_hidden": torch.ones(3, 12, 24, device="cpu")},
         "expected its lm_head, a torch.nn.Linear with its own forward",
     ),
 }

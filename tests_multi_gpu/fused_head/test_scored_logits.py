@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,8 @@ def test_logits_of_which_only_what_is_read_was_computed() -> None:
     """What trainers read of them is what they read of logits, by TRL's own functions too; anything else is refused."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-    truth = on_device.randn(4, 3, 7, dtype=torch.float64)
-    ids = on_device.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]])
+    truth = torch.randn(4, 3, 7, dtype=torch.float64, device="cpu")
+    ids = torch.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]], device="cpu")
     ids[1] = truth[1].argmax(-1)
     logits = scored_as(truth, ids)
     assert (logits.shape, logits.ndim, logits.dtype, len(logits)) == (truth.shape, 3, torch.float64, 4)
@@ -38,7 +37,7 @@ def test_logits_of_which_only_what_is_read_was_computed() -> None:
         lambda given: F.cross_entropy(given.view(-1, 7), ids.masked_fill(mask, -100).view(-1)),
         lambda given: F.cross_entropy(given[mask], ids[mask]),
         lambda given: given[:1].mean(),
-        lambda given: given.index_select(0, on_device.tensor([2, 0])).chunk(2, dim=0)[1].mean(-1),
+        lambda given: given.index_select(0, torch.tensor([2, 0], device="cpu")).chunk(2, dim=0)[1].mean(-1),
         lambda given: given.to(torch.float32).split(3, dim=0)[1].nansum(),
         lambda given: given[mask].mean(-1).sum(),
         lambda given: torch.gather(given, 2, ids[..., None]),
@@ -98,10 +97,10 @@ NOT_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
 
 def test_operators_on_scored_logits_say_that_logits_were_not_computed() -> None:
     """Every operator, with numbers, tensors, arrays and other logits on either side."""
-    truth, ids = on_device.randn(2, 3, 7), on_device.ones(2, 3, dtype=torch.long)
+    truth, ids = torch.randn(2, 3, 7, device="cpu"), torch.ones(2, 3, dtype=torch.long, device="cpu")
     binary: dict[str, Callable[[Any, Any], Any]] = {name: getattr(operator, name) for name in OPERATORS.split()}
     binary |= {"mul": operator.mul, "divmod": divmod}
-    others: list[Any] = [3, 0.5, None, on_device.ones(7), np.ones(7), scored_as(truth, ids)]
+    others: list[Any] = [3, 0.5, None, torch.ones(7, device="cpu"), np.ones(7), scored_as(truth, ids)]
     for name, operation in binary.items():
         for other in others:
             assert is_refused(operation, scored_as(truth, ids), other), f"{name} {other!r}"
@@ -125,9 +124,9 @@ def test_gradients_of_reads() -> None:
     """Those of normalised log-probabilities are right; those of raw logits and of their means are refused."""
     from trl.trainer.utils import selective_log_softmax
 
-    truth = on_device.randn(4, 3, 7, dtype=torch.float64, requires_grad=True)
-    ids = on_device.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]])
-    weights = on_device.randn(4, 3, dtype=torch.float64)
+    truth = torch.randn(4, 3, 7, dtype=torch.float64, requires_grad=True, device="cpu")
+    ids = torch.tensor([[3, 1, 2], [2, 2, 1], [1, 4, 6], [5, 0, 0]], device="cpu")
+    weights = torch.randn(4, 3, dtype=torch.float64, device="cpu")
     found = []
     for given in (scored_as(truth, ids), truth):
         read = selective_log_softmax(given, ids) + given.log_softmax(-1).gather(-1, ids[..., None])[..., 0]

@@ -6,7 +6,6 @@ import copy
 import re
 from typing import Any
 
-import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,9 +98,9 @@ def test_labels_on_the_cpu_and_another_ignore_index() -> None:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (on_device.zeros(3, 11, dtype=torch.long), ("(3, 11)", "(3, 12)", "Pad or cut")),
-        (on_device.full((3, 12), 101), ("a label is 101", "101 rows", "resize_token_embeddings")),
-        (on_device.zeros(3, 12), ("torch.float32", "labels.long()")),
+        (torch.zeros(3, 11, dtype=torch.long, device="cpu"), ("(3, 11)", "(3, 12)", "Pad or cut")),
+        (torch.full((3, 12), 101, device="cpu"), ("a label is 101", "101 rows", "resize_token_embeddings")),
+        (torch.zeros(3, 12, device="cpu"), ("torch.float32", "labels.long()")),
     ],
     ids=["short", "too large", "float"],
 )

@@ -127,7 +127,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.nightly(
     name=[
-        "qwen3_moe",
+        *("qwen3_moe", "qwen3 tied", "granite scale", "dynamic batches", "LoRA on a tied head", "FSDP1, tied"),
+        "distillation",
         "padded",
         "one temperature",
         "no temperature",

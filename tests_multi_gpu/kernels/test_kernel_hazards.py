@@ -321,4 +321,4 @@ def test_products_do_not_read_what_lies_between_the_rows_of_a_buffer(dtype: torc
     buffer._base.fill_(math.nan)  # type: ignore[union-attr]
     buffer.copy_(left)
     product = write_product(buffer, right, right.new_empty(40, 16))
-    assert torch.allclose(product.double(), left.double() @ right.double(), atol=0.1)
+    assert torch.allclose(product.double(), left.double() @ right.double(), atol=0.5)

@@ -97,15 +97,15 @@ def test_bf16_logits_without_unit_stride(backend: str) -> None:
 
 @pytest.mark.smoke
 def test_batched_shapes_and_refusals() -> None:
-    logits = on_device.randn(2, 3, V)
-    labels = on_device.randint(0, V, (2, 3))
+    logits = torch.randn(2, 3, V, device="cpu")
+    labels = torch.randint(0, V, (2, 3), device="cpu")
     losses = liger_dist.cross_entropy(logits, labels, reduction="none")
     assert isinstance(losses, Tensor)
     assert losses.shape == (2, 3)
     with pytest.raises(liger_dist.LigerDistError, match=r"\(2, 3\)"):
         liger_dist.cross_entropy(logits, labels[:, :2])
     with pytest.raises(liger_dist.LigerDistError, match="a label is 83"):
-        liger_dist.cross_entropy(logits, on_device.full((2, 3), V))
+        liger_dist.cross_entropy(logits, torch.full((2, 3), V, device="cpu"))
     with pytest.raises(liger_dist.LigerDistError, match="int64"):
         liger_dist.cross_entropy(labels, labels)
 

@@ -165,7 +165,8 @@ def truth_options(options: dict[str, Any]) -> dict[str, Any]:
     return options if weights is None else options | {"token_weight": weights.nan_to_num(posinf=1.0)}
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
+@pytest.mark.nightly(place=["a whole tile", "the tail", "every third"], backend=["triton"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -212,7 +213,7 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -260,8 +261,9 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
+@pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
+@pytest.mark.nightly(divergence=["forward_kl", "reverse_kl"], backend=["triton"])
 @pytest.mark.smoke
-@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)

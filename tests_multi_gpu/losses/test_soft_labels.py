@@ -180,7 +180,7 @@ def test_class_probabilities_of_torch() -> None:
         torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, probs), rtol=1e-5, atol=1e-6)
 
 
-IDS, PROBS = on_device.zeros(T, K, dtype=torch.int64), on_device.full((T, K), 0.1)
+IDS, PROBS = torch.zeros(T, K, dtype=torch.int64, device="cpu"), torch.full((T, K), 0.1, device="cpu")
 
 
 @pytest.mark.smoke
@@ -204,7 +204,10 @@ IDS, PROBS = on_device.zeros(T, K, dtype=torch.int64), on_device.full((T, K), 0.
         ({"soft_labels": (IDS, PROBS), "remainder": "keep"}, "remainder is 'keep'; expected one of 'drop', 'renorm"),
         ({"soft_weight": 0.5}, "soft_weight is 0.5 and soft_labels are missing"),
         ({"remainder": "drop"}, "remainder is 'drop' and soft_labels are missing"),
-        ({"soft_labels": (IDS, PROBS), "class_weight": on_device.ones(V)}, "soft_labels and class_weight were given"),
+        (
+            {"soft_labels": (IDS, PROBS), "class_weight": torch.ones(V, device="cpu")},
+            "soft_labels and class_weight were given",
+        ),
     ],
 )
 def test_refused(given: dict[str, Any], sentence: str) -> None:

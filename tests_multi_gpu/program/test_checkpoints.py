@@ -349,6 +349,7 @@ def refusal(config: TrainConfig) -> str:
     return ""
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_planted_command_in_deepspeeds_files_does_not_run(
