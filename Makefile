@@ -61,7 +61,7 @@ SINCE ?= HEAD
 affected: $(VENV)/.torchao $(VENV)/.engines
 	mkdir -p build
 	$(BIN)/python tests_multi_gpu/affected.py choose $(SINCE) > build/affected.txt
-	test ! -s build/affected.txt || $(BIN)/python -m pytest $(PARALLEL) --tests-from build/affected.txt
+	test ! -s build/affected.txt || $(BIN)/python -m pytest $(PARALLEL) --tests-from build/affected.txt tests_multi_gpu
 
 test: $(VENV)/.torchao $(VENV)/.engines
 	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly"
