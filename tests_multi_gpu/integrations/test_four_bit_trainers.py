@@ -25,6 +25,7 @@ from trainers import (
     sgd_arguments,
     train_watched,
 )
+from truth import relative_error
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -165,8 +166,12 @@ def test_an_adapter_is_merged_into_a_full_base(tmp_path: Path) -> None:
     wrapped = liger_dist.wrap(merged, "none")
     assert torch.allclose(logits_of(wrapped, ids), logits_of(apart, ids), rtol=1e-4, atol=1e-4)
     rounding = (logits_of(trained_model, ids) - logits_of(apart, ids)).norm() / logits_of(apart, ids).norm()
-    # bitsandbytes 0.50 dequantises rows of less than a block wrongly where it has AVX-512: 0.66 there.
-    assert 1e-3 < float(rounding) < 0.9
+    # bitsandbytes 0.50 dequantises rows of less than a block wrongly where the processor has AVX-512.
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).to(compute_device())
+    functional = pytest.importorskip("bitsandbytes.functional")
+    dequantised = functional.dequantize_4bit(*functional.quantize_4bit(weight, quant_type="nf4"))
+    is_right = relative_error(dequantised, weight) < 0.2
+    assert 1e-3 < float(rounding) < (0.5 if is_right else 0.9)
 
 
 def logits_of(model: Any, ids: Tensor) -> Tensor:

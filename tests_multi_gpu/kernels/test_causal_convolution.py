@@ -56,7 +56,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None
     return z if activation is None else F.silu(z)
 
 
-@pytest.mark.cover("values")
+@pytest.mark.nightly(shape=[(2, 70, 65)], dtype=[torch.float32], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
 def test_causal_convolutions(shape: tuple[int, int, int], dtype: torch.dtype, backend: Any) -> None:

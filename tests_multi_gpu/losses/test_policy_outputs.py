@@ -217,7 +217,7 @@ def test_numbers_out_of_range_are_refused() -> None:
         liger_dist.linear_cross_entropy(hidden, weight, labels, token_ids=ids, outputs=("log_prob_at",))
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.nightly(dtype=[torch.float16], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "temperatures", "all", "class weights"])

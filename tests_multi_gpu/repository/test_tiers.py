@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -145,7 +148,7 @@ def test_affected_tests_are_those_of_the_changed_functions_within_two_minutes() 
     assert affected.tests_of({"README.md": None}, KNOWN) == ["two"]
     # A function that the map does not know gets tests of the whole file.
     assert affected.tests_of({FILE: lines_of("mark_tiers")}, KNOWN) == ["one", "three", "four"]
-    assert affected.tests_of({"a/file/that/nobody/knows.py": None}, KNOWN) == []
+    assert affected.tests_of({"a/file/without/tests.py": None}, KNOWN) == []
 
 
 def test_affected_tests_contain_the_changed_tests() -> None:
@@ -154,3 +157,16 @@ def test_affected_tests_contain_the_changed_tests() -> None:
     first, _ = affected.functions_of(Path(__file__).read_text())[name]
     assert affected.tests_of({here: {first}}, KNOWN) == [f"{here}::{name}"]
     assert affected.tests_of({here: {1}}, KNOWN) == [here]
+
+
+def test_make_affected_runs_the_listed_cases_and_passes_over_names_that_are_gone(tmp_path: Path) -> None:
+    """With the words of the Makefile, of which only the folder is narrowed."""
+    (line,) = re.findall(r"-m pytest \$\(PARALLEL\) (--tests-from .*)", (affected.ROOT / "Makefile").read_text())
+    option, _, folder = line.split()
+    listed = tmp_path / "affected.txt"
+    here = f"{folder}/repository/{Path(__file__).name}"
+    listed.write_text(f"{here}::test_every_refusal_is_in_make_test\n{here}::test_that_is_gone\n")
+    words = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", option, str(listed), here]
+    done = subprocess.run([sys.executable, *words], cwd=affected.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row for row in done.stdout.splitlines() if "::" in row] == [f"{here}::test_every_refusal_is_in_make_test"]

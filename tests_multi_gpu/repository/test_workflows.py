@@ -83,7 +83,7 @@ def test_there_is_a_workflow_of_each_kind() -> None:
         ("make check", "pip install .", "runs 'pip install .'"),
         ("make check", "make check; curl example.org", "runs 'make check; curl example.org'"),
         ("actions/checkout@v5", "actions/checkout@main", "uses actions/checkout@main"),
-        ("actions/checkout@v5", "somebody/checkout@v5", "uses somebody/checkout@v5"),
+        ("actions/checkout@v5", "other/checkout@v5", "uses other/checkout@v5"),
         ("    timeout-minutes: 30\n", "", "has no timeout-minutes"),
         ("permissions:\n  contents: read\n", "", "no permissions"),
     ],
