@@ -72,8 +72,8 @@ def test_one_call_enters_few_files() -> None:
     assert moves <= MOST_MOVES, moves
 
 
-MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 48
-"""beside kernels, whose number depends on the device"""
+MOST_FILES, MOST_FILES_AT_ENTRY, MOST_MOVES = 15, 8, 48 + 2 * torch.cuda.is_available()
+"""beside kernels, whose number depends on the device; on a GPU labels are counted there, which is one visit more"""
 
 
 def test_fsdp2_leaves_the_arguments_of_a_loss_in_their_dtype(workers_2: Workers) -> None:

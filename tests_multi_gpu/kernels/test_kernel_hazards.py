@@ -100,6 +100,7 @@ def test_overwritten_logits_that_share_memory_are_refused(backend: Any) -> None:
     assert torch.allclose(loss_of(shared, labels, backend).loss, F.cross_entropy(shared, labels))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("ignores", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
@@ -129,6 +130,7 @@ def test_outputs_may_be_changed_in_place(op: str, backend: Any, ignores: bool) -
     assert torch.equal(gradient(True), gradient(False))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

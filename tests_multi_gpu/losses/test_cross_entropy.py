@@ -164,7 +164,7 @@ def column(vector: Tensor) -> Tensor:
     return vector[:, None].repeat(1, 3)[:, 1]
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("bounds", [(0, 83), (0, 40, 83), (0, 28, 56, 83, 83)], ids=str)

@@ -43,7 +43,7 @@ def given_for(labels: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", OPTIONS)
