@@ -88,8 +88,8 @@ GPU_PARTS := kernels losses fused_layers fused_head conformance sharding
 
 test-gpu: $(GPU_PARTS:%=test-gpu-%)
 test-gpu-%:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launch:$$PYTHONPATH $(GPU_PYTHON) -m pytest --numprocesses $(GPU_WORKERS) --dist worksteal \
-		-m "not nightly" tests_multi_gpu/$*
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launch:$$PYTHONPATH $(GPU_PYTHON) -m pytest \
+		--numprocesses $(GPU_WORKERS) --dist worksteal -m "not nightly" tests_multi_gpu/$*
 
 # The oldest releases that setup.cfg allows (see docs/versions.md), in an environment of their own. torch comes with CUDA
 # there; PIP_CONSTRAINT of the caller does not count.

@@ -34,7 +34,6 @@ CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 
 
-@pytest.mark.nightly(engine=["zero2"])
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("engine", "head", "how"),
