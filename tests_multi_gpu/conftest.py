@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 import affected
 import pytest
 import recording
-from harness import Workers, keep_what_is_there, shared_buffers
+from harness import Workers, shared_buffers
 from policies import save_checkpoint
 from tiers import mark_tiers
 from training_runs import config_for, write_corpus, write_tokenizer
@@ -82,13 +82,13 @@ def keep_listed(config: pytest.Config, items: list[pytest.Item], listed: list[st
 
 
 def pytest_collection_finish() -> None:
+    # Modules and tests stay: the garbage collector need not look at them again in each of thousands of collections.
     gc.collect()
-    keep_what_is_there()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    keep_what_is_there()
     if recording.FOLDER is None:
         return (yield)
     if recording.current():

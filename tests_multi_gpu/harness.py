@@ -43,6 +43,8 @@ PRELOADED = (
     "liger_dist_train.run",
     "peft",
     "deepspeed.ops",
+    "datasets",
+    "matplotlib.pyplot",
 )
 """what most functions of tests import, 4 seconds of a core for each process that is no fork"""
 
@@ -60,15 +62,6 @@ def reduce_over_gloo() -> None:
     and is looked for in every process for 4."""
     if "deepspeed.ops" in sys.modules:
         sys.modules["deepspeed.ops"].__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def keep_what_is_there() -> None:
-    """Spares modules and tests in this process: the garbage collector need not look at them again in each of thousands
-    of collections. DeepSpeed collects when an engine starts, the training program after the first step, which takes a
-    second and 0.4 without this; and the program gives everything back at its end."""
-    if gc.get_freeze_count() == 0:
-        gc.collect(1)
-        gc.freeze()
 
 
 def shared_buffers(pattern: str = "*") -> set[Path]:
@@ -208,7 +201,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
-    keep_what_is_there()
+    # Imported modules stay. DeepSpeed collects garbage when an engine starts, which takes a second without this.
+    gc.freeze()
     pipe.send((True, None))
     is_first = True
     while True:
@@ -218,7 +212,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             return
         recording.start(test) if is_first else recording.switch(test)
         is_first = False
-        keep_what_is_there()
         try:
             result = (True, on_cpu(function(*args)))
         except Exception:

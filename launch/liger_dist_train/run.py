@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ class Loop:
         self._trainer, self._checkpoints, self._metrics, self._samples = trainer, checkpoints, metrics, samples
         self._flops, self._watchdog = flops, watchdog
         self._loads = ExpertLoads(trainer.engine.model)
-        self._stops_early = False
+        self._stops_early, self._has_frozen = False, False
 
     def run(self) -> str | None:
         """Trains; returns why it ended before the last step, or None."""
@@ -231,10 +231,11 @@ class Loop:
         stop_at = math.inf if config.stop_at_step is None else config.stop_at_step
         grace = default_grace() if config.grace_seconds is None else config.grace_seconds
         interruption = Interruption(grace, lambda: self._checkpoints.published_step)
-        with interruption.watched():
+        with interruption.watched(), ExitStack() as at_end:
             is_asked = trainer.progress.step >= stop_at
-            if config.gc_every:
+            if config.gc_every and gc.isenabled():
                 gc.disable()
+                at_end.callback(gc.enable)
             first = trainer.progress.step
             while trainer.progress.step < trainer.num_steps and not is_asked and not self._stops_early:
                 if config.gc_every and trainer.progress.step % config.gc_every == 0:
@@ -247,7 +248,8 @@ class Loop:
                 except InterruptedStepError:
                     trainer.engine.clear()
                     is_asked = True
-            gc.unfreeze()
+            if self._has_frozen:
+                gc.unfreeze()
             self._checkpoints.finish()
             if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
                 broken = trainer.engine.broken_weights()
@@ -273,9 +275,12 @@ class Loop:
         compiled = None if trainer.dims.strategy == "deepspeed" else explain(trainer.engine.model).compiled
         if compiled is not None:
             _say(f"layers compiled: {compiled}; with the compilation the first step took {seconds:.1f} s")
-        # Garbage collections would go through the model and its compiled code.
-        gc.collect()
-        gc.freeze()
+        # Garbage collections would go through the model and its compiled code. A caller that has frozen what is there
+        # keeps it so, and has left little for them to look at.
+        if gc.get_freeze_count() == 0:
+            self._has_frozen = True
+            gc.collect()
+            gc.freeze()
 
     def _step(self, interruption: Interruption) -> bool:
         """Makes a step and what follows it; True where a rank was asked to end."""

@@ -36,6 +36,7 @@ CELLS = {
 NAMES = ("log_prob", "entropy")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("uses_loss", [True, False], ids=["beside the loss", "alone"])
 @pytest.mark.parametrize("name", CELLS)
 def test_every_gradient(name: str, uses_loss: bool, workers_2: Workers) -> None:

@@ -47,6 +47,7 @@ def compare(
         one.zero_grad()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("rows", ["texts", "packed", "packed, by lengths", "padded"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])

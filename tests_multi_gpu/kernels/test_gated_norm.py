@@ -23,7 +23,7 @@ from liger_dist.fused_layers.norm import norm
 from liger_dist_kernels import GatedNormOptions, NormOptions
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
-SHAPES = [(3, 2, 32), (70, 48), (5, 3000), (0, 16)]
+SHAPES = [(3, 2, 32), (70, 48), (2, 3000), (0, 16)]
 """two groups divide each width"""
 WITH_GATE = [
     ("bailing_hybrid", "BailingHybridRMSNormGated", {}),
@@ -52,7 +52,7 @@ def truth(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) ->
     return n if options.gates_first else n * factor
 
 
-@pytest.mark.nightly(shape=[(5, 3000)], dtype=[torch.float64, torch.float32], backend=["triton"])
+@pytest.mark.nightly(shape=[(2, 3000)], dtype=[torch.float64, torch.float32], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -289,6 +289,7 @@ def test_unsigned_labels_on_a_gpu() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("classes", [(40, 40), (37, 37), (40, 37), (37, 35)], ids=str)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_what_lies_between_the_rows_of_a_buffer_does_not_count(divergence: Any, classes: tuple[int, int]) -> None:

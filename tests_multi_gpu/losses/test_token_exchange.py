@@ -39,6 +39,7 @@ def test_every_option(name: str, vocab_size: int, workers_on_all: Workers) -> No
     assert_small(workers_on_all.run(errors_on_own_tokens, name, vocab_size, TOKENS["ragged"], 2))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 17])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_any_number_of_tokens(tokens: str, num_chunks: int, workers_on_all: Workers) -> None:

@@ -113,6 +113,7 @@ def test_a_long_text_file_is_one_document_of_a_stream(
     assert found["txt"] == found["jsonl"]
 
 
+@pytest.mark.nightly(after=[5])
 @pytest.mark.parametrize("after", [5, 1300])
 def test_a_stream_goes_on_within_a_long_text(
     after: int, books: dict[str, Path], tokenizer_folder: Path, tmp_path: Path

@@ -127,7 +127,11 @@ def test_lora_fsdp2_losses_are_those_of_one_process(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lm_head": "vocab_parallel"}, {"frozen": "replicate"}],
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"lm_head": "vocab_parallel"},
+        pytest.param({"frozen": "replicate"}, marks=pytest.mark.nightly),
+    ],
     ids=["gather", "vocab_parallel", "replicate"],
 )
 def test_lora_fsdp2_trains_beside_a_bf16_base(

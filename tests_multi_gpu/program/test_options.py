@@ -160,15 +160,18 @@ def test_options_of_other_programs_are_no_options_here() -> None:
 
 
 def test_garbage_is_collected_on_all_ranks_together(data: Path, cache: Path, tmp_path: Path) -> None:
-    collected: list[str] = []
-    gc.callbacks.append(lambda phase, _: collected.append(phase))
+    automatic: list[bool] = []
+    gc.callbacks.append(lambda *_: automatic.append(gc.isenabled()))
     try:
         train(config_for(data, cache, tmp_path / "run", **ALONE, steps=4, gc_every=2, checkpoint_every=0))
-        assert not gc.isenabled()
     finally:
         gc.callbacks.clear()
-        gc.enable()
-    assert collected.count("start") >= 2
+    first = automatic.index(False)
+    last = len(automatic) - automatic[::-1].index(False)
+    # Of each collection, its start and its end: before the first step and the third.
+    assert automatic[first:last].count(False) >= 4
+    assert not any(automatic[first:last])
+    assert gc.isenabled()
 
 
 def test_a_file_with_an_unknown_name(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ runpy.run_module("liger_dist_train", run_name="__main__")
 """
 
 
+@pytest.mark.nightly(stuck=["shell"])
 @pytest.mark.parametrize(
     ("stuck", "words"),
     [

@@ -110,6 +110,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     assert ours == theirs
 
 
+@pytest.mark.nightly(batch_size=[2, 8])
 @pytest.mark.parametrize("batch_size", [2, 3, 8])
 def test_one_process_sees_the_losses_of_two(
     batch_size: int, data: Path, cache: Path, trained: Path, tmp_path: Path
