@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Test processes share the cores; so do the programs that they start.
@@ -27,7 +28,7 @@ if not torch.cuda.is_available():
 import affected
 import pytest
 import recording
-from harness import Workers, shared_buffers
+from harness import MOST_REPEATED, REPEATED, Workers, shared_buffers
 from policies import save_checkpoint
 from tiers import mark_tiers
 from training_runs import config_for, write_corpus, write_tokenizer
@@ -43,10 +44,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 OTHERS = shared_buffers()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for path in shared_buffers() - OTHERS:
             path.unlink(missing_ok=True)
+        if len(repeated_calls(session.config)) > MOST_REPEATED:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    report: Any = yield
+    report.user_properties += [("repeated", call) for call in REPEATED]
+    REPEATED.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    calls = repeated_calls(config)
+    if calls:
+        terminalreporter.section(
+            f"{len(calls)} calls that were repeated after a signal; more than {MOST_REPEATED} fail"
+        )
+        for call in calls:
+            terminalreporter.write_line(call)
+
+
+def repeated_calls(config: pytest.Config) -> list[str]:
+    """Tests of this run and their calls that were made once more."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    reports = [report for kind in reporter.stats.values() for report in kind if hasattr(report, "user_properties")]
+    return sorted(
+        {
+            f"{report.nodeid}: {call}"
+            for report in reports
+            for name, call in report.user_properties
+            if name == "repeated"
+        }
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
