@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import on_device
@@ -642,18 +643,21 @@ def _covered(kinds: list[list[Cell]], parts: Callable[[Cell], list[Any]]) -> lis
     return [cover(cells, [parts(cell) for cell in cells]) for cells in kinds]
 
 
-# Exact cells, refused cells, and those in bf16: the second cover is chosen among the first.
-_KINDS = [[cell for cell in CELLS if not cell.refused], [cell for cell in CELLS if cell.refused], PRECISION]
-_TEST = _covered(_KINDS, _test_parts)
-_SMOKE = {str(cell) for cells in _covered(_TEST, _smoke_parts) for cell in cells}
-# The page has the sentence of each refusal.
-_REST_OF_TEST = {str(cell) for cell in [*_TEST[0], *_KINDS[1], *_TEST[2]]} - _SMOKE
+@cache
+def _tiers() -> tuple[set[str], set[str]]:
+    """Names of the cells of ``make smoke`` and of ``make test``; processes of a pool never ask for them."""
+    kinds = [[cell for cell in CELLS if not cell.refused], [cell for cell in CELLS if cell.refused], PRECISION]
+    of_test = _covered(kinds, _test_parts)
+    # Chosen among the first. The page has the sentence of each refusal.
+    of_smoke = _covered(of_test, _smoke_parts)
+    return {str(c) for cells in of_smoke for c in cells}, {str(c) for c in (*of_test[0], *kinds[1], *of_test[2])}
 
 
 def tier(cell: Cell) -> Literal["smoke", "test", "nightly"]:
     """The first tier that runs a cell, by one rule: covers of pairs; every refusal is in ``make test``."""
+    smoke, test = _tiers()
     name = str(cell)
-    return "smoke" if name in _SMOKE else "test" if name in _REST_OF_TEST else "nightly"
+    return "smoke" if name in smoke else "test" if name in test else "nightly"
 
 
 def by_world(cells: list[Cell], world: int) -> list[Cell]:
