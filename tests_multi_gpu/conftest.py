@@ -74,14 +74,8 @@ def repeated_calls(config: pytest.Config) -> list[str]:
     """Tests of this run and their calls that were made once more."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     reports = [report for kind in reporter.stats.values() for report in kind if hasattr(report, "user_properties")]
-    return sorted(
-        {
-            f"{report.nodeid}: {call}"
-            for report in reports
-            for name, call in report.user_properties
-            if name == "repeated"
-        }
-    )
+    found = ((report.nodeid, *named) for report in reports for named in report.user_properties)
+    return sorted(f"{test}: {call}" for test, name, call in found if name == "repeated")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -223,7 +223,7 @@ class Loop:
         self._trainer, self._checkpoints, self._metrics, self._samples = trainer, checkpoints, metrics, samples
         self._flops, self._watchdog = flops, watchdog
         self._loads = ExpertLoads(trainer.engine.model)
-        self._stops_early, self._has_frozen = False, False
+        self._stops_early = False
 
     def run(self) -> str | None:
         """Trains; returns why it ended before the last step, or None."""
@@ -244,12 +244,10 @@ class Loop:
                     began = time.perf_counter()
                     is_asked = self._step(interruption) or trainer.progress.step >= stop_at
                     if trainer.progress.step == first + 1:
-                        self._settle(time.perf_counter() - began)
+                        self._settle(time.perf_counter() - began, at_end)
                 except InterruptedStepError:
                     trainer.engine.clear()
                     is_asked = True
-            if self._has_frozen:
-                gc.unfreeze()
             self._checkpoints.finish()
             if config.checkpoint_every and self._checkpoints.published_step != trainer.progress.step:
                 broken = trainer.engine.broken_weights()
@@ -269,7 +267,7 @@ class Loop:
             # What counts is written.
             print(f"the loads of experts are not written to {folder}: {error}", file=sys.stderr)
 
-    def _settle(self, seconds: float) -> None:
+    def _settle(self, seconds: float, at_end: ExitStack) -> None:
         """After the first step: says how long it took with compilation, and leaves what is there to the end."""
         trainer = self._trainer
         compiled = None if trainer.dims.strategy == "deepspeed" else explain(trainer.engine.model).compiled
@@ -278,9 +276,9 @@ class Loop:
         # Garbage collections would go through the model and its compiled code. A caller that has frozen what is there
         # keeps it so, and has left little for them to look at.
         if gc.get_freeze_count() == 0:
-            self._has_frozen = True
             gc.collect()
             gc.freeze()
+            at_end.callback(gc.unfreeze)
 
     def _step(self, interruption: Interruption) -> bool:
         """Makes a step and what follows it; True where a rank was asked to end."""

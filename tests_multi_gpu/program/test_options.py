@@ -174,6 +174,20 @@ def test_garbage_is_collected_on_all_ranks_together(data: Path, cache: Path, tmp
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_is_frozen_before_a_run_is_frozen_after_it(
+    is_frozen: bool, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        train(config_for(data, cache, tmp_path / "run", **ALONE, steps=2, checkpoint_every=0))
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.freeze()
+
+
 def test_a_file_with_an_unknown_name(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("sequence_lenght: 3\n")
     with pytest.raises(
