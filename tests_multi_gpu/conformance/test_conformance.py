@@ -34,6 +34,8 @@ from mtp_models import true_mtp_losses
 from predicting import true_losses
 from torch import Tensor, nn
 
+import liger_dist
+
 MATRIX_FILE = Path(__file__).parents[2] / "docs" / "support_matrix.md"
 
 OUTCOMES = Outcomes()
@@ -121,6 +123,11 @@ def train(cell: Cell) -> dict[str, float]:
     model = build(cell)
     reference = copy.deepcopy(model).double()
     session = SESSIONS[cell.engine](cell, model)
+    if not cell.refused:
+        facts = liger_dist.explain(session.inner).facts
+        assert facts.tied == cell.tied
+        # Tied weights that are stored apart would be two weights.
+        assert not (facts.tied and facts.storage.apart_from_embedding)
     errors: dict[str, float] = {}
     with ExitStack() as stack:
         if cell.built.single:

@@ -36,9 +36,10 @@ Written by `make families`: every entry of transformers' causal-LM, image-text-t
 computed by kernels too (the last column counts those), to {fp32:g} or three times the error of its own fp32 gradients
 against fp64. "fp32" alone: the family's own code does not let fp64 through. Otherwise the reason.
 
-`make test-all` fails where a kind of layers of a family is no longer computed by kernels, and, with this release of
-transformers or a later one, where a family is no longer fused: this page is what it expects. So does `make test`, of
-causal models and one in five of the others. Where the change is right, `make families` writes the page anew.
+`make test-all` fails where a kind of layers of a family is no longer computed by kernels, with this release of
+transformers also where fewer layers are, and with it or a later one where a family is no longer fused: this page is
+what it expects. So does `make test`, of {usual} causal models and one in six of the others. Where the change is right,
+`make families` writes the page anew.
 
 {built} of {total} entries could be built and trained by the generic shrinking of `tests_multi_gpu/families.py`; {fused}
 of them are fused ({share:.0%}), none differs.
@@ -81,7 +82,7 @@ def outcomes() -> dict[Family, Outcome]:
 USUAL = (
     *("bloom", "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granite"),
     *("llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "stablelm"),
-    *("starcoder2", "prophetnet", "qwen2_moe", "doge", "hy_v4"),
+    *("starcoder2", "prophetnet", "qwen2_moe", "doge", "hy_v4", "gemma4_text"),
 )
 """causal families that ``make test`` always runs"""
 
@@ -107,7 +108,8 @@ def test_equals_its_own_loss_or_says_why_not(
 
 def assert_as_written(family: Family, outcome: Outcome) -> None:
     """A kind of layers that a family had swapped is swapped, whatever the release of transformers but for recurrent
-    layers, and a family that was fused is fused, in the release of the page and later ones; with an option too."""
+    layers, and a family that was fused is fused, in the release of the page and later ones; with an option too. With
+    the release of the page, without an option, as many layers are swapped."""
     written = expected().get((family.mapping, family.name))
     if written is None or outcome.kind == "not built":
         return
@@ -115,8 +117,12 @@ def assert_as_written(family: Family, outcome: Outcome) -> None:
     is_older = numbers(transformers.__version__) < numbers(written_with())
     may_be_unfused = is_older or not is_fused
     assert outcome.kind == "fused" or may_be_unfused, f"{family} is no longer fused: {outcome.words}. {REGENERATE}"
-    gone = sorted(kinds - {kind for kind, _ in outcome.layers} - (WRITTEN_ANEW if is_older else set()))
+    found = dict(outcome.layers)
+    gone = sorted(kinds.keys() - found - (WRITTEN_ANEW if is_older else set()))
     assert not gone, f"no {' and no '.join(gone)} of {family} is computed by kernels any more. {REGENERATE}"
+    if transformers.__version__ == written_with() and not family.option and not torch.cuda.is_available():
+        fewer = {kind: (count, found[kind]) for kind, count in kinds.items() if found[kind] < count}
+        assert not fewer, f"fewer layers of {family} are computed by kernels (before, now): {fewer}. {REGENERATE}"
 
 
 WRITTEN_ANEW = {"convolution", "GatedRMSNorm"}
@@ -131,11 +137,14 @@ def written_with() -> str:
 
 
 @cache
-def expected() -> dict[tuple[str, str], tuple[bool, set[str]]]:
-    """Of the page: whether a family is fused, and the kinds of its swapped layers."""
+def expected() -> dict[tuple[str, str], tuple[bool, dict[str, int]]]:
+    """Of the page: whether a family is fused, and the kinds of its swapped layers with their number."""
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.count(" | ") >= 4]
     return {
-        (row[0].removeprefix("| "), row[1]): (row[3].startswith("✓"), set(re.findall(r"\d+ (\w+)", row[-1])))
+        (row[0].removeprefix("| "), row[1]): (
+            row[3].startswith("✓"),
+            {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", row[-1])},
+        )
         for row in rows
     }
 
@@ -319,6 +328,7 @@ def test_nearly_all_are_fused_and_the_page_says_so(
         total=len(by_default),
         fused=counts["fused"],
         share=counts["fused"] / built,
+        usual=len(USUAL),
     )
     for family, outcome in by_default.items():
         layers = ", ".join(f"{count} {kind}" for kind, count in outcome.layers)

@@ -33,6 +33,7 @@ def test_every_method_has_a_row_or_a_reason() -> None:
     assert {method.name for method in peft.PeftType} == METHODS.keys() | LEFT_OUT.keys()
 
 
+@pytest.mark.nightly
 def test_methods_are_exact_or_refused(workers_2: Workers) -> None:
     strategies = [name for name in STRATEGIES if not name.startswith("ZeRO")]
     _compare(_cells(OF_THEIR_KIND, strategies, workers_2))

@@ -457,6 +457,7 @@ def model_with(name: str) -> Any:
     return model.to(compute_device())
 
 
+@pytest.mark.cover("values")
 @pytest.mark.skipif(compute_device().type == "cuda", reason="assertions on the device end the process")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", LOSSES)

@@ -80,6 +80,7 @@ def nightly_where(is_nightly: bool, *values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.nightly] * is_nightly)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("student", "teacher"),
     [
@@ -100,6 +101,7 @@ def test_every_pair_of_layouts(student: str, teacher: str, workers_2: Workers) -
     assert_pair_is_exact(pair, workers_2.run(errors_of, pair))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.nightly(student=["FSDP2", "ZeRO-3"])
 @pytest.mark.parametrize(
     ("student", "teacher"),
@@ -128,6 +130,7 @@ def skip_without(pair: Pair) -> None:
             pytest.skip(str(cell.obstacle()))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.nightly(layout=["FSDP2", "ZeRO-3"])
 @pytest.mark.parametrize(
     ("layout", "options"),

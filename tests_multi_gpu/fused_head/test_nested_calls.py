@@ -27,6 +27,7 @@ PAIRS: dict[str, tuple[Strategy, Strategy]] = {
 """student, teacher"""
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("place", ["model.layers.0", "lm_head"])
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair != "one process"])
 def test_a_student_inside_its_teacher(pair: str, place: str, workers_2: Workers) -> None:

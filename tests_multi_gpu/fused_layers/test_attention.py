@@ -92,6 +92,7 @@ def assert_equal_gradients(model: Any, reference: Any, batch: dict[str, Any]) ->
     assert max(errors.values()) < TOLERANCE, errors
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("rows", ["packed", "packed, by lengths", "padded"])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_chunks_and_fewer_key_heads(family: str, rows: str) -> None:
@@ -109,6 +110,7 @@ def mixes_documents(model: Any, batch: dict[str, Any]) -> bool:
     return relative_error(packed.flatten(0, 1), torch.cat(alone)) > TOLERANCE
 
 
+@pytest.mark.cover("values")
 @pytest.mark.skipif("gemma4_text" not in WINDOWED, reason="this transformers has no Gemma 4")
 @pytest.mark.parametrize("fused_loss", [True, False])
 @pytest.mark.parametrize("rows", ["texts", "packed", "padded"])

@@ -56,6 +56,7 @@ def bidirectional(attention: str) -> Any:
     return model
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("rows", ["texts", "padded", "packed"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly(name=["vocab-parallel", "fsdp1"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_of_two_ranks(name: str, workers_2: Workers) -> None:

@@ -123,6 +123,7 @@ def test_unwrap_copies_and_pickles() -> None:
     assert_same_gradients(model, own)
 
 
+@pytest.mark.nightly
 def test_a_pickle_is_read_in_another_process(tmp_path: Path) -> None:
     model: Any = liger_dist.wrap(make_model("qwen3_moe"))
     path = tmp_path / "model.pickle"
@@ -170,6 +171,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.nightly(when=["after it"])
 @pytest.mark.nightly(change=["limit", "hook"], when=["before the first call"])
 @pytest.mark.parametrize("when", ["not compiled", "before the first call", "after it"])
@@ -339,6 +341,7 @@ def drawn(model: Any) -> None:
             nn.init.normal_(parameter, std=0.1, generator=generator)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("parameters", "settings"),

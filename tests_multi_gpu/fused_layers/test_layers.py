@@ -77,6 +77,11 @@ def test_activations_of_every_name_are_the_same_at_every_size() -> None:
         for scale in (1e-2, 1.0, 1e2, 1e4):
             x = scale * on_device.randn(2, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
             assert relative_error(mlp[0](x), own(x)) < 1e-5, (name, scale)
+        if name in fused:
+            # A projection may have another dtype, as a layer of LoRA may; no kernel computes the product then.
+            for gated in (own, mlp[0]):
+                gated.gate_proj.register_forward_hook(lambda _, __, output: output.bfloat16())  # type: ignore[union-attr]
+            assert relative_error(mlp[0](x), own(x)) < 2e-2, name
     assert fused == {
         *("gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
         *("relu", "relu2", "sigmoid", "silu", "swish"),
@@ -211,6 +216,8 @@ class Norm(nn.Module):
             mean_square = mean_square.detach()
         if self.way == "absolute":
             mean_square = x.abs().mean(-1, keepdim=True).square()
+        if self.way == "divided":
+            return (self.weight * (x / (mean_square + self.eps).sqrt())).to(dtype)
         if self.way == "eps outside":
             return (self.weight * x / (mean_square.sqrt() + self.eps)).to(dtype)
         if self.way == "first half":
@@ -218,14 +225,14 @@ class Norm(nn.Module):
         return (self.weight * (x * torch.rsqrt(mean_square + self.eps))).to(dtype)
 
 
-@pytest.mark.parametrize("way", ["exact", "detached", "absolute", "eps outside", "first half"])
+@pytest.mark.parametrize("way", ["exact", "divided", "detached", "absolute", "eps outside", "first half"])
 def test_a_norm_is_told_by_its_numbers_and_gradients(way: str) -> None:
     model = nn.Sequential(Norm(way))
     x = on_device.randn(3, 16)
     expected = model(x)
     report = swap_layers(model, backend="reference", owner="test")
-    assert bool(swapped_in(model)) == (way == "exact"), report
-    assert bool(report.left) == (way != "exact")
+    assert bool(swapped_in(model)) == (way in ("exact", "divided")), report
+    assert bool(report.left) != bool(swapped_in(model))
     assert relative_error(model(x), expected) < 1e-6
 
 

@@ -61,6 +61,12 @@ UNAWARE_NAMES = """
 """
 UNAWARE = frozenset(UNAWARE_NAMES.split())
 """attention masks that transformers 5.24 makes without position_ids: attention alone mixes what they pack"""
+RELATED_NAMES = """
+    bamba falcon_h1 granitemoehybrid inkling2_text inkling_text lara_mini lfm2_moe mamba qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text zamba2
+"""
+RELATED = frozenset(RELATED_NAMES.split())
+"""hybrids with the recurrent or convolution layer of another one that ``make test`` runs"""
 AWARE_OR_NOT = frozenset({"gpt_oss", "llama", "opt", "qwen3_moe"})
 """of the families with attention alone, those that ``make test`` runs"""
 OTHER_RELEASE = not transformers.__version__.startswith("5.24.")
@@ -96,7 +102,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, 
     "family",
     [
         pytest.param(
-            family, marks=[] if family.name in HYBRIDS | OTHER_MIXERS | AWARE_OR_NOT else [pytest.mark.nightly]
+            family,
+            marks=[] if family.name in (HYBRIDS - RELATED) | OTHER_MIXERS | AWARE_OR_NOT else [pytest.mark.nightly],
         )
         for family in causal_families()
     ],

@@ -38,6 +38,7 @@ def test_documents_of_all_lengths(family: str, lengths: list[int]) -> None:
     assert_equal(trained(wrapped(make_model(family)), batch), want, tolerance)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("reentrant", [False, True, None])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba2"])
 def test_recomputed_layers_have_the_documents_of_their_call(family: str, reentrant: bool | None) -> None:

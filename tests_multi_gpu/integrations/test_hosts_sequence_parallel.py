@@ -60,6 +60,7 @@ HOWS = ("fuse", "wrapped first")
 BOTH = ("sp_size", pytest.param("cp_size", marks=pytest.mark.gpu(n=2)))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("host", "how"),
     [

@@ -127,6 +127,7 @@ def trained_by_a_section(folder: str) -> tuple[int, int]:
     return found["fused calls"], found["most logits"]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("version", "head"), [(1, "gather"), (2, "gather"), (2, "vocab_parallel"), (1, None), (2, None)]
 )

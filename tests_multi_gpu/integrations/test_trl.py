@@ -129,6 +129,7 @@ def test_distillation(kind: str) -> None:
         assert_as_trl(here.run(trained_twice, kind, None))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.nightly(engine=["ddp"])
 @pytest.mark.parametrize(
     ("kind", "engine"),

@@ -141,6 +141,7 @@ def by_loop(
     return [y, *torch.autograd.grad(y, own, upstream.to(dtype))]
 
 
+@pytest.mark.nightly(gate=["GeGLU, limited after"], dtype=[torch.float64], backend=["triton"])
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -36,6 +36,7 @@ def true_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: No
     return y if bias is None else y + bias
 
 
+@pytest.mark.nightly(shape=[(3, 2, 32)], dtype=[torch.float64, torch.float32], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

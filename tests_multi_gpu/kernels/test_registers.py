@@ -70,6 +70,7 @@ def test_all_launches_spill_nothing(arch: str) -> None:
     check(arch, "")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="fake tensors of this torch have no products with out_dtype")
 def test_no_number_of_tokens_compiles_a_kernel_anew() -> None:
     """After the first three, of 1k to 131k tokens: below and above what fits the memory budget, and the largest."""

@@ -18,6 +18,7 @@ VOCABULARIES = (2, 63, 64, 65, 127, 257, 264, 1001, 32001, 50257)
 """with and without a rest of 64 classes, above and below the size from which products are split"""
 
 
+@pytest.mark.nightly(V=[63, 65, 257, 264], backend=["triton"])
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -50,6 +51,10 @@ def test_every_vocabulary_matches_fp64(V: int, backend: str, dtype: torch.dtype)
     assert relative_error(scored.log_prob, truth.log_prob) < tolerance
 
 
+@pytest.mark.nightly(
+    name=["sum", "z-loss", "softcap", "scale", "temperature", "class weight", "token weight", "items"],
+    backend=["triton"],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_matches_fp64(name: str, backend: str) -> None:
@@ -191,6 +196,7 @@ def test_no_valid_token_gives_zeros(reduction: str, labels_on: str, backend: str
         assert torch.all(tensor.grad == 0)
 
 
+@pytest.mark.nightly(T=[127], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("T", "D", "V"), [(1, 7, 5), (2, 1, 2), (127, 33, 1031), (3, 64, 9001)])
 def test_shapes_that_divide_nothing(T: int, D: int, V: int, backend: str) -> None:

@@ -139,6 +139,7 @@ def test_errors_are_one_sentence(
     assert words in message
 
 
+@pytest.mark.nightly
 def test_two_processes(script: Path) -> None:
     finished = subprocess.run(
         [

@@ -20,6 +20,7 @@ from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
 
 
+@pytest.mark.nightly
 def test_a_preset_trains_on_packed_documents(data: Path, cache: Path, tmp_path: Path) -> None:
     """Also as its own teacher and for its scores; without documents the loss is another one."""
     lines = [line for file in sorted(data.glob("*0.txt")) for line in file.read_text().splitlines() if len(line) > 40]
@@ -79,6 +80,7 @@ def test_documents_that_would_mix_are_refused_before_data_is_read(
     check_packing(across, shell(across, find_config(across, 601)))
 
 
+@pytest.mark.nightly
 def test_a_dry_run_knows_what_was_measured(tmp_path: Path) -> None:
     """54.46 GiB on each of two H200 (torch 2.11, fla 0.6, Triton 3.7.1, 2026-11-27). Other recurrent layers are
     refused, rather than planned as if all were attention."""

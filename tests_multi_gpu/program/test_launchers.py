@@ -30,6 +30,7 @@ LAUNCH = ROOT / "launch"
 SETTINGS = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))
 
 
+@pytest.mark.nightly
 def test_accelerate_launch(tmp_path: Path) -> None:
     launch = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     program = tmp_path / "program.py"

@@ -81,6 +81,7 @@ def test_a_long_text_file_is_one_document_in_the_cache(
     assert lengths[2] > 2**18, "a sequence that is longer than a text has all of it"
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly(sequence_length=[1000])
 @pytest.mark.parametrize(("sequence_length", "weights"), [(1000, None), (1000, [1.0]), (2**21, None)])
 def test_a_long_text_file_is_one_document_of_a_stream(

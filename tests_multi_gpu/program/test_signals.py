@@ -135,6 +135,7 @@ def test_the_rank_that_died_is_named(dead: int, data: Path, cache: Path, tmp_pat
     assert re.search(rf"Root Cause.*\n\[\d\]:\n.*\n.*\n +rank +: {dead} ", output), output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

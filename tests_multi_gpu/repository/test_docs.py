@@ -227,7 +227,7 @@ RUN = [
 ]
 
 
-@pytest.mark.nightly(page=["docs/distillation.md", "docs/training.md", "docs/cuda_graphs.md"])
+@pytest.mark.nightly(page=["docs/distillation.md", "docs/training.md", "docs/cuda_graphs.md", "docs/experts.md"])
 @pytest.mark.timeout(480)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs here")
 @pytest.mark.parametrize(("page", "text"), RUN, ids=[page for page, _ in RUN])
@@ -345,6 +345,7 @@ def test_what_is_shown_of_a_dry_run(tmp_path: Path) -> None:
     assert run_command(shlex.split(command), tmp_path) == shown
 
 
+@pytest.mark.nightly
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     command = [

@@ -159,6 +159,7 @@ def test_affected_tests_contain_the_changed_tests() -> None:
     assert affected.tests_of({here: {1}}, KNOWN) == [here]
 
 
+@pytest.mark.nightly
 def test_make_affected_runs_the_listed_cases_and_passes_over_names_that_are_gone(tmp_path: Path) -> None:
     """With the words of the Makefile, of which only the folder is narrowed."""
     (line,) = re.findall(r"-m pytest \$\(PARALLEL\) (--tests-from .*)", (affected.ROOT / "Makefile").read_text())

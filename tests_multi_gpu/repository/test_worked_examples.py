@@ -15,6 +15,7 @@ from test_docs import BLOCK, FILE_BLOCK
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "page",
     [

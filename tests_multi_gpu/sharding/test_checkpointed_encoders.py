@@ -153,6 +153,7 @@ def refusal_of_checkpointed_calls() -> str:
     return refusal
 
 
+@pytest.mark.cover("values")
 @pytest.mark.smoke
 @pytest.mark.parametrize("reduces_each", [True, False])
 @pytest.mark.parametrize(

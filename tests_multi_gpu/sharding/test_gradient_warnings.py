@@ -31,6 +31,7 @@ LOST = {"fsdp1": "and 18 more have hooks", "fsdp2": "and 18 more have hooks", "t
 """words of the refusal or warning; the model has :data:`ALL` parameters"""
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize(
     "strategy", ["ddp", "fsdp1", "fsdp2", VOCAB_PARALLEL, "tp"], ids=["ddp", "fsdp1", "fsdp2", "vocab-parallel", "tp"]

@@ -25,6 +25,7 @@ from liger_dist.sharding.process_groups import compute_device
 GRID = ("shard", "tp")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("strategy", "mesh"),

@@ -146,6 +146,7 @@ def test_two_parts(family: str, rows: str, workers_2: Workers) -> None:
     assert_exact(workers_2.run(errors_of_a_step, "sp 2", family, rows))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("rows", ["packed", "prompt"])
 @pytest.mark.parametrize("mesh", ["sp 4", "shard 2, sp 2", "replicate 2, shard 1, sp 2"])
 def test_four_ranks(mesh: str, rows: str, workers_4: Workers) -> None:

@@ -48,6 +48,7 @@ def test_the_text_decoder_is_told_from_the_vision_encoder(family: str) -> None:
     assert len(encoder) == VISION_LAYERS
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_a_unit(family: str, strategy: str, workers_2: Workers) -> None:

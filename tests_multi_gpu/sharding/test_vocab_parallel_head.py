@@ -205,6 +205,7 @@ def bytes_of_a_loss(T: int, D: int, V: int) -> dict[str, int]:
     return dict(seen.sent)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=str)
 def test_a_meta_model(mesh: tuple[int, ...], tied: bool, workers_2: Workers) -> None:
