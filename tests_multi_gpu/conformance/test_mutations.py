@@ -205,7 +205,8 @@ def largest_error(name: str) -> float:
     with trusting_every_probe(), mutate():
         try:
             errors = train(replace(cell, refused="")).values()
-        except (liger_dist.LigerDistError, KeyError):
-            # Two lines guard it, and the other one has spoken; or a parameter has no gradient at all.
+        except (liger_dist.LigerDistError, KeyError, AssertionError):
+            # Two lines guard it, and the other one has spoken; a parameter has no gradient at all; or the cell has
+            # noticed what the session has made of the model.
             return math.inf
     return math.inf if any(map(math.isnan, errors)) else max(errors)
