@@ -183,7 +183,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What released checkpoints set and default configs do not, by its words in the page: an option applies to families
 whose text config has all of its fields, some of them with another value."""
 QUICK_OPTIONS = (
-    *("soft-capped scores", "query norms", "clipped projections", "muP", "head bias", "biases of queries", "ALiBi"),
+    *("query norms", "clipped projections", "muP", "head bias", "biases of queries", "ALiBi"),
     *("new decoder", "serial residuals", "parallel residuals", "norms after blocks", "narrow embeddings"),
     *("residuals after norms", "scores by layer"),
 )

@@ -117,9 +117,9 @@ def _help_of_train(is_whole: bool) -> None:
 
 def _help_of_score(is_whole: bool) -> None:
     from .parser import help_text
-    from .scoring import ScoreConfig
+    from .score_options import ScoreOptions
 
-    print(help_text(ScoreConfig, "liger-dist score", is_whole=True))
+    print(help_text(ScoreOptions, "liger-dist score", is_whole=True))
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "export": _export, "score": _score}

@@ -268,6 +268,7 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
         assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.smoke
 @pytest.mark.nightly(divergence=["reverse_kl"])
 @pytest.mark.nightly(logits_dtype=[torch.float32, "fp32_operands"], backend=["triton"])

@@ -432,6 +432,7 @@ def test_models_that_share_a_config() -> None:
     assert_equal_gradients(second, model_of("mistral"), batch)
 
 
+@pytest.mark.nightly
 def test_a_model_loaded_into_another_program(tmp_path: Path) -> None:
     model, _ = pair("llama")
     torch.save(model.cpu(), tmp_path / "model.pt")

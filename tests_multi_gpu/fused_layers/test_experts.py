@@ -308,6 +308,7 @@ def test_experts_that_compute_something_else_are_left(monkeypatch: pytest.Monkey
     assert_same_gradients(model, own)
 
 
+@pytest.mark.nightly(family=["gpt_oss"])
 @pytest.mark.smoke
 @pytest.mark.nightly(lora=[True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -55,6 +55,7 @@ def test_the_probe_leaves_a_model_as_it_was(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.nightly(name=["qwen3_next"])
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next", "llama", "qwen3_moe"])
 def test_the_probe_of_a_large_model_without_storage(name: str) -> None:
     """Of the sizes of the default config: 7B to 80B."""

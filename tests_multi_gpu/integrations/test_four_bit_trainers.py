@@ -37,6 +37,7 @@ CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)
 ENGINES = ("ddp", "zero2", "fsdp2")
 
 
+@pytest.mark.nightly(engine=["ddp"])
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("how", ["fuse", "wrapped first"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -109,7 +110,7 @@ def made(host: str, model: Any, options: dict[str, Any]) -> Any:
 SAVED = ("fsdp2", "fsdp2, replicated", "ddp", "none")
 
 
-@pytest.mark.nightly(quantised=[False])
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantised", [True, False], ids=["4 bits", "fp32"])
 def test_an_adapter_is_in_the_files_of_peft(quantised: bool, workers_2: Workers, tmp_path: Path) -> None:
     """Trained and saved on two ranks under one strategy, it goes on under another, on two ranks or one."""

@@ -38,7 +38,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.nightly(tied=[True])
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_prompts_are_averaged_in_every_layout(tied: bool, workers_2: Workers) -> None:
     for errors in workers_2.run(errors_of_prompts, tied):

@@ -91,6 +91,7 @@ UNLIKE = ("runtime", "per_second", "step_time", "epoch", "num_tokens", "kl", "to
 """in the names of what is no result; the kl of equal models is noise, and Trainer counts no operation under ZeRO-3"""
 
 
+@pytest.mark.nightly(kind=["DPO"])
 @pytest.mark.nightly(
     kind=["GRPO with an fp32 head", "RLOO", "OnlineDPO", "SFT by dft", "SFT packed", "SFT padding-free", "KTO"]
 )
@@ -136,7 +137,9 @@ def test_distillation(kind: str) -> None:
     [
         # One of them shows a replicated teacher, and JSD is another option of the same trainer.
         pytest.param(
-            kind, engine, marks=[pytest.mark.nightly] * (kind != "Distillation" and (engine == "ddp" or "JSD" in kind))
+            kind,
+            engine,
+            marks=[pytest.mark.nightly] * (kind != "Distillation" and (engine == "ddp" or "JSD" in kind)),
         )
         for kind in DISTILLERS
         for engine in ("ddp", "fsdp2", "zero3")

@@ -125,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly(name=["padded gemma2", "gemma2 softcap", "LoRA on the head"])
 @pytest.mark.nightly(
     name=[
         *("qwen3_moe", "qwen3 tied", "granite scale", "dynamic batches", "LoRA on a tied head", "FSDP1, tied"),

@@ -142,6 +142,7 @@ def by_loop(
 
 
 @pytest.mark.nightly(gate=["GeGLU, limited after"], dtype=[torch.float64], backend=["triton"])
+@pytest.mark.nightly(gate=["limited"], dtype=[torch.float32], backend=["triton"])
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -429,6 +429,7 @@ def test_queries_and_keys_of_other_lengths_under_one_position(backend: Any) -> N
         assert relative_error(y, true_rotary(x.double(), cos.double(), sin.double(), layout=layout)) < 1e-6
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_norm_too_wide_for_both_sums(backend: Any) -> None:
     x, weight, bias = (

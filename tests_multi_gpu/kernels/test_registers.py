@@ -24,7 +24,8 @@ from liger_dist_kernels.cross_entropy import tile_arguments
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 SOME = (
-    r"one launch, bfloat16, 128257, (plain|soft-cap|smoothing),.* padded",
+    r"one launch, bfloat16, 128257, soft-cap,.* padded",
+    r"one launch, bfloat16, 128257, (plain|smoothing),.* padded",
     r"tile, float32, 128257, (plain|smoothing, soft-cap),.* padded",
     r"divergence, (forward_kl|jsd), bfloat16, 128257",
     r"RMSNorm, bfloat16",
@@ -56,6 +57,7 @@ are faster in tiles of 128 features, see expert_gate.py
         "convolution, bfloat16, 4 taps, packed",
         "tile, float32, 128257, (plain|smoothing, soft-cap),.* padded",
         "divergence, (forward_kl|jsd), bfloat16, 128257",
+        "one launch, bfloat16, 128257, (plain|smoothing),.* padded",
     ]
 )
 @pytest.mark.parametrize("pattern", SOME)

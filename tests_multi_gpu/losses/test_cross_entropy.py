@@ -51,7 +51,11 @@ def fused(logits: Tensor, labels: Tensor, *, backend: Any, outputs: tuple[str, .
 
 @pytest.mark.smoke
 @pytest.mark.nightly(
-    name=["softcap", "token weight", "scale", "sum", "z-loss", "class weight", "items"], backend=["triton"]
+    name=[
+        *("softcap", "token weight", "scale", "sum", "z-loss", "class weight", "items", "none", "z-loss, sum"),
+        *("softcap, scale, temperature", "class weight, smoothing", "token weight, none", "items tensor"),
+    ],
+    backend=["triton"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -110,6 +114,7 @@ def test_batched_shapes_and_refusals() -> None:
         liger_dist.cross_entropy(labels, labels)
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
     leaf, labels = make_logits()
@@ -133,6 +138,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(backend: str) -> None:
         square.backward()
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vectors_that_are_columns_of_a_matrix(backend: Any) -> None:
     logits, labels = make_logits(torch.float64)

@@ -165,6 +165,7 @@ def truth_options(options: dict[str, Any]) -> dict[str, Any]:
     return options if weights is None else options | {"token_weight": weights.nan_to_num(posinf=1.0)}
 
 
+@pytest.mark.nightly(place=["first lanes"], backend=["triton"])
 @pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
 @pytest.mark.nightly(place=["a whole tile", "the tail", "every third"], backend=["triton"])
 @pytest.mark.parametrize("place", PLACES)
@@ -214,6 +215,7 @@ def test_cross_entropy_of_extreme_logits(dtype: torch.dtype, backend: Any, place
 
 
 @pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
+@pytest.mark.nightly(logits_dtype=[None], backend=["triton"])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -261,6 +263,7 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
+@pytest.mark.nightly(divergence=["jsd"], backend=["triton"])
 @pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
 @pytest.mark.nightly(divergence=["forward_kl", "reverse_kl"], backend=["triton"])
 @pytest.mark.smoke

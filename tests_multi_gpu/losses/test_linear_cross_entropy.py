@@ -89,6 +89,7 @@ def test_outputs_and_their_gradients_match_fp64(options: dict[str, Any], backend
     assert_gradients(total(result), [hidden, weight, bias], total(truth), leaves, 3e-6)
 
 
+@pytest.mark.nightly(budget_rows=[5], backend=["triton"])
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -280,6 +281,7 @@ def test_regimes_of_logits(name: str, backend: str) -> None:
         truth, leaves = truth_of(hidden, weight, bias, labels)
 
 
+@pytest.mark.nightly(backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_change_nothing(backend: str) -> None:
     hidden, weight, bias, labels = make_inputs()

@@ -43,6 +43,7 @@ def given_for(labels: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.nightly(name=["temperatures"], backend=["triton"])
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -217,7 +218,7 @@ def test_numbers_out_of_range_are_refused() -> None:
         liger_dist.linear_cross_entropy(hidden, weight, labels, token_ids=ids, outputs=("log_prob_at",))
 
 
-@pytest.mark.nightly(name=["plain", "temperatures"], backend=["triton"])
+@pytest.mark.nightly(name=["plain", "temperatures", "all"], backend=["triton"])
 @pytest.mark.nightly(dtype=[torch.float16], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -247,7 +248,7 @@ def test_fp32_logits_of_16_bit_operands(name: str, dtype: torch.dtype, backend: 
         assert exact < 1.5 * eps
 
 
-@pytest.mark.nightly(name=["plain"], backend=["triton"])
+@pytest.mark.nightly(name=["plain", "all"], backend=["triton"])
 @pytest.mark.smoke
 @pytest.mark.nightly(name=["temperatures"], backend=["triton"])
 @pytest.mark.parametrize("backend", BACKENDS)

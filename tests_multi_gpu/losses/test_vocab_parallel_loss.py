@@ -24,6 +24,7 @@ from liger_dist.sharding.process_groups import compute_device
 T = 13
 
 
+@pytest.mark.nightly(name=["plain", "soft-cap and scales"], backend=["triton"])
 @pytest.mark.nightly(name=["smoothing", "log-probabilities and entropy"], backend=["triton"])
 @pytest.mark.smoke
 @pytest.mark.nightly(vocab_size=[3], backend=["triton"])

@@ -175,6 +175,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(trained: Path, data: Path
         export(tmp_path / "run", tmp_path / "exported", step=None)
 
 
+@pytest.mark.nightly
 def test_one_process_is_continued_by_two(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_one_process_is_continued_by_two(
     assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:9], rel=2e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly(strategy=["fsdp1", "ddp"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "ddp"])
 def test_tied_weights_are_read_by_every_strategy(

@@ -297,6 +297,7 @@ def test_weights_decide_how_often_a_source_is_read(tokenizer_folder: Path, tmp_p
     assert [order[position] for position in (5, 1500, 700)] == [places[position] for position in (5, 1500, 700)]
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly(shares=["(0.5, 0.5)", "(0.2, 0.8)"])
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.9, 0.1), (0.2, 0.8)], ids=str)
 def test_weights_of_a_stream_are_shares_of_the_tokens(

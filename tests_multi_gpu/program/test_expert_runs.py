@@ -73,6 +73,7 @@ def test_lora_beside_experts_has_their_loads(alone: TrainConfig, workers_2: Work
         assert other["experts/router_entropy"] == pytest.approx(one["experts/router_entropy"], rel=2e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [

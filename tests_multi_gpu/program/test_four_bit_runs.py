@@ -27,6 +27,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 FOUR_BITS: dict[str, Any] = SHORT | {"load_in_4bit": True}
 
 
+@pytest.mark.nightly
 def test_losses_are_those_of_one_process(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     base = write_base(cache, tmp_path / "base")
     changes: dict[str, Any] = {"model": str(base)} | FOUR_BITS

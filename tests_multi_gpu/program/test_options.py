@@ -552,7 +552,7 @@ def test_help_is_a_screen_and_needs_no_torch() -> None:
     assert "--data " in shown
     assert "--adam_beta2" not in shown
     look = "import sys; from liger_dist_train.command import main; main({words}); assert 'torch' not in sys.modules"
-    for words in (["train", "--help"], ["train", "--help-all"], ["--help"]):
+    for words in (["train", "--help"], ["train", "--help-all"], ["score", "--help"], ["--help"]):
         subprocess.run([sys.executable, "-c", look.format(words=words)], check=True, capture_output=True, cwd=ROOT)
 
 

@@ -227,7 +227,9 @@ RUN = [
 ]
 
 
-@pytest.mark.nightly(page=["docs/distillation.md", "docs/training.md", "docs/cuda_graphs.md", "docs/experts.md"])
+@pytest.mark.nightly(
+    page=["docs/launch.md", "docs/distillation.md", "docs/training.md", "docs/cuda_graphs.md", "docs/experts.md"]
+)
 @pytest.mark.timeout(480)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="commands for CPUs here")
 @pytest.mark.parametrize(("page", "text"), RUN, ids=[page for page, _ in RUN])

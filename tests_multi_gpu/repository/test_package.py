@@ -61,6 +61,7 @@ def installed(copy_of_the_house: Path, tmp_path_factory: pytest.TempPathFactory)
     return target
 
 
+@pytest.mark.nightly
 def test_it_works_alone(installed: Path, tmp_path: Path) -> None:
     alone = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     version = run(sys.executable, "-c", PROGRAM, str(installed), folder=tmp_path, **alone)

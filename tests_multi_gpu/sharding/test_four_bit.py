@@ -68,6 +68,7 @@ def assert_exact_or_refused(found: dict[str, str], strategy: str) -> None:
             assert result == "exact", name
 
 
+@pytest.mark.nightly(strategy=["fsdp2, vocab-parallel"])
 @pytest.mark.nightly(
     strategy=[
         "ddp",

@@ -168,7 +168,16 @@ def skip_without(layout: Layout) -> None:
 
 
 @pytest.mark.nightly(
-    layout=["fsdp, untied", "hsdp, untied", "fsdp x tp, untied", "fsdp x tp, tied", "fsdp, ep, tied", "tp, ep, untied"]
+    layout=[
+        "fsdp, untied",
+        "hsdp, untied",
+        "hsdp, tied",
+        "fsdp, tied",
+        "fsdp x tp, untied",
+        "fsdp x tp, tied",
+        "fsdp, ep, tied",
+        "tp, ep, untied",
+    ]
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_training_loop(layout: Layout, checkpoints: dict[str, str], workers_2: Workers, workers_4: Workers) -> None:
@@ -253,6 +262,7 @@ REPEATS = [replace(layout, tied=True) for layout in (FSDP, HSDP, TP, FSDP_TP, FS
 test_a_training_loop has all of them"""
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly(layout=["fsdp, untied", "tp, untied", "ep, untied", "ep, embedding split, tied"])
 @pytest.mark.parametrize(
     "layout",

@@ -42,7 +42,7 @@ def wrapped(head: str, *, tied: bool = False, mesh: tuple[int, ...] | None = Non
     return liger_dist.wrap(make_model("llama", tied=tied), strategy)
 
 
-@pytest.mark.nightly(tied=[True])
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_it_trains_as_the_gathered_head_does(tied: bool, workers_2: Workers) -> None:
     """AdamW on all parameters at once, clipped gradients, and the other head's checkpoint in the middle."""
