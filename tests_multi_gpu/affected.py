@@ -29,6 +29,8 @@ COVERS = 3
 """tests kept for each line of a function, of different test functions where there are as many"""
 KEPT = 12
 """tests kept for a function beside those"""
+OWN_FILES = 3
+"""test files kept for a file: those whose tests run little else"""
 MODULE = "<module>"
 """name of a file's lines outside of functions"""
 CELLS = "tests_multi_gpu/conformance/test_conformance.py::"
@@ -119,9 +121,11 @@ def write_map(recorded: Recorded) -> None:
         return max(recorded.seconds[test], 0.05) + breadth[test] / 2000
 
     functions: dict[str, dict[str, list[str]]] = {}
+    own: dict[str, list[str]] = {}
     for file, by_test in sorted(recorded.lines.items()):
         if file.startswith("tests_multi_gpu/") and Path(file).name.startswith("test_"):
             continue
+        own[file] = _own_files(by_test, breadth)
         of_file = {
             name: tests
             for name, (first, last) in functions_of((ROOT / file).read_text()).items()
@@ -144,6 +148,7 @@ def write_map(recorded: Recorded) -> None:
                 for file, names in functions.items()}  # fmt: skip
     content = {
         "seconds": {file: round(duration, 1) for file, duration in sorted(by_test_file.items())},
+        "own": {file: own[file] for file in functions},
         "functions": numbered,
         "reads": {file: [number[test] for test in tests] for file, tests in reads.items()},
         "tests": [[test, round(recorded.seconds[test], 2)] for test in kept],
@@ -173,6 +178,14 @@ def _keep(by_test: dict[str, set[int]], first: int, last: int, cost: Any) -> lis
     return kept
 
 
+def _own_files(by_test: dict[str, set[int]], breadth: dict[str, int]) -> list[str]:
+    """The test files whose tests run little else than one file: those with the largest shares of its lines."""
+    shares: defaultdict[str, list[float]] = defaultdict(list)
+    for test, lines in by_test.items():
+        shares[test.partition("::")[0]].append(len(lines) / breadth[test])
+    return sorted(shares, key=lambda file: -sum(shares[file]) / len(shares[file]))[:OWN_FILES]
+
+
 def _one_line_each(content: dict[str, Any]) -> str:
     """JSON with a line for each test, file or function, so that a diff shows what has changed."""
     parts = []
@@ -194,7 +207,7 @@ def _one_line_each(content: dict[str, Any]) -> str:
 
 def read_map() -> dict[str, Any]:
     if not MAP.is_file():
-        return {"seconds": {}, "functions": {}, "reads": {}, "tests": []}
+        return {"seconds": {}, "own": {}, "functions": {}, "reads": {}, "tests": []}
     content: dict[str, Any] = json.loads(MAP.read_text())
     return content
 
@@ -239,9 +252,11 @@ def changed_functions(file: str, lines: set[int] | None) -> set[str]:
 
 
 def tests_of(changes: dict[str, set[int] | None], known: dict[str, Any]) -> list[str]:
-    """Names of tests and test files, the most specific first, within :data:`BUDGET`."""
+    """Names of tests and test files, the most specific first, within :data:`BUDGET`; what is left of it goes to further
+    tests of the test files that run little else than the changed files."""
     listed = known["tests"]
     queues: list[list[str]] = []
+    further: list[list[str]] = []
     chosen: list[str] = []
     for file, lines in changes.items():
         stem = Path(file).stem
@@ -262,11 +277,14 @@ def tests_of(changes: dict[str, set[int] | None], known: dict[str, Any]) -> list
             # A module's own lines, and functions that are new: some tests of every function.
             queues += [[listed[number][0] for number in numbers[:2]] for numbers in functions.values()]
         queues += [[listed[number][0] for number in functions[name]] for name in known_names]
+        further += [
+            [test for test, _ in listed if test.startswith(f"{own}::")] for own in known.get("own", {}).get(file, ())
+        ]
         if file.startswith("liger_dist/sharding/") and stem in ENGINES:
             queues.append([test for test, _ in listed if test.startswith(CELLS) and ENGINES[stem] in test])
     seconds = dict(map(tuple, listed))
     left = BUDGET
-    for test in _in_turn(queues):
+    for test in (*_in_turn(queues), *_in_turn(further)):
         if test not in chosen and left - seconds[test] >= 0:
             chosen.append(test)
             left -= seconds[test]
