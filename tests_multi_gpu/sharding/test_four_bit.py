@@ -96,6 +96,13 @@ def test_gradients_of_all_formats(strategy: str, workers_2: Workers) -> None:
         assert_exact_or_refused(found, strategy)
 
 
+def test_gradients_of_three_ranks_whose_shards_differ_in_size() -> None:
+    """The bytes of most weights are not divided by three."""
+    with Workers(3) as workers:
+        for found in workers.run(outcomes, dict(list(cells_of("fsdp2").items())[:2])):
+            assert_exact_or_refused(found, "fsdp2")
+
+
 def test_gradients_of_one_process() -> None:
     assert_exact_or_refused(outcomes(cells_of("none")), "none")
 
