@@ -17,17 +17,26 @@ from .sharding.mesh import local_shard
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot combine
     norms over several meshes.
 
     Gradients may be DTensors on any number of meshes (a vocab-parallel or tensor-parallel lm_head has another one) and
-    full tensors, which are equal on all ranks and therefore count once. The host is not synchronised.
+    full tensors, which are equal on all ranks and therefore count once. The host is not synchronised, unless
+    ``error_if_nonfinite`` is True.
 
     Args:
-        parameters: the model (under FSDP1 and DDP: the wrapper), or its parameters.
+        parameters: the model (under FSDP1 and DDP: the wrapper), its ``parameters()`` or ``named_parameters()``.
         max_norm: the norm after clipping; infinity, or 0, to leave gradients as they are.
         norm_type: order of the norm; may be infinity.
+        error_if_nonfinite: True to raise if the norm is NaN or Inf, on every rank.
+        foreach: as torch's: False multiplies one gradient after the other.
 
     Returns:
         The norm before clipping, a ``torch.Tensor`` of shape ``[]``, equal on every rank. If it is NaN or Inf, the
@@ -37,19 +46,21 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
     Raises:
         LigerDistError: ``max_norm`` is negative or NaN; parameters of FSDP1 without their wrapper, or of ZeRO, whose
             engine clips.
+        RuntimeError: with ``error_if_nonfinite``, the norm is NaN or Inf.
     """
     if not max_norm >= 0:
         raise LigerDistError(f"max_norm is {max_norm}; expected a number of at least 0.")
     limit = max_norm or float("inf")
     if isinstance(parameters, FullyShardedDataParallel):
-        return parameters.clip_grad_norm_(limit, norm_type)
+        return _finite(parameters.clip_grad_norm_(limit, norm_type), error_if_nonfinite)
     if isinstance(parameters, nn.Module):
         _refuse_module(parameters)
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     by_layout: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
+    for given in parameters:
+        parameter = given[1] if isinstance(given, tuple) else given
         if is_stored_by_zero3(parameter):
             raise LigerDistError(
                 "the parameters are DeepSpeed's, whose engine clips in its step; set gradient_clipping in its "
@@ -64,6 +75,7 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
         return torch.zeros(())
     norms = [_norm(gradients, layout, norm_type) for layout, gradients in by_layout.items()]
     total = nn.utils.get_total_norm([norm.to(norms[0].device) for norm in norms], norm_type)
+    _finite(total, error_if_nonfinite)
     if limit < float("inf"):
         # A norm that is not finite is replaced by 0, so that torch clamps the factor limit / 0 to 1.
         finite = torch.where(total.isfinite(), total, 0.0)
@@ -72,8 +84,18 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float, n
             by_dtype.setdefault(gradient.dtype, []).append(_Gradient(local_shard(gradient)))
         for dtype, shards in by_dtype.items():
             # With a factor of another dtype torch multiplies one tensor after the other.
-            nn.utils.clip_grads_with_norm_(shards, limit, finite.clamp(max=torch.finfo(dtype).max).to(dtype))  # type: ignore[arg-type]
+            norm = finite.clamp(max=torch.finfo(dtype).max).to(dtype)
+            nn.utils.clip_grads_with_norm_(shards, limit, norm, foreach)  # type: ignore[arg-type]
     return total
+
+
+def _finite(norm: Tensor, is_asked: bool) -> Tensor:
+    if is_asked and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of the gradients is {float(norm)}, so that they cannot be clipped; leave error_if_nonfinite out "
+            "to go on with gradients that are not clipped."
+        )
+    return norm
 
 
 class _Gradient(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import on_device
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import liger_dist
+from liger_dist.sharding.process_groups import compute_device
 
 
 def clipped(rank: int, norm_type: float) -> None:
@@ -70,6 +72,45 @@ def test_clipping_refuses_what_it_cannot_add_up() -> None:
     parameter.ds_id, parameter.ds_shape = 0, parameter.shape  # type: ignore[attr-defined]
     with pytest.raises(liger_dist.LigerDistError, match="DeepSpeed's, whose engine clips"):
         liger_dist.clip_grad_norm_([parameter], 1.0)
+
+
+def with_gradients() -> nn.Linear:
+    layer = nn.Linear(3, 2).to(compute_device())
+    layer.weight.grad, layer.bias.grad = torch.ones_like(layer.weight), torch.ones_like(layer.bias)
+    return layer
+
+
+def test_the_signature_is_that_of_torch() -> None:
+    own = inspect.signature(torch.nn.utils.clip_grad_norm_).parameters
+    ours = inspect.signature(liger_dist.clip_grad_norm_).parameters
+    assert list(ours) == list(own)
+    assert [one.default for one in ours.values()] == [one.default for one in own.values()]
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("given", ["parameters", "named_parameters", "module"])
+def test_what_may_be_clipped(given: str, foreach: bool | None) -> None:
+    layer, reference = with_gradients(), with_gradients()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    found = layer if given == "module" else getattr(layer, given)()
+    assert torch.equal(liger_dist.clip_grad_norm_(found, 1.0, foreach=foreach), norm)
+    for parameter, true in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, true.grad)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_raises_if_asked(value: float) -> None:
+    layer = with_gradients()
+    assert layer.bias.grad is not None
+    layer.bias.grad[0] = value
+    before = layer.bias.grad.clone()
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        liger_dist.clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    assert torch.equal(layer.bias.grad.nan_to_num(), before.nan_to_num())
+    assert not liger_dist.clip_grad_norm_(layer, 1.0).isfinite()
+    layer.bias.grad[0] = 1.0
+    assert liger_dist.clip_grad_norm_(layer, 1.0, error_if_nonfinite=True).isfinite()
 
 
 def test_gradients_of_several_dtypes() -> None:
