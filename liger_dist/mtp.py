@@ -70,8 +70,8 @@ class MultiTokenPrediction(PredictionModules):
             be fused.
     """
 
-    weights: tuple[float, ...]
-    main_weight: float
+    _weights: tuple[float, ...]
+    _main_weight: float
     _recipe: LossRecipe
 
     def __init__(
@@ -117,6 +117,27 @@ class MultiTokenPrediction(PredictionModules):
         made._add_to(inner, structure, train_model=train_model)
         return made
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """factor of each depth; may be set between steps, to 0 as well"""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: float | Sequence[float]) -> None:
+        self._weights = _as_weights(weights, self.depth, least=0.0)
+
+    @property
+    def main_weight(self) -> float:
+        """factor of the model's own loss; may be set between steps"""
+        return self._main_weight
+
+    @main_weight.setter
+    def main_weight(self, main_weight: float) -> None:
+        is_number = isinstance(main_weight, int | float) and not isinstance(main_weight, bool)
+        if not is_number or not 0 <= main_weight < float("inf"):
+            raise LigerDistError(f"main_weight is {main_weight!r}; expected a number of at least 0.")
+        self._main_weight = float(main_weight)
+
     def _set_up(
         self,
         parts: Sequence[Parts],
@@ -126,9 +147,7 @@ class MultiTokenPrediction(PredictionModules):
         main_weight: float,
     ) -> None:
         PredictionModules.__init__(self, parts, is_flat=is_flat)
-        self.weights, self.main_weight = _as_weights(weight, len(parts)), main_weight
-        if not isinstance(main_weight, int | float) or not 0 <= main_weight < float("inf"):
-            raise LigerDistError(f"main_weight is {main_weight!r}; expected a number of at least 0.")
+        self._weights, self.main_weight = _as_weights(weight, len(parts)), main_weight
         self._recipe = recipe
 
     def _add_to(self, model: nn.Module, structure: Structure, *, train_model: bool) -> None:
@@ -274,6 +293,8 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             announced = Announced.of(self, coefficient=modules.main_weight if trains_further else None)
             with nullcontext() if has_main else unnoted_losses():
                 output = base.forward(self, *args, **kwargs)
+            if announced is not None and has_main and trains_further:
+                announced.note_output(output[0] if isinstance(output, tuple) else output.loss)
             with nullcontext() if trains_further else torch.no_grad():
                 losses = modules.losses(self, seen, announced, named)
         main = output[0] if isinstance(output, tuple) else output.loss
@@ -293,6 +314,11 @@ def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
     name = type(inner).__name__
     if isinstance(inner, FusedModel):
         raise LigerDistError(f"this {name} is wrapped already; add MultiTokenPrediction before liger_dist.wrap.")
+    if "forward" in vars(inner):
+        raise LigerDistError(
+            f"the forward of this {name} was patched on the instance ({vars(inner)['forward']!r}), which would hide "
+            "that of MultiTokenPrediction; patch it after MultiTokenPrediction is added, or restore it first."
+        )
     if PREDICTION in inner._modules:
         raise LigerDistError(f"this {name} has a module mtp already; expected a model that predicts the next token.")
     structure = find_structure(inner)
@@ -311,16 +337,20 @@ def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
     return inner, structure, recipe
 
 
-def _as_weights(weight: float | Sequence[float], depth: int) -> tuple[float, ...]:
+def _as_weights(weight: float | Sequence[float], depth: int, *, least: float | None = None) -> tuple[float, ...]:
     """Returns a factor for each depth.
 
+    Args:
+        least: smallest factor; None for any above 0.
+
     Raises:
-        LigerDistError: they are no numbers above 0, or not one for each depth.
+        LigerDistError: they are no such numbers, or not one for each depth.
     """
     weights = [weight / depth] * depth if isinstance(weight, int | float) else list(weight)
-    are_numbers = all(isinstance(one, int | float) and 0 < one < float("inf") for one in weights)
-    if len(weights) != depth or not are_numbers:
+    are_numbers = all(isinstance(one, int | float) and 0 <= one < float("inf") for one in weights)
+    if len(weights) != depth or not are_numbers or (least is None and 0 in weights):
+        expected = "above 0" if least is None else f"of at least {least:g}"
         raise LigerDistError(
-            f"weight is {weight!r} for depth {depth}; expected a number above 0, or one for each depth."
+            f"weight is {weight!r} for depth {depth}; expected a number {expected}, or one for each depth."
         )
     return tuple(map(float, weights))

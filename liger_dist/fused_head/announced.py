@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .fused_model import loss_of
@@ -14,7 +15,8 @@ from .loss_call import LossCall, PendingLoss, current_call
 
 class Announced:
     """Further losses of the running call of a model whose loss is fused. The only loss of the call that carries
-    gradients has to be ``coefficient`` times the first one and the sum of the further ones with their coefficients."""
+    gradients has to be ``coefficient`` times what the model returned for the first one, see :meth:`note_output`, and
+    the sum of the further ones with their coefficients."""
 
     def __init__(self, first: LossCall) -> None:
         self._first = first
@@ -34,6 +36,12 @@ class Announced:
         if coefficient is not None:
             first.announce(coefficient)
         return Announced(first)
+
+    def note_output(self, loss: Tensor) -> None:
+        """Compares the loss that the model has returned with the first loss of the call. If the model has scaled it,
+        the factors differ, and the further losses get a sum of gradients apart from that of the first."""
+        if torch.is_grad_enabled() and not self._first.is_term_of(loss):
+            self._first.share_apart()
 
     def loss(
         self, head: nn.Module, hidden_states: Tensor, labels: Tensor, *, coefficient: float, is_last: bool

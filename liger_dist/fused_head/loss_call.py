@@ -82,6 +82,21 @@ def none_further(*_: Any) -> LossCall:
     )
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """Yields the nodes of a graph whose gradient is that of ``node``: terms of sums."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        name, alpha = type(node).__name__, getattr(node, "_saved_alpha", None)
+        if name.startswith("AddBackward") and alpha == 1:
+            pending += [before for before, _ in node.next_functions if before is not None]
+
+
 @dataclass
 class LossCall:
     """The loss of one call with labels, checked before the model's forward begins."""
@@ -127,6 +142,8 @@ class LossCall:
     share: Callable[[LossCall, float], None] | None = None
     """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where a LoRA layer
     computes another weight for each loss"""
+    share_apart: Callable[[], None] = _nothing
+    """of the first loss: lets further losses share a gradient without this one"""
     further: Callable[[Tensor, float, bool], LossCall] = none_further
     """of the first loss: makes a further one from its aligned labels, its coefficient, and whether it is the last"""
     next_loss: LossCall | None = None
@@ -163,6 +180,11 @@ class LossCall:
         if self.share is not None and coefficient != 0:
             self.share(self, coefficient)
 
+    def is_term_of(self, loss: Tensor) -> bool:
+        """True if ``loss`` is this loss, or a sum with it as a term: its gradient is that of ``loss``, unscaled."""
+        delivered = None if self.pending is None else self.pending.node
+        return delivered is not None and any(node is delivered for node in _terms(loss.grad_fn))
+
     def losses(self) -> list[LossCall]:
         """Returns all losses of the call, of which this is the first."""
         return [call for call in self.head_calls if call is not None]
@@ -175,9 +197,11 @@ class LossCall:
     def release(self) -> None:
         """Frees what refers to this call: the cycle would live until the garbage collector runs."""
         for call in (self, *self.losses()):
+            if call.pending is not None:
+                call.pending.node = None
             call.pending = None
         self.head_calls, self.checkpoints, self.next_loss = (), None, None
-        self.share, self.further = None, none_further
+        self.share, self.share_apart, self.further = None, _nothing, none_further
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -324,6 +348,8 @@ class PendingLoss:
     """gradients of the loss and of ``others``"""
     delivered: bool = False
     """True when the loss function has returned it"""
+    node: Any = field(default=None, repr=False)
+    """of the graph, of the loss that the loss function has returned"""
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
         """Returns the loss where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
@@ -379,6 +405,7 @@ class PendingLoss:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
         loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        self.node = loss.grad_fn
         self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
         return cast(Tensor, loss)
 

@@ -77,7 +77,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             problem.execution.pending.has_begun_backward(problem.number)
         d_loss, shared = gradients_of_outputs[0], problem.shared
         if problem.gradients_in_forward:
-            if shared is not None and d_loss is not None and problem.coefficient is not None:
+            # A loss with the coefficient 0 has added zeros to the sum, and its other gradients are zeros already.
+            if shared is not None and d_loss is not None and problem.coefficient:
                 d_loss = d_loss / problem.coefficient
                 shared.scale(d_loss)
             gradients = scaled_gradients(problem, ctx.saved_tensors, d_loss, ctx.dtypes)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from allocations import WeightGradients
-from models import gradient_errors, make_batch, make_model
+from models import gradient_errors, make_batch, make_config, make_model
 from mtp_models import make_mtp, true_mtp_losses
 from predicting import Prediction, make_predicting
 from torch import Tensor
+from transformers import LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
@@ -309,3 +311,80 @@ def test_mtp_model_in_a_pickle() -> None:
         again = pickle.loads(pickle.dumps(model))
         assert type(again).__mro__[0].__name__ == type(model).__name__
         assert torch.equal(again(**make_batch(0)).mtp_loss, model(**make_batch(0)).mtp_loss)
+
+
+@pytest.mark.parametrize("weights", [(0.3, 0.0), (0.0, 0.3), (0.0, 0.0), (2.0, 0.1)])
+@pytest.mark.parametrize("main_weight", [1.0, 0.5])
+def test_factors_may_change_between_steps(weights: tuple[float, ...], main_weight: float) -> None:
+    model = make_mtp("llama", depth=2)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    compare(model, reference, make_batch(0))
+    for one in (model, reference):
+        one.mtp.weights, one.mtp.main_weight = weights, main_weight
+    compare(model, reference, make_batch(1))
+
+
+@pytest.mark.parametrize("weights", [-0.1, (0.3,), (0.3, float("nan")), (0.3, float("inf")), ("a", "b")], ids=str)
+def test_factors_that_are_none_are_refused_where_they_are_set(weights: Any) -> None:
+    model = make_mtp("llama", depth=2)
+    before = model.mtp.weights
+    with pytest.raises(liger_dist.LigerDistError, match="weight is"):
+        model.mtp.weights = weights
+    with pytest.raises(liger_dist.LigerDistError, match="main_weight is -1"):
+        model.mtp.main_weight = -1
+    assert (model.mtp.weights, model.mtp.main_weight) == (before, 1.0)
+
+
+def test_a_patched_forward_is_refused_before_modules_are_added() -> None:
+    model: Any = make_model("llama")
+    model.forward = partial(type(model).forward, model)
+    with pytest.raises(liger_dist.LigerDistError, match="was patched on the instance"):
+        MultiTokenPrediction(model, 1)
+    assert "mtp" not in model._modules
+    del model.forward
+    MultiTokenPrediction(model, 1)
+
+
+def scaled(loss: Tensor) -> Tensor:
+    return 0.25 * loss
+
+
+def scaled_in_place(loss: Tensor) -> Tensor:
+    return loss.mul_(0.25)
+
+
+def with_a_term(loss: Tensor) -> Tensor:
+    return loss + 0.125
+
+
+def with_a_term_in_place(loss: Tensor) -> Tensor:
+    loss += 0.125
+    return loss
+
+
+def scaled_and_with_a_term(loss: Tensor) -> Tensor:
+    return 3.0 * (loss + 1.0) + loss.detach()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("change", [scaled, scaled_in_place, with_a_term, with_a_term_in_place, scaled_and_with_a_term])
+def test_a_model_that_changes_its_own_loss(change: Any, tied: bool) -> None:
+    """The factor of the first loss is then not that of the further ones."""
+
+    class Changed(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.loss = None if output.loss is None else change(output.loss)
+            return output
+
+    torch.manual_seed(0)
+    model = Changed(make_config("llama", tied=tied)).double().to(compute_device())
+    MultiTokenPrediction(model, 2, weight=(0.3, 0.1))
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    for one in (model, reference):
+        (1.5 * one(**make_batch(0)).loss).backward()
+    errors = gradient_errors(model, reference)
+    # The model's own loss goes through fp32.
+    assert max(errors.values()) < 1e-5, errors
