@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -21,6 +22,7 @@ from liger_dist.model.stand_ins import swapped
 from liger_dist.model.structure import full_shape
 from liger_dist_kernels import Backend, GatedNormOptions, gated_norm_bwd, gated_norm_fwd
 
+from .layout import in_layout
 from .norm import refuse_freed
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
@@ -212,7 +214,10 @@ def _compute(
     fits = is_local(weight) and tuple(weight.shape) == hidden_states.shape[-1:] and gate.shape == hidden_states.shape
     if not fits or not has_settings(module, match.settings):
         return NotImplemented
-    return gated_norm(hidden_states, gate, weight, options=match.options, backend=match.backend)
+    compute = partial(gated_norm, weight=weight, options=match.options, backend=match.backend)
+    if hidden_states.is_contiguous():
+        return compute(hidden_states, gate)
+    return in_layout(compute, hidden_states, gate)
 
 
 GATED_NORM = Kind(

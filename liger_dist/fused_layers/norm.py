@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from liger_dist.model.stand_ins import swapped
 from liger_dist.model.structure import full_shape
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
+from .layout import in_layout
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
 from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
 
@@ -117,6 +119,8 @@ class NormMatch:
     """attributes of the module when it was matched: values, strings and flags"""
     under_autocast: bool
     """True if the module does the same under autocast"""
+    keeps_layout: bool
+    """True if the result has the order of the rows' dims in memory; False if it is contiguous"""
 
     def __str__(self) -> str:
         options = self.options
@@ -164,6 +168,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
         parameters=tuple(given),
         settings=settings_of(module),
         under_autocast=not is_torchs and probe.same_under_autocast(rounded),
+        keeps_layout=probe.keeps_layout(),
     )
 
 
@@ -231,6 +236,14 @@ class _Probe:
         same = (own == ours).float().mean() if own.dtype == ours.dtype else torch.tensor(0.0)
         return float(same) > 0.97
 
+    def keeps_layout(self) -> bool:
+        x = self.x.transpose(1, 2).contiguous().transpose(1, 2)
+        with torch.no_grad():
+            try:
+                return self.own(x, self.values).stride() == x.stride()
+            except RuntimeError:
+                return False  # It views its input, and is never called that way.
+
     def same_under_autocast(self, options: NormOptions) -> bool:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self._rounds_alike(options, torch.float32)
@@ -248,8 +261,12 @@ def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *ar
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
     if not fits or not has_settings(module, match.settings):
         return NotImplemented
-    weight, bias = found.get("weight"), found.get("bias")
-    return norm(hidden_states, weight, bias, options=match.options, backend=match.backend)
+    compute = partial(
+        norm, weight=found.get("weight"), bias=found.get("bias"), options=match.options, backend=match.backend
+    )
+    if hidden_states.is_contiguous():
+        return compute(hidden_states)
+    return in_layout(compute, hidden_states) if match.keeps_layout else compute(hidden_states.contiguous())
 
 
 NORM = Kind(
