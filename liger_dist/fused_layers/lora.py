@@ -265,7 +265,7 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     if own is not None:
         if ready is not None and ready[0] is x and own.is_same(ready[2]) and ready[1] == _state_of_call(own, x):
             return ready[3]
-        return _together(match, own, x)
+        return _together(module, match, own, x)
     name = _adapter(module, x)
     if name is None:
         return NotImplemented
@@ -278,18 +278,20 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     return _added(y, low, b.weight, module.scaling[name])
 
 
-def _together(match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
+def _together(called: nn.Module, match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
     """Computes a layer, and those of its siblings that will be called with the same input."""
     computed: list[LowRankMatch] = []
     projections = [own]
     # Tensors of inference mode have no version, and nothing would tell that they have changed.
     children = {} if match.parent is None or x.is_inference() or own.has_inference() else match.parent._modules
     for name in match.followers:
-        module = children.get(name)
-        follower = None if module is None else match_of(module)
-        if not isinstance(follower, LowRankMatch):
+        if has_hooks(called):
+            break  # A hook may write to the input of the next layers, by .data without a version.
+        called = children.get(name) or called
+        follower = match_of(called)
+        if name not in children or not isinstance(follower, LowRankMatch):
             continue
-        projection = _projection(module, x)
+        projection = _projection(called, x)
         if projection is not None and not projection.has_inference():
             computed.append(follower)
             projections.append(projection)

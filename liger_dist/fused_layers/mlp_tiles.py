@@ -11,14 +11,16 @@ the tiles run. So the recomputation ends there, if nothing after the module in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_dist.errors import refuse_second_order
+from liger_dist.errors import LigerDistError, refuse_second_order
+from liger_dist.model.peft import adapter_settings
+from liger_dist.model.stand_ins import swapped
 
 Forward = Callable[[Tensor], Tensor]
 _ACCUMULATED = (torch.float16, torch.bfloat16)
@@ -59,35 +61,67 @@ def _in_tiles(forward: Forward, tokens_TD: Tensor, tile_tokens: int) -> Tensor:
     return result_TD
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yields the containers, names and values of trained tensors, in a fixed order. FSDP1 may keep views of its flat
-    parameter as plain attributes."""
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields the modules, names and values of all weights, in a fixed order."""
     for part in module.modules():
-        both: tuple[dict[str, Any], ...] = (part._parameters, vars(part))
-        for names in both:
-            for name, value in names.items():
-                if isinstance(value, Tensor) and value.requires_grad:
-                    yield names, name, value
+        for name, value in (*part._parameters.items(), *vars(part).items()):
+            if isinstance(value, Tensor):
+                yield part, name, value
+
+
+def _names_of(part: nn.Module, name: str) -> dict[str, Any]:
+    """Returns the dict that holds a weight: FSDP1 may keep views of its flat parameter as plain attributes."""
+    return vars(part) if part._parameters.get(name) is None else part._parameters
 
 
 def _weights_of(module: nn.Module) -> list[Tensor]:
     """Returns the trained tensors, each once."""
-    return list({id(value): value for _, _, value in _slots(module)}.values())
+    return list({id(value): value for _, _, value in _tensors(module) if value.requires_grad}.values())
 
 
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Swaps the weights of the module for leaves on the same memory within the context, and yields these in the order
-    of :func:`_weights_of`. So hooks of a weight run once, for the gradient of all tiles."""
-    slots = list(_slots(module))
-    leaves = {id(value): value.detach().requires_grad_() for value in _weights_of(module)}
-    for names, name, value in slots:
-        names[name] = leaves[id(value)]
-    try:
-        yield list(leaves.values())
-    finally:
-        for names, name, value in slots:
-            names[name] = value
+class _Weights:
+    """The weights of a module as a forward read them.
+
+    Args:
+        trained: :func:`_weights_of` the module.
+    """
+
+    def __init__(self, module: nn.Module, trained: Sequence[Tensor]) -> None:
+        place = {id(value): index for index, value in enumerate(trained)}
+        self._number = len(trained)
+        self._slots = [(part, name, place[id(v)]) for part, name, v in _tensors(module) if id(v) in place]
+        self._versions = [(part, name, v, v._version) for part, name, v in _tensors(module) if not v.is_inference()]
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[list[Tensor]]:
+        """Swaps the trained weights for leaves on the same memory within the context, and yields these in their order.
+        So hooks of a weight run once, for the gradient of all tiles.
+
+        Raises:
+            LigerDistError: a weight was changed in place since the forward.
+        """
+        self._check_versions()
+        slots = [(_names_of(part, name), name, place) for part, name, place in self._slots]
+        own = [names[name] for names, name, _ in slots]
+        values = {place: value for (_, _, place), value in zip(slots, own, strict=True)}
+        leaves = [values[place].detach().requires_grad_() for place in range(self._number)]
+        for names, name, place in slots:
+            names[name] = leaves[place]
+        try:
+            yield leaves
+        finally:
+            for (names, name, _), value in zip(slots, own, strict=True):
+                names[name] = value
+
+    def _check_versions(self) -> None:
+        # A framework that has unsharded a weight anew may have replaced the tensor, by one of the same values.
+        for part, name, value, version in self._versions:
+            if _names_of(part, name).get(name) is value and value._version != version:
+                raise LigerDistError(
+                    f"{name} of an MLP that is computed in tiles was modified by an inplace operation after its "
+                    f"forward (version {value._version}, expected {version}), but the backward computes the tiles "
+                    "again. Change weights after the backward, or wrap with WrapConfig(mlp_tile_tokens=None)."
+                )
 
 
 class _SavedInput(torch.autograd.Function):
@@ -115,11 +149,11 @@ class _Tiles(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         forward, ctx.recompute = functions
-        ctx.saved, ctx.module, ctx.tile_tokens = saved, module, tile_tokens
+        ctx.saved, ctx.tile_tokens = saved, tile_tokens
         if saved is None:
             # Nothing before the module trains.
             ctx.save_for_backward(tokens_TD)
-        ctx.context = _Context(module, tokens_TD.device)
+        ctx.context, ctx.weights = _Context(module, tokens_TD.device), _Weights(module, weights)
         with ctx.context.autocasting(keeps_casts=False):
             return _in_tiles(forward, tokens_TD, tile_tokens)
 
@@ -129,7 +163,7 @@ class _Tiles(torch.autograd.Function):
         (tokens_TD,) = (ctx if ctx.saved is None else ctx.saved).saved_tensors
         needs_tokens = ctx.needs_input_grad[0]
         d_tokens_TD = torch.empty_like(tokens_TD) if needs_tokens else None
-        with ctx.context.restored(), _without_hooks(ctx.module) as weights:
+        with ctx.context.restored(), ctx.weights.without_hooks() as weights:
             sums: list[Tensor | None] = [None] * len(weights)
             tiles = zip(tokens_TD.split(ctx.tile_tokens), d_result_TD.split(ctx.tile_tokens), strict=True)
             for index, (tile, d_result) in enumerate(tiles):
@@ -178,7 +212,7 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 class _Context:
-    """Autocast and random number states of a forward, for its recomputation."""
+    """Autocast, random number states, training modes and active adapters of a forward, for its recomputation."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device.type
@@ -187,6 +221,7 @@ class _Context:
         self.dtype = torch.get_autocast_dtype(self.device)
         has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
         self.states = _random_states(self.device) if has_dropout else None
+        self.modes = [(part, "training", part.training) for part in module.modules()] + adapter_settings(module)
 
     def autocasting(self, *, keeps_casts: bool) -> AbstractContextManager[Any]:
         """Returns a context with the forward's autocast. Casts of weights without gradients must not be cached: later
@@ -196,6 +231,9 @@ class _Context:
     def restored(self) -> AbstractContextManager[Any]:
         """Returns a context as in the forward; random number generators are restored afterwards."""
         stack = ExitStack()
+        for part, name, value in self.modes:
+            if getattr(part, name) != value:
+                stack.enter_context(swapped(vars(part), name, value))
         stack.enter_context(self.autocasting(keeps_casts=True))
         if self.states is None:
             return stack

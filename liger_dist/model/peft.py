@@ -8,6 +8,7 @@ unsharded it, and autograd propagates the weight's gradient to each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,16 @@ def adapters_of(*around: nn.Module) -> tuple[object, ...]:
     active = [getattr(tuner, "active_adapter", None) for tuner in tuners if isinstance(tuner, nn.Module)]
     named = [tuple(vars(module).get("peft_config", ())) for module in around]
     return (*named, *(tuple(name) for name in active if isinstance(name, str | list)))
+
+
+def adapter_settings(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Returns what decides how the PEFT layers in ``module`` compute now: each layer with the names of attributes and
+    copies of their values."""
+    layers = [part for part in module.modules() if has_lora(part)]
+    return [(layer, name, copy(getattr(layer, name))) for layer in layers for name in _DECIDING if hasattr(layer, name)]
+
+
+_DECIDING = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def learns_prompts(outer: nn.Module) -> bool:
