@@ -20,13 +20,17 @@ Legend: S tokens of a row, K keys.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature, unwrap
 from itertools import accumulate
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -208,10 +212,38 @@ def dummy_run(model: nn.Module, layers: Sequence[nn.Module], attention: str) -> 
     generators = [device] if device.type == "cuda" else []
     with torch_defaults(), torch.no_grad(), torch.random.fork_rng(generators), catch_warnings():
         simplefilter("ignore")
-        # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
-        linear = swapped(vars(F), "linear", _linear)
-        with linear, _without_weights(model, layers, device, attention), _by_torch(model):
+        with _ONE_RUN, _replacing(), _without_weights(model, layers, device, attention), _by_torch(model):
             yield device
+
+
+_ONE_RUN = RLock()
+"""held by the thread whose run replaces functions of the process"""
+_REPLACES: ContextVar[bool] = ContextVar("liger_dist_replaces", default=False)
+"""True in the context of a run, where replaced functions compute something else; other threads get the originals"""
+
+
+@contextmanager
+def _replacing() -> Iterator[None]:
+    """Within, replaced functions compute what replaces them."""
+    token = _REPLACES.set(True)
+    try:
+        # ZeRO-3 replaces it in the process by a function that no TorchFunctionMode sees.
+        linear = F.linear
+        is_replaced = inspect.isfunction(linear)
+        with swapped(vars(F), "linear", _here(linear, _linear)) if is_replaced else nullcontext():
+            yield
+    finally:
+        _REPLACES.reset(token)
+
+
+def _here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that is ``replacement`` in the context of a run, and ``original`` elsewhere."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if _REPLACES.get() else original)(*args, **kwargs)
+
+    return function
 
 
 @contextmanager
@@ -223,7 +255,7 @@ def _by_torch(model: nn.Module) -> Iterator[None]:
             for name, function in called_functions(forward).items():
                 if installed_function(function) is not None:
                     own: dict[str, Any] = unwrap(forward).__globals__
-                    stack.enter_context(swapped(own, name, fallback_of(function)))
+                    stack.enter_context(swapped(own, name, _here(function, fallback_of(function))))
         yield
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class StandIn(nn.Module):
@@ -65,15 +67,38 @@ def _num_tokens(args: tuple[Any, ...], shape: torch.Size) -> int:
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Resets defaults of torch within the context: tensors are on the CPU in fp32 and record gradients. A probe's
-    result is used for calls under other settings than those of the caller of ``wrap``."""
-    dtype = torch.get_default_dtype()
-    with torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
+    """Resets defaults of torch within the context, in this thread alone: tensors are on the CPU in fp32 and record
+    gradients. A probe's result is used for calls under other settings than those of the caller of ``wrap``, and another
+    thread may change the default dtype meanwhile, as ``from_pretrained`` does."""
+    with torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False), _Fp32ByDefault():
+        yield
+
+
+class _Fp32ByDefault(TorchFunctionMode):
+    """Makes tensors of fp32 where torch would use its default dtype, which is one for all threads."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        has_dtype = kwargs.get("dtype") is not None or kwargs.get("out") is not None
+        is_of_floats = func in _OF_NUMBERS and any(isinstance(leaf, float) for leaf in tree_leaves((args, kwargs)))
+        if (func in _OF_FLOATS or is_of_floats) and not has_dtype:
+            kwargs = kwargs | {"dtype": torch.float32}
+        result = func(*args, **kwargs)
+        default = torch.get_default_dtype()
+        if default == torch.float32 or has_dtype or not isinstance(result, Tensor) or result.dtype != default:
+            return result
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not given or any(tensor.is_floating_point() for tensor in given):
+            return result
+        # A function of integers, such as their quotient.
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.float(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_OF_FLOATS = frozenset({torch.empty, torch.ones, torch.zeros, torch.rand, torch.randn, torch.eye, torch.linspace})
+"""functions whose result has torch's default dtype"""
+_OF_NUMBERS = frozenset({torch.full, torch.tensor, torch.as_tensor, torch.arange, torch.scalar_tensor})
+"""functions whose result has torch's default dtype if they are given a float"""
 
 
 def without_hooks(real: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
