@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.document_mask import new_call
 from liger_dist.fused_layers.document_rows import DocumentRows
+from liger_dist.fused_layers.packed_calls import OF_DOCUMENTS
 from liger_dist.fused_layers.recurrent import RecurrentLayers
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
@@ -194,6 +196,10 @@ class FusedLoss:
         if self.recurrent is None:
             return None
         documents = self.recurrent.documents(call.named)
+        if documents is None:
+            # Every row is one document, and without other packages some layers refuse these keywords.
+            for name in OF_DOCUMENTS:
+                call.kwargs.pop(name, None)
         has_labels = call.named.get("labels") is not None
         for name, value in self.recurrent.keywords(documents, has_labels=has_labels).items():
             is_known = self.signature.takes_more or name in self.signature.names
@@ -203,7 +209,9 @@ class FusedLoss:
 
     def running(self, documents: DocumentRows | None) -> AbstractContextManager[None]:
         """Within, a call with these documents runs."""
-        return nullcontext() if self.recurrent is None else self.recurrent.running(documents)
+        if self.recurrent is not None:
+            return self.recurrent.running(documents)
+        return new_call() if self.config.varlen_attention else nullcontext()
 
     def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)
@@ -383,7 +391,7 @@ class FusedLoss:
             return made
 
         # A LoRA layer computes another weight in each call.
-        first.share = None if first.has_lora else share
+        first.share, first.share_apart = None if first.has_lora else share, shared.clear
         first.further = partial(further, recipe=replace(recipe, changes=()))
         losses: list[LossCall | None] = [
             None

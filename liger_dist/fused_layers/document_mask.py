@@ -5,14 +5,16 @@ Legend: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from liger_dist.model.torch_modes import untraced
+from liger_dist.model.torch_modes import in_backward, untraced
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 _NOTES = "_liger_dist_notes"
@@ -211,17 +213,39 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
     return mask_of(lengths, device, rows=rows, window=window, **facts)
 
 
+_CALL: ContextVar[object] = ContextVar("liger_dist_call", default=None)
+"""an object for each call of a wrapped model"""
+
+
+@contextmanager
+def new_call() -> Iterator[None]:
+    """Within, a call of a wrapped model runs: documents are read anew."""
+    token = _CALL.set(object())
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
 def notes_on(tensor: Tensor) -> dict[Any, Any]:
-    """Returns a dict that stays with the tensor until its values change: what the host has read of them."""
-    if tensor.is_inference():
+    """Returns a dict that stays with the tensor for the call that runs: what the host has read of its values. A
+    backward that recomputes the call finds it as well.
+
+    Values on the host are compared, because writes through NumPy, DLPack or ``.data`` have no version. On a GPU a call
+    of a wrapped model reads anew; in a model that is not wrapped, after the tensor's version has changed.
+    """
+    state: tuple[Any, ...]
+    if tensor.device.type == "cpu":
+        state = tuple(tensor.tolist())
+    elif tensor.is_inference():
         return {}  # It has no version.
-    version = tensor._version
-    notes: dict[Any, Any]
-    kept_version, notes = vars(tensor).get(_NOTES, (None, {}))
-    if kept_version != version:
-        notes = {}
-        vars(tensor)[_NOTES] = version, notes
-    return notes
+    else:
+        state = (tensor._version, _CALL.get())
+    kept_state, notes = vars(tensor).get(_NOTES, (None, {}))
+    if kept_state is None or (kept_state != state and not in_backward()):
+        notes = dict[Any, Any]()
+        vars(tensor)[_NOTES] = state, notes
+    return cast(dict[Any, Any], notes)
 
 
 def document_lengths(begins: Tensor, valid: Tensor) -> tuple[int, ...] | None:

@@ -37,6 +37,7 @@ from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist_kernels import Backend
 
 from .convolution import reason_against
+from .document_mask import new_call
 from .document_rows import DocumentRows, Layout
 from .mixer_forward import MixerForward, functions_of_lengths
 from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
@@ -240,7 +241,7 @@ class RecurrentLayers:
         """Within, a call with these documents runs."""
         self._in_backward.clear()
         self._last = documents
-        with self.apart(documents):
+        with self.apart(documents), new_call():
             yield
 
     @contextmanager

@@ -184,6 +184,7 @@ class _Call:
         """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
         self.own, self.name, self.convention, self.backend = own, name, convention, backend
         self.function: FunctionType = own[name]
+        self._helpers = called_functions(self.function)
         self._parameters = signature(self.function).parameters
         self._required = {name for name, one in self._parameters.items() if one.default is Parameter.empty}
 
@@ -191,6 +192,9 @@ class _Call:
         current = self.own.get(self.name, self.function)
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
+        for name, helper in self._helpers.items():
+            if self.own.get(name) is not helper:
+                return self.function(*args, **kwargs)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         is_bound = len(given) == len(args) + len(kwargs) and self._required <= given.keys() <= self._parameters.keys()
         arguments = _arguments(given, self.convention) if is_bound else None
@@ -250,9 +254,14 @@ def _compute(module: nn.Module, match: RotaryMatch, *args: Any, **kwargs: Any) -
     return NotImplemented if torch.compiler.is_compiling() else match(module, *args, **kwargs)
 
 
-@lru_cache(maxsize=64)
 def convention_of(function: Any) -> RotaryConvention | None:
     """Finds the convention that reproduces ``function``; None without one."""
+    # Not by the function alone: a function that it calls may be patched.
+    return _convention_of(function, tuple(called_functions(function).items()))
+
+
+@lru_cache(maxsize=64)
+def _convention_of(function: Any, helpers: tuple[tuple[str, FunctionType], ...]) -> RotaryConvention | None:
     parameters = signature(function).parameters
     known = next((names for names in TABLES if all(name in parameters for name in names)), None)
     if known is None:

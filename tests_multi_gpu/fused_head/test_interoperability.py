@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from truth import relative_error
 
 import liger_dist
-from liger_dist.fused_layers.rotary import convention_of
+from liger_dist.fused_layers.rotary import _convention_of
 from liger_dist.sharding.process_groups import compute_device
 
 
@@ -369,11 +369,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     ids=["device", "dtype", "inference mode", "autocast"],
 )
 def test_settings_at_the_time_of_wrapping_change_nothing(setting: Any) -> None:
-    convention_of.cache_clear()
+    _convention_of.cache_clear()
     model = make_model("llama")
     with setting():
         liger_dist.wrap(model)
-    convention_of.cache_clear()
+    _convention_of.cache_clear()
     expected = liger_dist.wrap(make_model("llama"))
     assert str(liger_dist.explain(model)) == str(liger_dist.explain(expected))
 

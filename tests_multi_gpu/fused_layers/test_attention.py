@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import on_device
 import pytest
 import torch
@@ -470,3 +472,34 @@ def test_a_mask_that_is_wider_than_the_keys_is_cut() -> None:
     output, _ = ALL_ATTENTION_FUNCTIONS["liger_dist"](torch.nn.Module(), query, key, value, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[..., :5])
     assert relative_error(output, expected.transpose(1, 2)) < TOLERANCE
+
+
+WRITES: dict[str, Callable[[Tensor, list[int]], None]] = {
+    "in place": lambda ends, new: ends.copy_(torch.tensor(new, device="cpu")),
+    "by data": lambda ends, new: ends.data.copy_(torch.tensor(new, device="cpu")),
+    "by numpy": lambda ends, new: np.copyto(ends.numpy(), new),
+    "by dlpack": lambda ends, new: torch.from_dlpack(ends).data.copy_(torch.tensor(new, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("where", ["the same call", "evaluation between"])
+@pytest.mark.parametrize("write", WRITES)
+def test_lengths_that_are_rewritten_are_read_anew(write: str, where: str) -> None:
+    """A data loader may keep one buffer."""
+    model: Any = liger_dist.wrap(make_model("llama", dtype=torch.float32), "none")
+    ids = on_device.randint(1, 100, (1, 12), generator=torch.Generator().manual_seed(0)).to(compute_device())
+    buffer = torch.tensor([0, 5, 12], dtype=torch.int32, device="cpu")
+
+    def loss(ends: Tensor) -> float:
+        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+        return float(model(input_ids=ids, labels=ids, **lengths).loss)
+
+    expected = [loss(torch.tensor(ends, dtype=torch.int32, device="cpu")) for ends in ([0, 5, 12], [0, 9, 12])]
+    assert abs(expected[0] - expected[1]) > 1e-3
+    found = [loss(buffer)]
+    if where == "evaluation between":
+        with torch.no_grad():
+            loss(buffer)
+    WRITES[write](buffer, [0, 9, 12])
+    found.append(loss(buffer))
+    assert found == pytest.approx(expected, abs=1e-6)

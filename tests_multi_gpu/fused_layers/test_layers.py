@@ -505,3 +505,24 @@ def test_copies_keep_the_classes_of_swapped_layers() -> None:
     model = liger_dist.wrap(make_model("llama"), "none")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap", "between wraps"])
+def test_a_helper_of_a_rotary_function_that_is_patched_is_called(when: str) -> None:
+    def other_half(x: Tensor) -> Tensor:
+        return 0.5 * x.flip(-1)
+
+    def patched() -> Any:
+        return mock.patch.object(modeling_llama, "rotate_half", other_half)
+
+    own, model = make_model("llama", dtype=torch.float32), make_model("llama", dtype=torch.float32)
+    with patched():
+        expected = own(**make_batch(0)).loss
+    if when == "between wraps":
+        liger_dist.wrap(make_model("llama", dtype=torch.float32), "none")
+    if when == "after wrap":
+        liger_dist.wrap(model, "none")
+    with patched():
+        if when != "after wrap":
+            liger_dist.wrap(model, "none")
+        assert torch.allclose(model(**make_batch(0)).loss, expected)

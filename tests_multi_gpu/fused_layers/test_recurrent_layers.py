@@ -15,13 +15,14 @@ import torch
 from documents import TOLERANCE, alone, assert_equal, gradients_of, packed, trained, wrapped
 from documents import quiet as quiet
 from harness import Workers
-from models import HYBRIDS, make_model
+from models import HYBRIDS, gradient_errors, make_model
 from torch import Tensor, nn
 
 import liger_dist
 from liger_dist.fused_layers.document_rows import MOST_PADDING, Layout, grouped, rounded_up
 from liger_dist.fused_layers.packed_calls import documents_of, packed_by
 from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
+from liger_dist.sharding.process_groups import compute_device
 
 FAMILIES = tuple(HYBRIDS)
 
@@ -382,3 +383,24 @@ def test_a_call_reads_only_what_may_separate_documents() -> None:
     ):
         with pytest.raises(AssertionError, match="the host reads"):
             packed_by({"input_ids": ids, name: value.as_subclass(Unread)})
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("way", ["lengths", "seq_idx", "both"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_one_document_each_by_every_way_of_saying_so(family: str, rows: int, way: str) -> None:
+    """A packed loader has such batches as well; without other packages the layers refuse these keywords."""
+    model: Any = make_model(family, dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model, "none")
+    ids = on_device.randint(1, 100, (rows, 9), generator=torch.Generator().manual_seed(0)).to(compute_device())
+    ends = torch.arange(0, 9 * rows + 1, 9, dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+    numbers = {"seq_idx": torch.zeros(rows, 9, dtype=torch.int32, device=ids.device)}
+    given = {"lengths": lengths, "seq_idx": numbers, "both": lengths | numbers}[way]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(9, device=ids.device).expand(rows, -1)}
+    model(**batch, **given).loss.backward()
+    reference(**batch, use_cache=False).loss.backward()
+    errors = gradient_errors(model, reference)
+    assert max(errors.values()) < 1e-4, errors
