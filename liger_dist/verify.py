@@ -25,7 +25,7 @@ from .fused_layers.packed_calls import as_padded_rows, documents_of
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
-from .sharding import deepspeed, fsdp1, fsdp2
+from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2
 from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
 from .wrap import Wrapped, full_logits, inner_model, own_layers, record_of
@@ -121,7 +121,9 @@ class _Passes:
     """see :class:`Verification`"""
 
 
-def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None = None) -> Verification:
+def verify(
+    model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None = None, optimizer: Any = None
+) -> Verification:
     """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
     ``teacher`` the distillation loss with that of full logits; and with the model as it was before :func:`wrap`.
 
@@ -142,6 +144,9 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         batch: this rank's arguments of the model, of which at least one label is not ignored; with a teacher, those of
             :func:`distillation_loss` beside the two models.
         teacher: the teacher of :func:`distillation_loss`; None for the model's own loss.
+        optimizer: the optimizer that will update the model, with ``param_groups``: it has to hold all trained
+            parameters that the next forward reads, and no others. None to leave that out; under DeepSpeed the engine
+            has its own.
 
     Raises:
         LigerDistError: on every rank alike; the model is not wrapped, gradients are waiting for an optimiser step, a
@@ -179,6 +184,7 @@ def verify(model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None
         problems=(),
     )
     problems = [*_problems(verification), *disagreements(chosen, model), *fused.disagreements]
+    problems += [] if optimizer is None else _problems_of_optimizer(model, optimizer)
     if not errors.reach(list(fused.gradients)):
         problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
     return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
@@ -345,6 +351,8 @@ def _unfinished_step(root: nn.Module) -> str | None:
         return "DeepSpeed has gradients that wait for engine.step()"
     if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
         return "gradients are waiting for an optimizer step"
+    if fsdp1_forward.awaits_backward(root):
+        return "a loss waits for its backward, whose gradients FSDP1 loses after another backward"
     return fsdp2.unfinished_reduction(root)
 
 
@@ -394,6 +402,27 @@ def _problems(seen: Verification) -> list[str]:
     return problems
 
 
+def _problems_of_optimizer(model: nn.Module, optimizer: Any) -> list[str]:
+    """Compares the parameters that an optimizer updates with those that the next forward reads."""
+    named = dict(model.named_parameters())
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in held]
+    others = held - set(map(id, named.values()))
+    problems = []
+    if missing:
+        problems.append(
+            f"the optimizer does not hold {missing[0]}"
+            + (f" and {len(missing) - 1} other parameters that require gradients" if len(missing) > 1 else "")
+            + "; build it from model.parameters() after wrap, or freeze what it leaves out"
+        )
+    if others:
+        problems.append(
+            f"{len(others)} parameters of the optimizer are not those of the model, which no forward reads; build it "
+            "from model.parameters() after wrap"
+        )
+    return problems
+
+
 def _objection(
     model: nn.Module, record: Wrapped, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
 ) -> str | None:
@@ -411,7 +440,7 @@ def _objection(
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
         return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
     unfinished = _unfinished_step(model)
-    return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
+    return None if unfinished is None else f"{unfinished}; finish the step first"
 
 
 def _objection_to_call(

@@ -6,7 +6,7 @@ import functools
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -35,19 +35,18 @@ from .model.compile import compiled_call
 from .model.peft import base_model_of, own_loss
 from .model.quantized import keep_order_of_bytes
 from .model.stand_ins import torch_defaults
-from .model.structure import Structure, find_structure, initializer_of
+from .model.structure import Structure, find_structure, full_shape, initializer_of
 from .sequences import check_sequence_parallel, guard_decoder
-from .sharding import as_strategy, encoders, has_collectives
+from .sharding import as_strategy, encoders, has_collectives, resharding
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
 from .sharding.fsdp2 import FSDP2
 from .sharding.fsdp_options import FullySharded
 from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
 from .sharding.loading import refuse_loaded_shards
-from .sharding.materialize import is_meta
+from .sharding.materialize import is_meta, values_of_rank_0
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
-from .sharding.resharding import keep_unsharded, reshard_after_inference
 from .sharding.sequence_parallel import check_losses, detach
 from .sharding.single import LoadedByHost
 from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
@@ -128,6 +127,8 @@ def wrap(
         record = _fuse(model, chosen, found, config, undo)
         keep_order_of_bytes(model, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
+        if found.takes_rank_0:
+            found = replace(found, initialize=values_of_rank_0(model, undo))
         wrapped = chosen.shard(outer, model, found.structure, initialize=found.initialize, undo=undo)
         if record.recipe is not None:
             record.loss.head.install_hook(model)
@@ -138,7 +139,7 @@ def wrap(
         undo.pop_all()
     if isinstance(chosen, AVERAGING):
         refuse_unreduced_later(wrapped, outer, model, chosen.name)
-    reshard_after_inference(outer, model, found.structure.decoder)
+    resharding.install(wrapped, outer, model, found.structure.decoder)
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
     return wrapped
@@ -158,8 +159,12 @@ class _Inspected:
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
-    trained: str
-    """number of trained parameters, and a checksum of their names"""
+    parameters: str
+    """numbers of parameters and of trained ones, and a checksum of their names, shapes and dtypes"""
+    placement: str
+    """device of the parameters: "meta" or "real", or "host" where a host loads them"""
+    takes_rank_0: bool = False
+    """True if rank 0 has values and the model of all other ranks is on the meta device"""
 
 
 def _inspect(
@@ -213,9 +218,18 @@ def _inspect(
     recurrent = find_recurrent_layers(model, structure)
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
     frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
-    names = sorted(name for name, parameter in outer.named_parameters() if parameter.requires_grad)
-    trained = f"{len(names)} (checksum {zlib.crc32(' '.join(names).encode()):08x})"
-    return chosen, _Inspected(structure, initialize, recipe, reason, recurrent, not_compiled, frozen, trained)
+    placement = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
+    found = _Inspected(
+        structure, initialize, recipe, reason, recurrent, not_compiled, frozen, _parameters_of(outer), placement
+    )
+    return chosen, found
+
+
+def _parameters_of(outer: nn.Module) -> str:
+    """Describes the parameters of a model, for a comparison over the ranks."""
+    named = sorted((name, tuple(full_shape(p)), str(p.dtype), p.requires_grad) for name, p in outer.named_parameters())
+    trained = sum(is_trained for *_, is_trained in named)
+    return f"{trained} of {len(named)} (checksum {zlib.crc32(repr(named).encode()):08x})"
 
 
 def _decide_compilation(
@@ -298,20 +312,38 @@ def _agreed(
     except Exception as error:
         refusal = error
     settings = "" if found is None else _settings(*found, config)
-    findings = gathered((None if refusal is None else str(refusal), settings))
+    placement = "" if found is None else found[1].placement
+    findings = gathered((None if refusal is None else str(refusal), settings, placement))
     if refusal is not None:
         raise refusal
-    refusals = dict.fromkeys(sentence for sentence, _ in findings if sentence is not None)
+    refusals = dict.fromkeys(sentence for sentence, _, _ in findings if sentence is not None)
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    different = dict.fromkeys(settings for _, settings in findings)
+    different = dict.fromkeys(settings for _, settings, _ in findings)
     if len(different) > 1:
         raise LigerDistError(
             f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
             "strategy and WrapConfig."
         )
-    return found
+    return found[0], _with_values_of_rank_0(found[1], [placement for *_, placement in findings])
+
+
+def _with_values_of_rank_0(found: _Inspected, placements: Sequence[str]) -> _Inspected:
+    """Decides whose values a model gets that is on the meta device on some ranks alone.
+
+    Raises:
+        LigerDistError: rank 0 has no values, or another rank has some.
+    """
+    if len(set(placements)) == 1:
+        return found
+    on_meta = [rank for rank, placement in enumerate(placements) if placement == "meta"]
+    if len(on_meta) < len(placements) - 1 or 0 in on_meta:
+        raise LigerDistError(
+            f"the model is on the meta device on the ranks {on_meta} alone; expected all ranks, none, or all but rank "
+            "0, whose values the others then get."
+        )
+    return replace(found, takes_rank_0=True)
 
 
 def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
@@ -320,7 +352,7 @@ def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
     options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
     return (
         f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {found.unfused_reason or 'yes'}, "
-        f"trained parameters: {found.trained}"
+        f"trained parameters: {found.parameters}"
     )
 
 
@@ -420,7 +452,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     release_communicators(inner)
     encoders.uninstall(inner)
     allow_unreduced(inner)
-    keep_unsharded(inner)
+    resharding.uninstall(inner)
     if isinstance(model, FullyShardedDataParallel):
         return model
     outer = model.module if isinstance(model, Wrapper) else model

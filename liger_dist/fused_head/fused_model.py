@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.fused_layers.lora import drop_precomputed
 from liger_dist.model.class_swap import below_wrappers, present_as, subclass_of, with_base
-from liger_dist.sharding import fsdp2_forward
+from liger_dist.sharding import resharding
 
 from .loss_call import is_running, running
 from .model_loss import FusedLoss
@@ -108,7 +108,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         except BaseException:
             if not is_running(loss.wrap_id):
                 drop_precomputed(self)
-                fsdp2_forward.abandon_forward(self)
+                resharding.abandon_forward(self)
             raise
         finally:
             if loss_call is not None:

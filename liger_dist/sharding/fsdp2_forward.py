@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -20,6 +21,12 @@ def is_in_forward(root: object) -> bool:
     state: Any = root._get_fsdp_state()
     runs = state._state_ctx.iter_forward_root
     return runs is not None and len(runs._modules) == 1
+
+
+def is_running(root: nn.Module) -> bool:
+    """True while a forward or backward of the FSDP2 module ``root`` runs, or of an FSDP2 module around it."""
+    assert isinstance(root, FSDPModule)
+    return is_in_forward(root) or root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
 def finish_forward(root: object) -> None:
@@ -56,6 +63,54 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def begin_outside_inference_mode(root: nn.Module) -> None:
+    """Makes the full parameters of a root that has not run yet: those made in inference mode could not train.
+    All-gathers each group once."""
+    if any(not hasattr(record, "_unsharded_param") for group in param_groups(root) for record in group.fsdp_params):
+        with torch.inference_mode(False):
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
+
+
+def reshard_all(root: nn.Module) -> None:
+    """Frees the parameters that FSDP2 keeps unsharded after a forward of ``root``, or of a part of it. What
+    ``requires_grad_`` has changed of them holds for their shards. No collectives."""
+    finish_forward(root)
+    for group in _unsharded_groups(root):
+        for record in group.fsdp_params:
+            record.sharded_param.requires_grad_(record.unsharded_param.requires_grad)
+        group.reshard()
+
+
+def end_without_backward(root: nn.Module, before: None) -> None:
+    """Reshards after a forward whose output has no gradient."""
+    reshard_all(root)
+
+
+def unsharded_versions(root: nn.Module) -> list[int]:
+    """Returns the versions of the shards of unsharded parameters, which every update in place increases."""
+    return [record.sharded_param._version for group in _unsharded_groups(root) for record in group.fsdp_params]
+
+
+def full_parameters(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the full parameters that FSDP2 frees and all-gathers into."""
+    records = (record for group in _groups(root) for record in group.fsdp_params)
+    return frozenset(id(vars(record).get("_unsharded_param")) for record in records) - {id(None)}
+
+
+def _groups(root: nn.Module) -> Iterator[Any]:
+    """Yields the groups of ``root`` and of all modules that its forward runs; none before its first forward."""
+    assert isinstance(root, FSDPModule)
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        yield from groups_of(state)
+
+
+def _unsharded_groups(root: nn.Module) -> list[Any]:
+    return [group for group in _groups(root) if group.is_unsharded]
 
 
 def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:

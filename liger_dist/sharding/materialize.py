@@ -8,7 +8,8 @@ every strategy and world size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,42 @@ def is_meta(model: nn.Module) -> bool:
             "(from_pretrained inside liger_dist.sharded_loading())."
         )
     return bool(names[True])
+
+
+def values_of_rank_0(model: nn.Module, undo: ExitStack) -> Initializer:
+    """Returns a rule that broadcasts the values of rank 0, module by module, for a model that is on the meta device on
+    all other ranks. Rank 0's model is moved there as well; its values stay in memory until the rule is freed.
+
+    Args:
+        undo: restores rank 0's model.
+    """
+    values: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules() if dist.get_rank() == 0 else ():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for names in tables:
+            for name, value in list(names.items()):
+                if value is None:
+                    continue
+                values[module, name] = value.detach()
+                if id(value) not in moved:
+                    empty = torch.empty_like(value, device="meta")
+                    is_parameter = isinstance(value, nn.Parameter)
+                    moved[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
+                undo.callback(names.__setitem__, name, value)
+                names[name] = moved[id(value)]
+
+    def broadcast(module: nn.Module) -> None:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or tensor.is_meta:
+                continue
+            sent = tensor.detach().to(collective_device())
+            if dist.get_rank() == 0:
+                sent = values[module, name].to(collective_device()).contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.detach().copy_(sent)
+
+    return broadcast
 
 
 @torch.no_grad()

@@ -1,12 +1,19 @@
-"""Reshards FSDP2's groups after calls without gradients.
+"""Reshards the parameters that FSDP1 and FSDP2 keep unsharded after a forward without a backward.
 
-[Note: Groups that stay unsharded]
-FSDP2 keeps some groups unsharded after their forward, for the backward that follows: the root, final norm and lm_head,
-all of them with ``reshard_after_forward=False``. After a call without gradients no backward follows, and they stay
-unsharded. An optimizer built from ``model.parameters()`` then holds full tensors that FSDP2 replaces at the next
-backward, so its steps have no effect; and a forward after ``optimizer.step()`` reads the old weights if the call was
-between backward and step. So the outermost call without gradients reshards all groups at its end. ``generate`` is one
-call, whose tokens share one all-gather.
+[Note: Parameters that stay unsharded]
+FSDP keeps some parameters unsharded after their forward, for the backward that follows: those of the root, of final
+norm and lm_head, all of them with ``reshard_after_forward=False``. If no backward follows, they stay unsharded. An
+optimizer built from ``model.parameters()`` then holds full tensors that no forward reads, ``requires_grad_`` changes
+only these, and a forward after ``optimizer.step()`` reads the old weights. What trains may change at any moment, and
+nothing says in advance whether a loss will have a backward. So all parameters are resharded
+
+- at the end of the outermost forward whose output has no gradient, and of ``generate``, whose tokens share one
+  all-gather;
+- when the model's ``parameters()`` or ``named_parameters()`` are called outside of a forward or backward;
+- before an optimizer's step;
+- at the beginning of a forward, if a parameter was written to after it had been unsharded (an update by hand).
+
+Resharding needs no collective; the next forward or backward that reads a weight all-gathers it.
 """
 
 from __future__ import annotations
@@ -15,70 +22,159 @@ import functools
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
+from types import ModuleType
 from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
+from liger_dist.errors import LigerDistError
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import untraced
 
-from .fsdp2_forward import finish_forward, is_in_forward, reshard
+from . import fsdp1_forward, fsdp2_forward
 
 _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
 """ids of the roots whose ``generate`` runs in this context"""
 
 
-_INSTALLED = "_liger_dist_resharding"
+_INSTALLED, _ROOT = "_liger_dist_resharding", "_liger_dist_root"
+"""attributes of a model: what undoes :func:`install`, and its root"""
 
 
-def reshard_after_inference(outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
-    """Hooks the forwards and ``generate`` of a model that FSDP2 shards; does nothing for other models. See [Note:
-    Groups that stay unsharded].
+class _Root:
+    """The root of FSDP1 or FSDP2 around a wrapped model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._fsdp: ModuleType = fsdp1_forward if isinstance(module, FullyShardedDataParallel) else fsdp2_forward
+        self._versions: list[int] | None = None
+        """of the shards whose full parameters stay for a backward, since their forward"""
+        self._before: fsdp1_forward.BeforeForward | None = None
+        """state from before this forward"""
+
+    @untraced
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._fsdp.is_running(self.module):
+            return
+        if torch.is_inference_mode_enabled():
+            self._fsdp.begin_outside_inference_mode(self.module)
+        if self._fsdp is fsdp1_forward:
+            self._before = fsdp1_forward.BeforeForward(self.module)
+        if self._versions is not None and self._versions != self._fsdp.unsharded_versions(self.module):
+            self.reshard()
+
+    @untraced
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self.module):
+            return
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+            self._versions = self._fsdp.unsharded_versions(self.module)
+        else:
+            self._fsdp.end_without_backward(self.module, self._before)
+            self._before = None
+            self._versions = None
+
+    def abandon_forward(self) -> None:
+        if self._fsdp is fsdp1_forward:
+            fsdp1_forward.abandon_forward(self.module, self._before)
+        else:
+            fsdp2_forward.abandon_forward(self.module)
+        self._before = self._versions = None
+
+    def reshard(self) -> None:
+        """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
+        if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self.module):
+            self._fsdp.reshard_all(self.module)
+            self._versions = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Reshards before an optimizer's step.
+
+        Raises:
+            LigerDistError: the optimizer has full parameters, which it was given while they were unsharded.
+        """
+        self.reshard()
+        full = self._fsdp.full_parameters(self.module)
+        number = sum(id(parameter) in full for group in optimizer.param_groups for parameter in group["params"])
+        if number > 0:
+            raise LigerDistError(
+                f"{number} parameters of this {type(optimizer).__name__} are full tensors that FSDP frees, so that "
+                "their update would be lost: they were read from modules inside the model after a forward with "
+                "gradients. Build the optimizer from model.parameters() or model.named_parameters()."
+            )
+
+    def around_generate(self, generate: Any) -> Any:
+        @functools.wraps(generate)
+        def generate_and_reshard(*args: Any, **kwargs: Any) -> Any:
+            token = _GENERATING.set(_GENERATING.get() | {id(self.module)})
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                _GENERATING.reset(token)
+                self.reshard()
+
+        return generate_and_reshard
+
+    def before_listing(self, named_parameters: Any) -> Any:
+        @functools.wraps(named_parameters)
+        def reshard_and_list(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self.reshard()
+            return named_parameters(*args, **kwargs)
+
+        return reshard_and_list
+
+
+def _before_step(root: ReferenceType[_Root], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    found = root()
+    if found is not None:
+        found.before_step(optimizer)
+
+
+def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
+    """Hooks the forwards of a model that FSDP1 or FSDP2 shards; does nothing for other models. See [Note: Parameters
+    that stay unsharded].
 
     Args:
+        wrapped: the module that the caller trains: ``outer``, or FSDP1's root around it.
+        outer: ``model``, or the ``PeftModel`` around it.
         decoder: the module inside ``model`` that may be called alone, for hidden states.
     """
-    root = next((module for module in (outer, model) if isinstance(module, FSDPModule)), None)
-    if root is None:
+    modules = list(dict.fromkeys((wrapped, outer, model)))
+    found = next((module for module in modules if isinstance(module, FSDPModule | FullyShardedDataParallel)), None)
+    if found is None:
         return
+    root = _Root(found)
     undo = vars(model)[_INSTALLED] = ExitStack()
-    for module in dict.fromkeys((outer, model, decoder)):
-        undo.callback(module.register_forward_hook(partial(_after_forward, root)).remove)
-    for module in dict.fromkeys((outer, model)):
+    undo.enter_context(swapped(vars(model), _ROOT, root))
+    for module in dict.fromkeys((*modules, decoder)):
+        undo.callback(module.register_forward_hook(root.after_forward).remove)
+    undo.callback(found.register_forward_pre_hook(root.before_forward, prepend=True, with_kwargs=True).remove)
+    for module in modules:
         if callable(getattr(module, "generate", None)):
-            undo.enter_context(swapped(vars(module), "generate", _resharding(module.generate, root)))
+            undo.enter_context(swapped(vars(module), "generate", root.around_generate(module.generate)))
+        undo.enter_context(swapped(vars(module), "named_parameters", root.before_listing(module.named_parameters)))
+    step_hook = register_optimizer_step_pre_hook(partial(_before_step, ref(root)))
+    undo.callback(step_hook.remove)
+    finalize(root, step_hook.remove)
 
 
-def keep_unsharded(model: nn.Module) -> None:
-    """Undoes :func:`reshard_after_inference`."""
+def abandon_forward(model: nn.Module) -> None:
+    """Ends a forward that has raised in ``model`` or below it, and frees what it unsharded. FSDP would take the next
+    forward for a part of it."""
+    root: _Root | None = vars(model).get(_ROOT)
+    if root is not None:
+        root.abandon_forward()
+    else:
+        fsdp2_forward.abandon_forward(model)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undoes :func:`install`."""
     vars(model).pop(_INSTALLED, ExitStack()).close()
-
-
-@untraced
-def _after_forward(root: nn.Module, module: nn.Module, args: Any, output: Any) -> None:
-    if not (torch.is_grad_enabled() or id(root) in _GENERATING.get() or is_in_forward(root)):
-        _reshard(root)
-
-
-def _resharding(generate: Any, root: nn.Module) -> Any:
-    @functools.wraps(generate)
-    def generate_and_reshard(*args: Any, **kwargs: Any) -> Any:
-        is_outermost = id(root) not in _GENERATING.get()
-        token = _GENERATING.set(_GENERATING.get() | {id(root)})
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            _GENERATING.reset(token)
-            if is_outermost:
-                _reshard(root)
-
-    return generate_and_reshard
-
-
-def _reshard(root: nn.Module) -> None:
-    """Reshards all groups. A model without trained parameters has no optimizer, and its weights do not change."""
-    if any(parameter.requires_grad for parameter in root.parameters()):
-        finish_forward(root)
-        reshard(root)

@@ -357,3 +357,29 @@ def test_lengths_beside_a_padding_mask_without_recurrent_layers() -> None:
     verification = liger_dist.verify(model, batch)
     assert verification.ok, verification
     assert "attention to documents" in str(verification)
+
+
+def test_an_optimizer_that_holds_other_parameters_is_a_problem(workers_2: Workers) -> None:
+    for problems in workers_2.run(problems_of_optimizers):
+        assert problems["its own"] == ()
+        assert "the optimizer does not hold model.embed_tokens.weight and" in problems["of another model"][0]
+        assert "parameters of the optimizer are not those of the model" in problems["of another model"][1]
+        assert problems["without lm_head"] == (
+            "the optimizer does not hold lm_head.weight; build it from model.parameters() after wrap, or freeze what "
+            "it leaves out",
+        )
+        # Built while the last group was unsharded, which the model reshards where it is asked for its parameters.
+        assert problems["after a loss"] == ()
+
+
+def problems_of_optimizers() -> dict[str, tuple[str, ...]]:
+    model: Any = liger_dist.wrap(make_model("llama"), "fsdp2")
+    batch = make_batch(dist.get_rank())
+    optimizers = {
+        "its own": torch.optim.SGD(model.parameters(), lr=0.1),
+        "of another model": torch.optim.SGD(make_model("llama").parameters(), lr=0.1),
+        "without lm_head": torch.optim.SGD([p for n, p in model.named_parameters() if n != "lm_head.weight"], lr=0.1),
+    }
+    assert float(model(**batch).loss) > 0
+    optimizers["after a loss"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {name: liger_dist.verify(model, batch, optimizer=one).problems for name, one in optimizers.items()}

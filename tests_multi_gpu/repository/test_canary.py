@@ -50,6 +50,18 @@ NAMES: dict[tuple[str, str], str] = {
         "ShardingStrategy._HYBRID_SHARD_ZERO2",
     ): "fsdp1.py cannot use HSDP",
     (
+        "torch.distributed.fsdp._runtime_utils",
+        "_reshard",
+    ): "fsdp1_forward.py cannot reshard after a forward without a backward: steps read old weights",
+    (
+        "torch.distributed.fsdp._runtime_utils",
+        "_lazy_init",
+    ): "fsdp1_forward.py cannot make parameters that train before a first forward in inference mode",
+    (
+        "torch.distributed.fsdp._common_utils",
+        "HandleTrainingState",
+    ): "fsdp1_forward.py cannot end a forward that has raised",
+    (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "CheckpointImpl.REENTRANT",
     ): "reentrant_layers.py does not refuse reentrant checkpoints around FSDP units: images on some ranks hang",
@@ -176,6 +188,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "iter_forward_root",
             "_modules_to_run_forward",
             "_training_state",
+            "post_backward_final_callback_queued",
         ),
         "fsdp2.py finds no parameter groups: no adapter serves FSDP2; under Accelerate losses are rounded to 16 bits",
     ),
@@ -191,7 +204,14 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         "fsdp2.py cannot read mesh, divide factor and no-sync of a group",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
-        ("_module_info", "sharded_param", "unsharded_accumulated_grad", "shared_modules", "shared_param_names"),
+        (
+            "_module_info",
+            "sharded_param",
+            "_unsharded_param",
+            "unsharded_accumulated_grad",
+            "shared_modules",
+            "shared_param_names",
+        ),
         "fsdp2.py cannot tell which modules share lm_head's weight: tied models are refused or wrong",
     ),
     "torch.distributed.fsdp._init_utils": (
@@ -199,8 +219,15 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         "fsdp1.py cannot compute a global token mean",
     ),
     "torch.distributed.fsdp._flat_param": (
-        ("_fsdp_flattened", "_is_flat_param", "flat_param"),
-        "fsdp1.py does not recognise FSDP1's storage",
+        (
+            *("_fsdp_flattened", "_is_flat_param", "flat_param", "_params", "_local_shard", "_full_param_padded"),
+            *("_needs_pre_backward_unshard", "_training_state"),
+        ),
+        "fsdp1.py does not recognise FSDP1's storage, or what of it is unsharded",
+    ),
+    "torch.distributed.fsdp._runtime_utils": (
+        ("_post_backward_hook_state", "training_state"),
+        "fsdp1_forward.py does not reshard after a forward without a backward",
     ),
     "torch.distributed.fsdp._common_utils": (("_handle",), "encoders under FSDP1 with images on some ranks fail"),
     "accelerate.accelerator": (

@@ -114,7 +114,7 @@ def error_after_steps(layout: str, tied: bool, call: Callable[[Any], None], mome
 def test_generate_gathers_what_stays_unsharded_once(workers_2: Workers) -> None:
     """Not once for each token: lm_head and final norm stay for the tokens of a call."""
     for gathers in workers_2.run(gathers_of_lm_head):
-        assert gathers == {"for generate": 1, "for two evaluations": 2, "of a frozen model": 1}
+        assert gathers == {"for generate": 1, "for two evaluations": 2, "of a frozen model": 2}
 
 
 def gathers_of_lm_head() -> dict[str, int]:

@@ -11,6 +11,7 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_parameters, own_name
 from harness import Workers
 from models import full, make_batch, make_config, make_model, true_loss_sum
 from torch import Tensor, nn
@@ -50,6 +51,57 @@ def test_a_meta_model_may_be_wrapped_where_it_is_made() -> None:
     assert_same_parameters(
         [built_on_meta("none", None, tied=False, inside=True)], built_on_meta("none", None, tied=False)
     )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
+def test_all_ranks_get_the_values_of_rank_0_if_only_it_has_any(strategy: str, tied: bool, workers_2: Workers) -> None:
+    expected = {name: tensor.cpu() for name, tensor in make_model("llama", tied=tied).state_dict().items()}
+    for found, buffers_differ in workers_2.run(wrapped_from_rank_0, strategy, tied):
+        assert not buffers_differ
+        assert found.keys() <= expected.keys()
+        assert all(torch.equal(value.cpu(), expected[name]) for name, value in found.items())
+
+
+def wrapped_from_rank_0(strategy: str, tied: bool) -> tuple[dict[str, Tensor], bool]:
+    """Every full parameter, and whether a buffer is not the one that the model's code computes."""
+    truth = make_model("llama", tied=tied)
+    with nullcontext() if dist.get_rank() == 0 else torch.device("meta"):
+        model = LlamaForCausalLM(make_config("llama", tied=tied)).double()
+    if dist.get_rank() == 0:
+        model.load_state_dict(truth.state_dict())
+        model.to(truth.device)  # type: ignore[arg-type]
+    root = liger_dist.wrap(model, strategy)
+    assert float(root(**make_batch(0 if strategy == "tp" else dist.get_rank())).loss) > 0
+    buffers = dict(truth.named_buffers())
+    differ = any(not torch.allclose(b.double(), buffers[own_name(name)].double()) for name, b in root.named_buffers())
+    return full_parameters(root), differ
+
+
+@pytest.mark.parametrize("on_meta", [0, 1])
+def test_other_ranks_on_the_meta_device_are_refused(on_meta: int, workers_4: Workers) -> None:
+    for message in workers_4.run(refused_on_meta, on_meta):
+        assert f"the model is on the meta device on the ranks [{on_meta}] alone" in message
+
+
+def refused_on_meta(on_meta: int) -> str:
+    with torch.device("meta") if dist.get_rank() == on_meta else nullcontext():
+        model = LlamaForCausalLM(make_config("llama"))
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, "fsdp2")
+    return str(caught.value)
+
+
+def test_ranks_whose_models_differ_in_dtype_are_refused(workers_2: Workers) -> None:
+    for message in workers_2.run(refused_for_dtypes):
+        assert "ranks call wrap with different settings" in message
+
+
+def refused_for_dtypes() -> str:
+    model = make_model("llama", dtype=torch.float32 if dist.get_rank() == 0 else torch.bfloat16)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(model, "fsdp2")
+    return str(caught.value)
 
 
 def assert_same_parameters(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:

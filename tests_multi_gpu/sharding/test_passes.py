@@ -1,0 +1,265 @@
+"""A pass that trains nothing, at any moment of training, changes no step: weights are those of the unwrapped model that
+trained without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_tensors import full_parameters
+from harness import Workers
+from models import make_batch, make_model, true_loss_sum
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import liger_dist
+
+LEARNING_RATE = 0.1
+STEPS = 2
+FSDP2_OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2, not resharded": {"reshard_after_forward": False},
+    "fsdp2, replicas": {"mesh": (2, 1)},
+    "fsdp2, frozen replicated": {"frozen": "replicate"},
+    "vocab-parallel": {"lm_head": "vocab_parallel"},
+    "vocab-parallel, not resharded": {"lm_head": "vocab_parallel", "reshard_after_forward": False},
+}
+FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp1": {},
+    "fsdp1, not resharded": {"reshard_after_forward": False},
+    "fsdp1, frozen replicated": {"frozen": "replicate"},
+}
+STRATEGIES = ("ddp", *FSDP1_OPTIONS, *FSDP2_OPTIONS, "sharded before wrap")
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "v_proj"]},
+    "LoRA on lm_head": {"target_modules": ["q_proj", "lm_head"]},
+    "saved lm_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "DoRA": {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "two adapters": {"target_modules": ["q_proj", "v_proj"]},
+}
+MODELS = ("full", "tied", *LORA)
+MOMENTS = ("before the optimizer", "before the first step", "before backward", "before step", "after step")
+
+
+def build(kind: str) -> Any:
+    model = make_model("llama", tied=kind == "tied")
+    if kind not in LORA:
+        return model
+    import peft
+
+    torch.manual_seed(5)
+    # Ranks of LoRA that two processes divide; B is not zero, so that A has a gradient.
+    options = peft.LoraConfig(r=4, init_lora_weights=False, **LORA[kind])
+    adapted: Any = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
+    if kind == "two adapters":
+        adapted.add_adapter("second", peft.LoraConfig(r=4, init_lora_weights=False, **LORA[kind]))
+        adapted.double()
+    return adapted.to(next(model.parameters()).device).train()
+
+
+def shard(model: Any, strategy: str) -> Any:
+    if strategy == "sharded before wrap":
+        for layer in model.get_decoder().layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return liger_dist.wrap(model, "auto")
+    if strategy == "ddp":
+        return liger_dist.wrap(model, liger_dist.DDP(find_unused_parameters=True))
+    if strategy in FSDP1_OPTIONS:
+        return liger_dist.wrap(model, liger_dist.FSDP1(reduce_dtype=torch.float64, **FSDP1_OPTIONS[strategy]))
+    return liger_dist.wrap(model, liger_dist.FSDP2(reduce_dtype=torch.float64, **FSDP2_OPTIONS[strategy]))
+
+
+# --- passes, which train nothing ------------------------------------------------------------------------------------
+
+
+def batch() -> dict[str, Tensor]:
+    return make_batch(dist.get_rank(), seed=7)
+
+
+def inside(model: Any) -> Any:
+    """The model that has ``generate`` and adapters."""
+    return getattr(model, "module", model)
+
+
+def no_grad(model: Any) -> None:
+    with torch.no_grad():
+        assert model(**batch()).loss > 0
+
+
+def inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        assert model(**batch()).loss > 0
+
+
+def in_eval(model: Any) -> None:
+    model.eval()
+    no_grad(model)
+    model.train()
+
+
+def logits(model: Any) -> None:
+    with torch.no_grad():
+        model(input_ids=batch()["input_ids"])
+
+
+def generate(model: Any) -> None:
+    ids = batch()["input_ids"]
+    assert inside(model).generate(input_ids=ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+def without_adapter(model: Any) -> None:
+    with inside(model).disable_adapter(), torch.no_grad():
+        model(**batch())
+
+
+def frozen(model: Any) -> None:
+    """With gradients enabled, while nothing requires one."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    model(**batch())
+    model(input_ids=batch()["input_ids"])
+    # By its name, as a user finds it: FSDP may have exchanged the objects.
+    for parameter in [p for p in model.parameters() if any(p is t for t in trained)]:
+        parameter.requires_grad_(True)
+
+
+def frozen_by_module(model: Any) -> None:
+    """As PEFT does: of each module's own parameters."""
+    trained = [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    for module, name in trained:
+        getattr(module, name).requires_grad_(False)
+    with torch.no_grad():
+        model(**batch())
+    for module, name in trained:
+        getattr(module, name).requires_grad_(True)
+
+
+def unused_loss(model: Any) -> None:
+    """A forward with gradients and no backward."""
+    assert float(model(**batch()).loss.detach()) > 0
+
+
+def other_adapter(model: Any) -> None:
+    peft_model = inside(model)
+    peft_model.set_adapter("second")
+    no_grad(model)
+    peft_model.set_adapter("default")
+
+
+def state_dict(model: Any) -> None:
+    assert get_model_state_dict(model)
+
+
+def listed(model: Any) -> None:
+    assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def verified(model: Any) -> None:
+    liger_dist.verify(model, batch())
+
+
+def failed(model: Any) -> None:
+    """A forward that ends by an exception in lm_head."""
+    head = inside(model).get_output_embeddings()
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    handle = head.register_forward_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        model(**batch())
+    handle.remove()
+
+
+PASSES: dict[str, Callable[[Any], None]] = {
+    function.__name__: function
+    for function in (
+        no_grad, inference_mode, in_eval, logits, generate, without_adapter, frozen, frozen_by_module, unused_loss,
+        other_adapter, state_dict, listed, verified, failed,
+    )
+}  # fmt: skip
+
+
+def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
+    if name == "frozen_by_module" and moment == "before backward" and strategy in FSDP1_OPTIONS:
+        return False  # Torch refuses to freeze views, which modules of FSDP1 have between forward and backward.
+    if name == "without_adapter":
+        return kind in LORA
+    return name != "other_adapter" or kind == "two adapters"
+
+
+CASES = [
+    (strategy, kind, name, moment)
+    for strategy, kind, name, moment in product(STRATEGIES, MODELS, PASSES, MOMENTS)
+    if applies(strategy, kind, name, moment)
+]
+
+
+def refusal(strategy: str, name: str, moment: str) -> str | None:
+    """The sentence that refuses a pass, after which training goes on; None where the pass runs."""
+    if name == "verified" and (moment == "before step" or (moment == "before backward" and strategy in FSDP1_OPTIONS)):
+        return "verify cannot run"
+    return None
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize(("strategy", "kind", "name", "moment"), CASES)
+def test_a_pass_changes_no_training_step(strategy: str, kind: str, name: str, moment: str, workers_2: Workers) -> None:
+    for error in workers_2.run(error_after_steps, strategy, kind, name, moment):
+        assert error < 1e-9
+
+
+def error_after_steps(strategy: str, kind: str, name: str, moment: str) -> float:
+    """The largest error of a parameter, relative to how far the largest change took one."""
+    model = build(kind)
+    reference = copy.deepcopy(model)
+    started = {key: value.detach().clone() for key, value in reference.named_parameters()}
+    root = shard(model, strategy)
+
+    def at(now: str) -> None:
+        if now != moment:
+            return
+        sentence = refusal(strategy, name, moment)
+        with nullcontext() if sentence is None else pytest.raises(liger_dist.LigerDistError, match=sentence):
+            PASSES[name](root)
+
+    at("before the optimizer")
+    optimizer = torch.optim.SGD((p for p in root.parameters() if p.requires_grad), lr=LEARNING_RATE, foreach=False)
+    own = torch.optim.SGD((p for p in reference.parameters() if p.requires_grad), lr=LEARNING_RATE)
+    at("before the first step")
+    for step in range(STEPS):
+        loss = root(**make_batch(dist.get_rank(), seed=step)).loss
+        at("before backward")
+        loss.backward()
+        at("before step")
+        optimizer.step()
+        optimizer.zero_grad()
+        at("after step")
+        for rank in range(dist.get_world_size()):
+            total, count = true_loss_sum(reference, make_batch(rank, seed=step))
+            (total / count / dist.get_world_size()).backward()
+        own.step()
+        own.zero_grad()
+    return largest_error(root, reference, started)
+
+
+def largest_error(root: nn.Module, reference: nn.Module, started: dict[str, Tensor]) -> float:
+    truth = dict(reference.named_parameters())
+    found = full_parameters(root)
+    assert found.keys() == truth.keys()
+    largest = max(float((truth[key] - started[key]).abs().max()) for key in truth)
+    return max(float((found[key] - truth[key]).abs().max()) for key in truth) / largest
