@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,6 +39,8 @@ class Explanation:
     applies"""
     frozen: str | None = None
     """memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank"""
+    router_loss: str | None = None
+    """how the model adds the loss of its routers to that of the tokens; None if it does not"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
@@ -46,6 +49,7 @@ class Explanation:
         rows += [] if self.packing is None else [("packed documents", self.packing)]
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
         rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
+        rows += [] if self.router_loss is None else [("router loss", self.router_loss)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -83,6 +87,7 @@ def explain(model: nn.Module) -> Explanation:
         packing=None if record.recurrent is None else str(record.recurrent),
         compiled=_compiled(record),
         frozen=record.frozen,
+        router_loss=_router_loss(inner),
     )
 
 
@@ -90,6 +95,19 @@ def _described(record: Wrapped) -> str:
     depth = len(record.structure.prediction_layers)
     further = f"; multi-token prediction of depth {depth}" if depth else ""
     return (f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe)) + further
+
+
+def _router_loss(model: nn.Module) -> str | None:
+    """Describes the term of the routers, by the config that the model reads in each call."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(text, "output_router_logits", False):
+        return None
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
+    return (
+        f"{coefficient} times the balance of experts, added in full in each call: num_items_in_batch does not divide it, "
+        "so that k micro-batches of a step count it k times (docs/experts.md)"
+    )
 
 
 def _compiled(record: Wrapped) -> str | None:

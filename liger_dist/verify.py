@@ -27,6 +27,7 @@ from .rank_agreement import GradientErrors, disagreements, disagreements_of_grad
 from .sequences import gather_batch
 from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2
 from .sharding.process_groups import sentences_of_all_ranks
+from .sharding.reentrant_layers import is_reentrant
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
 from .wrap import Wrapped, full_logits, inner_model, own_layers, record_of
 
@@ -185,6 +186,7 @@ def verify(
     )
     problems = [*_problems(verification), *disagreements(chosen, model), *fused.disagreements]
     problems += [] if optimizer is None else _problems_of_optimizer(model, optimizer)
+    problems += _problems_of_checkpoints(inner)
     if not errors.reach(list(fused.gradients)):
         problems.append("no gradient reached any parameter in any pass, so nothing has been compared")
     return replace(verification, problems=tuple(sentences_of_all_ranks(problems)))
@@ -400,6 +402,19 @@ def _problems(seen: Verification) -> list[str]:
             "casts its outputs. Under FSDP2 set MixedPrecisionPolicy(output_dtype=None)"
         )
     return problems
+
+
+def _problems_of_checkpoints(inner: nn.Module) -> list[str]:
+    """Finds checkpoints whose gradients are wrong with and without this library."""
+    configs = [module.config for module in inner.modules() if hasattr(module, "config")]
+    shares_keys = any(getattr(config, "num_kv_shared_layers", None) for config in configs)
+    if not (shares_keys and any(map(is_reentrant, inner.modules()))):
+        return []
+    return [
+        "the last layers share keys and values of earlier ones, and activation checkpointing has use_reentrant=True, "
+        "under which the gradient through shared keys and values is lost; use "
+        'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+    ]
 
 
 def _problems_of_optimizer(model: nn.Module, optimizer: Any) -> list[str]:

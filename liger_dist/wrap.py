@@ -90,7 +90,8 @@ def wrap(
     The model is changed in place, once, and keeps its parameter names. A model on the meta device gets storage and
     initial values by its own rule, layer by layer, from rank 0's random numbers. "fsdp2" and "tp" shard it before that;
     under "fsdp1" and "deepspeed" every rank holds the full model for a moment, which very large models avoid by "fsdp2"
-    or by being built under ``deepspeed.zero.Init``.
+    or by being built under ``deepspeed.zero.Init``. If only rank 0's model is on a real device, all ranks get its
+    values. Other threads may run other models meanwhile, and not this one.
 
     Args:
         model: a Hugging Face causal language model, or a ``PeftModel`` of one.

@@ -91,6 +91,14 @@ def end_without_backward(root: nn.Module, before: None) -> None:
     reshard_all(root)
 
 
+def read_dtypes(root: nn.Module) -> None:
+    """Reads the dtypes of gradients of groups that were frozen in their first forward, of which FSDP2 has read none, and
+    train now."""
+    for group in _groups(root):
+        if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
 def unsharded_versions(root: nn.Module) -> list[int]:
     """Returns the versions of the shards of unsharded parameters, which every update in place increases."""
     return [record.sharded_param._version for group in _unsharded_groups(root) for record in group.fsdp_params]

@@ -65,7 +65,7 @@ class ReentrantLayers:
         Args:
             encoder_inputs: kinds of the call's encoder inputs, one for each input.
         """
-        if not (self._is_fsdp1 and torch.is_grad_enabled() and any(map(_is_reentrant, self._layers))):
+        if not (self._is_fsdp1 and torch.is_grad_enabled() and any(map(is_reentrant, self._layers))):
             return ONCE
         if self._awaited is not None and self._awaited() is not None:
             return SEVERAL_CALLS
@@ -115,10 +115,10 @@ def check_hooks(root: nn.Module, units: Iterable[nn.Module]) -> None:
 
 def _checkpoints_call(unit: nn.Module) -> bool:
     """True for a layer of a transformers release that checkpoints ``__call__`` with its hooks, not ``forward``."""
-    return type(unit).__call__ is not nn.Module.__call__ and _is_reentrant(unit)
+    return type(unit).__call__ is not nn.Module.__call__ and is_reentrant(unit)
 
 
-def _is_reentrant(layer: nn.Module) -> bool:
+def is_reentrant(layer: nn.Module) -> bool:
     """True if transformers checkpoints ``layer`` with ``use_reentrant=True``."""
     function = getattr(layer, "_gradient_checkpointing_func", None)
     is_on = bool(getattr(layer, "gradient_checkpointing", False)) and layer.training

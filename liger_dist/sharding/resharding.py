@@ -66,6 +66,8 @@ class _Root:
             self._fsdp.begin_outside_inference_mode(self.module)
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self.module)
+        else:
+            fsdp2_forward.read_dtypes(self.module)
         if self._versions is not None and self._versions != self._fsdp.unsharded_versions(self.module):
             self.reshard()
 

@@ -17,11 +17,13 @@ from models import HIDDEN_SIZE, full, make_batch, make_model
 from peft_methods import adapted, batch_of
 from test_conformance import build, run_micro_batches, skip_without
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 import liger_dist
 from liger_dist.fused_layers import norm
 from liger_dist.fused_layers.swap import Swapped
 from liger_dist.losses import linear_cross_entropy
+from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels import norm_fwd
 
 
@@ -383,3 +385,30 @@ def problems_of_optimizers() -> dict[str, tuple[str, ...]]:
     assert float(model(**batch).loss) > 0
     optimizers["after a loss"] = torch.optim.SGD(model.parameters(), lr=0.1)
     return {name: liger_dist.verify(model, batch, optimizer=one).problems for name, one in optimizers.items()}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_shared_keys_under_reentrant_checkpoints_are_a_problem(use_reentrant: bool) -> None:
+    model: Any = AutoModelForCausalLM.from_config(
+        Gemma3nTextConfig(
+            vocab_size=101,
+            vocab_size_per_layer_input=101,
+            hidden_size=16,
+            hidden_size_per_layer_input=8,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=4,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0] * 4,
+            pad_token_id=0,
+        )
+    ).to(compute_device())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    wrapped = liger_dist.wrap(model.train(), "none")
+    problems = liger_dist.verify(wrapped, make_batch(0)).problems
+    assert any("share keys and values" in problem for problem in problems) == use_reentrant

@@ -200,6 +200,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "reduce_grads",
             "all_reduce_grads",
             "_reset_sharded_params",
+            "_orig_dtype",
         ),
         "fsdp2.py cannot read mesh, divide factor and no-sync of a group",
     ),
