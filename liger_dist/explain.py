@@ -105,8 +105,8 @@ def _router_loss(model: nn.Module) -> str | None:
         return None
     coefficient = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
     return (
-        f"{coefficient} times the balance of experts, added in full in each call: num_items_in_batch does not divide it, "
-        "so that k micro-batches of a step count it k times (docs/experts.md)"
+        f"{coefficient} times the balance of experts, added in full in each call: num_items_in_batch does not divide "
+        "it, so that k micro-batches of a step count it k times (docs/experts.md)"
     )
 
 

@@ -92,8 +92,8 @@ def end_without_backward(root: nn.Module, before: None) -> None:
 
 
 def read_dtypes(root: nn.Module) -> None:
-    """Reads the dtypes of gradients of groups that were frozen in their first forward, of which FSDP2 has read none, and
-    train now."""
+    """Reads the dtypes of gradients of groups that train now and were frozen in their first forward, in which FSDP2 has
+    read none."""
     for group in _groups(root):
         if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
             group._init_mp_dtypes()
